@@ -1,9 +1,9 @@
 """When host and device work in a decode step, eagerly, in a graph, and overlapped: `ladder bench step_times`.
 
 A profiler's trace of the same steps in three engines over the same kernels. A lane is busy where an operator,
-a call of the driver or a range around a step runs (host), and where a kernel or a copy runs (device). The
-profiler makes each of the host's calls some microseconds longer, so the picture shows proportions; for rates
-see phase 09.
+a call of the driver or a range around a step runs and does not wait for the device (host), and where a kernel
+or a copy runs (device). The profiler makes each of the host's calls some microseconds longer, so the picture
+shows proportions; for rates see phase 09.
 """
 
 from __future__ import annotations
@@ -37,12 +37,18 @@ VARIANTS = {
 }
 """What is drawn, and the options of phase 09 that make it."""
 BATCH, CONTEXT, STEPS = 16, 128, 12
+COLOUR = "#882255"
+"""Phase 09's."""
 SHOWN = 4
 """Steps of a picture: those in the middle, when the first tokens' work is over."""
 HOST = {"cpu_op", "cuda_runtime", "cuda_driver"}
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+WAITING = "Synchronize"
+"""What is in the name of a call with which the host waits for the device."""
 SAME = 2.0
 """Microseconds: shorter gaps between two pieces of work are not drawn."""
+
+Interval = tuple[float, float]
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -78,7 +84,7 @@ def run(options: BenchOptions) -> Evidence:
     return collect(NAME, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
-def middle(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]]:
+def middle(events: Sequence[Event]) -> dict[str, list[Interval]]:
     """Return when each lane is busy in the middle `SHOWN` decode steps, in milliseconds from their start.
 
     A step begins where the host begins to launch it.
@@ -88,20 +94,43 @@ def middle(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]]:
     first = max(0, (len(steps) - SHOWN) // 2)
     begin, end = steps[first], steps[first + SHOWN]
     host = ranges + [event for event in events if event.get("cat") in HOST]
-    device = [event for event in events if event.get("cat") in DEVICE]
+    waiting = joined(span(event) for event in host if WAITING in str(event["name"]))
+    lanes = {
+        "host": without(joined(map(span, host)), waiting),
+        "device": joined(span(event) for event in events if event.get("cat") in DEVICE),
+    }
     return {
         lane: [
-            ((low - begin) / 1000, (high - begin) / 1000)
-            for low, high in joined((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in found)
+            ((max(low, begin) - begin) / 1000, (min(high, end) - begin) / 1000)
+            for low, high in found
             if low < end and high > begin
         ]
-        for lane, found in (("host", host), ("device", device))
+        for lane, found in lanes.items()
     }
 
 
-def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def span(event: Event) -> Interval:
+    """Return when an event begins and ends, in microseconds."""
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """Return what is left of intervals outside of holes; each list is in order and has no overlaps."""
+    left: list[Interval] = []
+    for low, high in intervals:
+        for begin, end in holes:
+            if begin < high and end > low:
+                if begin > low:
+                    left.append((low, begin))
+                low = max(low, end)
+        if low < high:
+            left.append((low, high))
+    return left
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals in order; those less than `SAME` apart are one."""
-    found: list[tuple[float, float]] = []
+    found: list[Interval] = []
     for low, high in sorted(intervals):
         if found and low <= found[-1][1] + SAME:
             found[-1] = (found[-1][0], max(found[-1][1], high))
@@ -111,21 +140,21 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Draw one panel for each engine, all over the same axis of time: host above, device below."""
+    """Draw one panel for each engine, each over its own time: host above, device below."""
     figure, axes = panels(len(VARIANTS), rows=len(VARIANTS), height=1.5)
     figure.set_figwidth(8.0)
-    longest = max(max(run.metrics["end_ms"].samples) for run in evidence.runs)
     for ax, variant in zip(axes, VARIANTS, strict=True):
-        for run in evidence.find(variant):
-            lane = str(run.options["lane"])
-            pieces = zip(run.metrics["begin_ms"].samples, run.metrics["end_ms"].samples, strict=True)
-            shade = "#882255" if lane == "device" else tint("#882255", 0.45)
-            bars = [(begin, end - begin) for begin, end in pieces]
-            ax.broken_barh(bars, (0 if lane == "device" else 1.1, 0.9), color=shade)
+        lanes = {str(run.options["lane"]): run for run in evidence.find(variant)}
+        longest = max(max(run.metrics["end_ms"].samples) for run in lanes.values())
+        for height, lane in enumerate(("device", "host")):
+            begins, ends = (lanes[lane].metrics[name].samples for name in ("begin_ms", "end_ms"))
+            bars = [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
+            shade = tint(COLOUR, 0.45) if height else COLOUR
+            ax.broken_barh(bars, (1.1 * height, 0.9), color=shade, linewidth=0)
         ax.set_yticks([0.45, 1.55], ["device", "host"])
         ax.set_xlim(0, longest)
         ax.grid(visible=False)
-        last = max(max(run.metrics["end_ms"].samples) for run in evidence.find(variant, lane="device"))
-        ax.set_title(f"{SHOWN} steps {variant}: {last:.1f} ms")
+        busy = lanes["device"].median("busy_ms") / longest
+        ax.set_title(f"{SHOWN} steps {variant}: {longest:.1f} ms, the device works in {busy:.0%} of them")
     axes[-1].set_xlabel("milliseconds (under a profiler)")
     save(figure, out, evidence)

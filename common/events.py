@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from common.errors import UserError, shown
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
+from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -133,6 +133,12 @@ class TextStream:
     """The text of one completion, from its events, in pieces that can be shown at once.
 
     The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows it.
+
+    A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is held
+    back until it is decided. The string that is completed first counts, and of several completed by the same
+    character the longest; so it does not matter how the text is cut into tokens. The text of the first
+    `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what is held
+    back, not to the text before.
     """
 
     def __init__(
@@ -143,13 +149,17 @@ class TextStream:
         shown: frozenset[int] = frozenset(),
     ) -> None:
         """Begin the text that goes on from a prompt (token ids). shown: special tokens that belong to it."""
-        self._checker = StopChecker(tokenizer, params, prompt, shown)
+        # A grammar counts the bytes that tokens have in the middle of a text.
+        middle = params.grammar is not None
+        self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
+        self._stops, self._exempt = params.stop, params.min_tokens
+        self._held = ""
         self._shown: list[str] = []
 
     @property
     def begins(self) -> bool:
         """Return True if the next token begins a text: see `Detokenizer`."""
-        return self._checker.begins
+        return self._detokenizer.begins
 
     @property
     def text(self) -> str:
@@ -169,18 +179,33 @@ class TextStream:
         Returns:
             The reason, which is "stop" where the token completes a stop string, and the text to show.
         """
-        checker = self._checker
-        held = checker.held
-        stopped = token_id is not None and checker.push(token_id)
-        if reason == "stop" and not stopped:  # so the token itself ended it
-            new = held
-        else:
-            reason = "stop" if stopped else reason
-            if reason is not None:
-                checker.finish()
-            new = checker.take()
+        held, new = self._held, ""
+        if token_id is not None:
+            new, stopped = self._search(self._detokenizer.push(token_id))
+            if stopped:
+                reason = "stop"
+            elif reason == "stop":  # so the token itself ended it
+                new, self._held = held, ""
+        if reason is not None:
+            new, self._held = new + self._held, ""
         self._shown.append(new)
         return reason, new
+
+    def _search(self, piece: str) -> tuple[str, bool]:
+        """Return the text that is decided, and True where a stop string is complete."""
+        if self._exempt > 0:
+            self._exempt -= 1
+            return piece, False
+        text = self._held + piece
+        found = [(at + len(stop), -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, size = min(found)
+            self._held = ""
+            return text[: end + size], True
+        begins = (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in self._stops))
+        safe = next(begins, len(text)) if self._stops else len(text)
+        self._held = text[safe:]
+        return text[:safe], False
 
 
 def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[SamplingParams]:
@@ -203,16 +228,12 @@ def _listed(prompt: Sequence[int]) -> list[int]:
         raise UserError(f"the prompt is {shown(prompt)}, but must be a list of token ids") from None
 
 
-def generate(
-    engine: Streams,
-    prompts: Sequence[Sequence[int]],
-    params: Params,
-    *,
-    tokenizer: Tokenizer | None = None,
-) -> list[Completion]:
-    """Run `engine` on `prompts` (token ids) to the end; completions in (prompt, sample) order.
+def follow(
+    engine: Streams, prompts: Sequence[Sequence[int]], params: Params, tokenizer: Tokenizer | None = None
+) -> Iterator[tuple[Completion, str]]:
+    """Run `engine` on `prompts` (token ids); yield, after each event, its completion and the text to show.
 
-    tokenizer: fills in the completions' texts; without one they stay empty.
+    tokenizer: makes the texts; without one they are empty. A completion has its own when it ends.
     """
     each = params_per_prompt(prompts, params)
     ids = [_listed(prompt) for prompt in prompts]
@@ -228,9 +249,24 @@ def generate(
     )
     for event in events:
         key = event.index, event.sample
-        completions[key].add(event)
-        if key in texts:
-            texts[key].push(event)
-    for key, text in texts.items():
-        completions[key].text = text.text
-    return list(completions.values())
+        completion = completions[key]
+        completion.add(event)
+        new = texts[key].push(event) if key in texts else ""
+        if key in texts and event.finish_reason is not None:
+            completion.text = texts[key].text
+        yield completion, new
+
+
+def generate(
+    engine: Streams,
+    prompts: Sequence[Sequence[int]],
+    params: Params,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> list[Completion]:
+    """Run `engine` on `prompts` (token ids) to the end; completions in (prompt, sample) order.
+
+    tokenizer: fills in the completions' texts; without one they stay empty.
+    """
+    found = {(one.index, one.sample): one for one, _ in follow(engine, prompts, params, tokenizer)}
+    return [found[key] for key in sorted(found)]

@@ -60,21 +60,18 @@ def share(before: Usage, after: Usage) -> float:
     return min(max(others / (elapsed * len(processors())), 0.0), 1.0)
 
 
-def warning(before: Usage) -> str:
-    """Say what others have taken since `before`, if it is more than `MOST`, and what helps; else nothing."""
-    part = share(before, usage())
-    if part <= MOST:
-        return ""
-    return (
-        f"Other programs take {part:.0%} of the processor, so this is slower than it could be, often several "
-        "times. OMP_WAIT_POLICY=PASSIVE loses less beside them; `ladder bench neighbours` measures it here."
-    )
-
-
 def warn(before: Usage) -> None:
-    """Print the warning to standard error, if there is one."""
-    if text := warning(before):
-        err.print(text, style="yellow", markup=False, soft_wrap=True)
+    """Say on standard error what others have taken since `before`, if more than `MOST`, and what helps."""
+    part = share(before, usage())
+    if part > MOST:
+        err.print(
+            f"Other programs take {part:.0%} of the processor, so this is slower than it could be, often "
+            "several times. OMP_WAIT_POLICY=PASSIVE loses less beside them; `ladder bench neighbours` "
+            "measures it here.",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _busy(times: object) -> float:

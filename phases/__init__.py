@@ -33,8 +33,6 @@ class Phase:
     """And of which variants, the first that was measured, where none has just the phase's name."""
     headline_before: tuple[str, ...] = ()
     """What it is compared with, the first that was measured, where that is not just the phase before."""
-    hours: float = 2.0
-    """To read the lesson, take the notebook apart and do the exercises: an estimate."""
 
     @property
     def name(self) -> str:
@@ -58,7 +56,6 @@ LADDER: tuple[Phase, ...] = (
         "forward",
         "Forward pass",
         "the transformer from scratch; every token recomputes everything",
-        hours=3,
     ),
     Phase(
         2,
@@ -66,7 +63,6 @@ LADDER: tuple[Phase, ...] = (
         "KV cache",
         "keys and values are kept, so a step computes one token",
         headline_runs={"cuda": {"model": "qwen3-0.6b"}},
-        hours=2,
     ),
     Phase(
         3,
@@ -74,16 +70,14 @@ LADDER: tuple[Phase, ...] = (
         "Static batching",
         "several prompts share one pass over the weights",
         headline_runs={"cuda": {"model": "qwen3-0.6b"}},
-        hours=2,
     ),
-    Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step", hours=4),
+    Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step"),
     Phase(
         5,
         "paged_cache",
         "Paged cache",
         "the cache is blocks handed out on demand, not one row a request",
         headline="requests_in_flight",
-        hours=4,
     ),
     Phase(
         6,
@@ -91,7 +85,6 @@ LADDER: tuple[Phase, ...] = (
         "Triton kernels",
         "attention reads the blocks where they lie; small operators are fused",
         needs="cuda",
-        hours=6,
     ),
     Phase(
         7,
@@ -100,7 +93,6 @@ LADDER: tuple[Phase, ...] = (
         "long prompts are cut so that decodes never wait for one",
         headline="itl_ms_p99",
         headline_runs={"cuda": {"model": "qwen3-0.6b", "budget": 512}},
-        hours=2,
     ),
     Phase(
         8,
@@ -108,7 +100,6 @@ LADDER: tuple[Phase, ...] = (
         "Prefix cache",
         "requests that begin alike share the blocks of what they share",
         headline="ttft_ms_p50",
-        hours=4,
     ),
     Phase(
         9,
@@ -116,7 +107,6 @@ LADDER: tuple[Phase, ...] = (
         "CUDA graphs and overlap",
         "a step is one launch, and the next is scheduled meanwhile",
         headline_before=("08_prefix_cache, kernels of 06", "08_prefix_cache"),
-        hours=5,
     ),
     Phase(
         10,
@@ -124,7 +114,6 @@ LADDER: tuple[Phase, ...] = (
         "Quantization",
         "weights and keys of 8 and 4 bits: fewer bytes a token",
         headline_variants=("10_quant fp8", "10_quant int8"),
-        hours=5,
     ),
     Phase(
         11,
@@ -132,14 +121,12 @@ LADDER: tuple[Phase, ...] = (
         "Speculative decoding",
         "tokens are guessed ahead and checked in one step; the text stays the same",
         headline_variants=("11_speculative", "11_speculative, head"),
-        hours=5,
     ),
     Phase(
         12,
         "structured",
         "Structured output",
         "tokens that leave the grammar are masked: it always parses",
-        hours=5,
     ),
     Phase(
         13,
@@ -147,7 +134,6 @@ LADDER: tuple[Phase, ...] = (
         "Serving",
         "the engine behind the API that every client speaks",
         headline_before=("13_serving, phase 02 one at a time", "09_cuda_graphs, no server"),
-        hours=5,
     ),
     Phase(
         14,
@@ -155,7 +141,6 @@ LADDER: tuple[Phase, ...] = (
         "More than one GPU",
         "a model split over GPUs: each reads a part of the weights",
         headline_runs={"cuda": {"ranks": 2, "part": "offline"}},
-        hours=4,
     ),
     Phase(
         15,
@@ -165,7 +150,23 @@ LADDER: tuple[Phase, ...] = (
         headline="cache_hit_fraction",
         headline_runs={"cpu": {"route": "prefix"}, "cuda": {"route": "prefix"}},
         headline_before=("13_serving, copies",),
-        hours=2,
+    ),
+    Phase(
+        16,
+        "experts",
+        "Mixture of experts",
+        "a token goes through a few of many MLPs: a model of more weights reads fewer of them",
+        headline_runs={"cpu": {"active_experts": 4}},
+        headline_before=("13_serving", "dense of equal activity"),
+    ),
+    Phase(
+        17,
+        "hybrid_cache",
+        "Hybrid cache",
+        "layers that remember less keep less: windows give blocks back, states are one block",
+        headline="requests_in_flight",
+        headline_runs={"cpu": {"context": 8192}, "cuda": {"context": 8192}},
+        headline_before=("08_prefix_cache",),
     ),
 )
 """Every phase there is a plan for up to now; `PHASES` holds those that exist."""

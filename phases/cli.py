@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +19,6 @@ from common.errors import UserError
 from common.errors import choice as choose
 from phases.commands import arguments as a
 from phases.commands.arguments import PHASE_HELP, flag, joined
-from phases.commands.course_cli import course_app
 from phases.process import INTERRUPTED, exit_code
 
 
@@ -43,7 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(course_app, name="course")
+app.add_typer(a.course_app, name="course")
 
 
 def _print_version(wanted: bool) -> None:
@@ -83,6 +82,9 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+# A command passes all its arguments on by name, as `locals()` has them at its beginning.
+
+
 @app.command("list")
 def list_phases(
     names: Annotated[bool, flag("only the names, one a line", "--names")] = False,
@@ -94,13 +96,11 @@ def list_phases(
 
 
 @app.command()
-def doctor(
-    verify: Annotated[bool, flag("instead compare stored models with their SHA-256", "--verify")] = False,
-) -> int:
+def doctor() -> int:
     """Say what this machine has, how fast it is, which phases run natively here, and how to get the rest."""
     from phases.commands import doctor
 
-    return doctor.verify() if verify else doctor.run()
+    return doctor.run()
 
 
 @app.command()
@@ -143,40 +143,23 @@ def run(
     **options: Any,
 ) -> int:
     """Generate text with one phase."""
+    given = SimpleNamespace(**locals() | {"options": _given(options)})
     from phases.commands import early
 
-    options = _given(options)
-    early.check(phase, device=device, dtype=dtype, model=model, options=options)
+    early.check(phase, device=device, dtype=dtype, model=model, options=given.options)
     choose("generation_config", generation_config, SOURCES)
-    sampling = _given({"temperature": temperature, "top_k": top_k, "top_p": top_p})
+    given.said = _given({"temperature": temperature, "top_k": top_k, "top_p": top_p})
     from common.sampling.params import SamplingParams
-
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, **sampling)
     from phases.commands.engines import read_prompts
 
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, **given.said)
     prompts = read_prompts(prompt, prompts_file, chat=chat)
     from phases.commands.grammars import chosen_grammar
 
-    params = replace(params, grammar=chosen_grammar(json_schema, regex, joined(choice), grammar))
+    grammar_of_all = chosen_grammar(json_schema, regex, joined(choice), grammar)
     from phases.commands import run
 
-    return run.run(
-        phase,
-        model=model,
-        prompts=prompts,
-        chat=chat,
-        params=params,
-        generation_config=generation_config,
-        said=frozenset(sampling),
-        device=device,
-        dtype=dtype,
-        as_json=as_json,
-        trace=trace,
-        config=config,
-        stats=stats,
-        verbose=verbose,
-        options=options,
-    )
+    return run.run(given, prompts, sampling, grammar_of_all)
 
 
 @app.command("config")
@@ -192,9 +175,6 @@ def write_config(
     from phases.commands import config as command
 
     return command.run(phase, device=device, config=config, options=options)
-
-
-# A command that gets all its arguments by name passes them on as `locals()` has them at its beginning.
 
 
 @app.command()
@@ -215,7 +195,7 @@ def quantize(
     device: a.DeviceName = "auto",
 ) -> int:
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
-    given = locals()
+    given = SimpleNamespace(**locals())
     from phases.commands import early
 
     early.check(device=device, model=model)
@@ -223,7 +203,7 @@ def quantize(
     choose("method", method, METHODS)
     from phases.commands import quantize
 
-    return quantize.run(**given)
+    return quantize.run(given)
 
 
 @app.command()
@@ -246,17 +226,16 @@ def serve(
     **options: Any,
 ) -> int:
     """Serve a model to OpenAI's clients, with a page to look at."""
-    given = locals() | {"options": _given(options)}
-    given |= {key: joined(given[key]) for key in ("api_key", "allowed_origins", "allowed_hosts")}
+    given = SimpleNamespace(**locals() | {"options": _given(options)})
     from common.errors import integer
     from phases.commands import early
 
-    early.check(phase, device=device, dtype=dtype, model=model, options=given["options"])
+    early.check(phase, device=device, dtype=dtype, model=model, options=given.options)
     integer("port", port, low=0, high=65_535)
     choose("generation_config", generation_config, SOURCES)
     from phases.commands import serve
 
-    return serve.run(**given)
+    return serve.run(given)
 
 
 @app.command()
@@ -276,13 +255,13 @@ def load(
     json: Annotated[Path | None, flag("file for the numbers", "--json")] = None,
 ) -> int:
     """Ask a server from many users, and say what they had to wait for."""
-    given = locals() | {"users": joined(users)}
+    given = SimpleNamespace(**locals() | {"users": joined(users)})
     from phases.commands import reach
 
     reach.check(url, api_key)
     from phases.commands import load
 
-    return load.run(**given)
+    return load.run(given)
 
 
 @app.command()
@@ -311,11 +290,11 @@ def bench(
     repeats: Annotated[int | None, flag("timed samples of each variant")] = None,
 ) -> int:
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
-    given = locals()
+    given = SimpleNamespace(**locals())
     from phases.commands import benches, early
 
     early.check(device=device, dtype=dtype)
-    return benches.bench(**given)
+    return benches.bench(given)
 
 
 @app.command()
@@ -330,7 +309,7 @@ def profile(
     output: Annotated[Path | None, flag("folder for the trace, or build/profile")] = None,
 ) -> int:
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
-    given = locals()
+    given = SimpleNamespace(**locals())
     from phases.commands import early
 
     named = early.check(phase, device=device, dtype=dtype, model=model)
@@ -338,7 +317,7 @@ def profile(
         raise UserError(f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {named.name}")
     from phases.commands import profile
 
-    return profile.run(**given)
+    return profile.run(given)
 
 
 @app.command()
@@ -369,6 +348,8 @@ def _call(given: Sequence[str]) -> int:
         from phases.commands.flags import add_engine_flags
 
         add_engine_flags(WITH_ENGINE_FLAGS[named], server=named == "serve")
+    if named == "course":
+        from phases.commands import course  # noqa: F401  (adds its commands)
     try:
         code = app(given, prog_name="ladder", standalone_mode=False)
     except Exception as error:

@@ -29,18 +29,7 @@ from common.errors import EngineLost, UserError
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
 """Characters of an error; a longer one loses its middle."""
-NARROWEST, WIDEST = 20, 1000
-"""Columns of a screen that tables can be laid out for."""
-CANNOT_WRITE = {
-    errno.EACCES,
-    errno.EBADF,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.ENOSPC,
-    errno.EPERM,
-    errno.EROFS,
-}
+CANNOT_WRITE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -48,11 +37,11 @@ def exit_code(command: Callable[[], int]) -> int:
     with Signals() as signals:
         streams: tuple[Any, ...] = ()
         try:
-            _mend_streams()
-            _mend_width()
             streams = sys.stdout, sys.stderr  # Typer puts others in their places when a pipe breaks
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # `?` for what the output cannot show
             code = command()
-            sys.stdout.flush()
+            print(end="", flush=True)
             line = "interrupted" if code == INTERRUPTED else ""  # Typer catches KeyboardInterrupt itself
         except BaseException as error:
             judged = _judge(error, signals.caught)
@@ -118,33 +107,6 @@ def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
     return None
 
 
-def _mend_streams() -> None:
-    """Characters that the output cannot show become `?`. Without standard error its lines go nowhere.
-
-    Raises:
-        OSError: there is no standard output (`>&-`).
-    """
-    descriptor = os.open(os.devnull, os.O_RDWR)
-    while descriptor <= 2:  # a file that is opened later must not become a standard stream
-        descriptor = os.open(os.devnull, os.O_RDWR)
-    os.close(descriptor)
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    if sys.stdout is None:
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def _mend_width() -> None:
-    """Bring COLUMNS, which Rich reads, into what tables can be laid out for."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns and not (columns.isascii() and columns.isdecimal() and len(columns) < 9 and int(columns)):
-        del os.environ["COLUMNS"]
-    elif columns:
-        os.environ["COLUMNS"] = str(min(max(int(columns), NARROWEST), WIDEST))
-
-
 def _say(line: str) -> None:
     line = " ".join(line.split())
     if len(line) > LONGEST_LINE:
@@ -156,7 +118,7 @@ def _say(line: str) -> None:
 
 def _flush(streams: tuple[Any, ...]) -> None:
     """Write what is left now, because Python complains where it cannot when it shuts down."""
-    for stream in streams:
+    for stream in filter(None, streams):  # there is none where it was closed
         try:
             stream.flush()
         except (OSError, ValueError):

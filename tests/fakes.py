@@ -203,6 +203,11 @@ class FakeRunner:
             self.slots[place] = print_, self.steps
             if position >= end - len(work.drafts) - 1:
                 ends.append(print_)
+        return self._choose(work, ends)
+
+    def _choose(self, work: Work, ends: Sequence[int]) -> list[list[int]]:
+        """Sample from these fingerprints; for each taker of a work, the tokens it gets."""
+        end = work.start + work.count
         results = []
         for request in work.takers:
             chosen = [next_token(print_, self.seeds[request.row]) for print_ in ends]

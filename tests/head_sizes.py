@@ -40,13 +40,15 @@ def angles(tokens: int, d: int) -> tuple[Tensor, Tensor]:
 
 
 def by_torch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, d: int, norms: HeadNorms
+    qkv: Tensor, cos: Tensor, sin: Tensor, d: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `norm_rope` gives, rounded where a norm and a rotation apart round."""
     q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv.split([HEADS * d, KV_HEADS * d, KV_HEADS * d], -1))
 
-    def rotated(x: Tensor, weight: Tensor) -> Tensor:
-        x = F.rms_norm(x.float(), (d,), weight.float() + norms.one_plus, norms.eps).to(x.dtype).float()
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        if norms and weight is not None:
+            x = F.rms_norm(x.float(), (d,), weight.float() + norms.one_plus, norms.eps).to(x.dtype)
+        x = x.float()
         return (x * cos[:, None] + x.roll(d // 2, -1) * sin[:, None]).to(qkv.dtype)
 
-    return rotated(q, norms.q_weight), rotated(k, norms.k_weight), v
+    return rotated(q, norms and norms.q_weight), rotated(k, norms and norms.k_weight), v

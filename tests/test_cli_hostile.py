@@ -5,26 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-import continuous
-from common.console import Terminal
-from common.device import pick_device
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
-from common.sampling.params import SamplingParams
 from cuda_graphs.overlap import Overlapped
-from phases import PHASES, find_phase, registry
+from phases import registry
 from phases.cli import main
 from phases.commands import benches, doctor, engines, listing
 from phases.commands.engines import read_prompts
-from phases.process import LONGEST_LINE, exit_code
+from phases.process import LONGEST_LINE
 from prefix_cache import HashIndex, PrefixCache
 from tests.test_process import nobody_reads, stdout
 
@@ -59,14 +55,11 @@ WRONG = {
     "a phase of 5,000 digits": (["run", LONG], "phase is '999"),
     "a superscript": (["run", "²"], "phase is '²'"),
     "a GPU of 5,000 digits": (["run", "1", "--device", f"cuda:{LONG}"], "device is 'cuda:999"),
-    "a GPU in Arabic digits": (["run", "1", "--device", "cuda:٣"], "device is 'cuda:٣'"),
-    "a superscript GPU": (["run", "1", "--device", "cuda:²"], "device is 'cuda:²'"),
     "a GPU below 0": (["run", "1", "--device", "cuda:-1"], "device is 'cuda:-1'"),
     "a million rows": (["run", "5", "--max-rows", "1000000"], "max_rows is 1000000, but must be between"),
     "no tokens a step": (["run", "5", "--step-tokens", "0"], "step_tokens is 0, but must be between 1"),
     "tokens of 5,000 digits": (["run", "1", "--max-tokens", LONG], "--max-tokens"),
     "endless samples": (["bench", "1", "--repeats", str(10**18)], "--repeats is 1000000000000000000"),
-    "a huge batch": (["profile", "4", "--batch", str(10**18)], "--batch is 1000000000000000000"),
     "a huge product": (["profile", "4", "--batch", "100000", "--context", "9999"], "make 1,000,700,000"),
     "no UTF-8": (["run", "1", "--prompt", "a\udcff"], r"--prompt is 'a\udcff', but must have a UTF-8 form"),
     "a folder below a file": (["profile", "4", "--output", "/dev/null/x"], "--output /dev/null/x cannot be"),
@@ -79,24 +72,12 @@ def test_what_is_wrong_is_told_before_anything_is_fetched(
 ) -> None:
     for command in ("run", "profile", "demo"):
         monkeypatch.setattr(
-            f"phases.commands.{command}.fetch_with_progress", lambda name: pytest.fail(f"{name} is fetched")
+            f"phases.commands.{command}.model_folder", lambda name: pytest.fail(f"{name} is fetched")
         )
     code, out, err = cli(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
     assert len(err) < LONGEST_LINE + 50, "nobody reads such a line"
-
-
-def test_numbers_beyond_int() -> None:
-    assert find_phase(LONG) is None and find_phase("²") is None
-    assert find_phase("0" * 5000 + "2") is PHASES[1]
-    with pytest.raises(UserError, match="but PyTorch finds"):
-        pick_device(f"cuda:{LONG}")
-
-
-def test_more_tokens_than_there_is_room_for(cli: Any, tiny: Path) -> None:
-    code, _, err = cli("run", "4", "--model", str(tiny), "--device", "cpu", "--max-tokens", str(2**31 - 1))
-    assert code == 0 and "generated" in err
 
 
 # Streams.
@@ -123,9 +104,10 @@ TEXTS = {
 @pytest.fixture
 def text_of(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """The arguments of a command that writes much, and nothing that takes long."""
+    monkeypatch.setattr("common.console.out.quiet", False)  # as it is left when a pipe breaks
     monkeypatch.setattr(doctor, "probe_read", lambda device: 1e9)
     monkeypatch.setattr(doctor, "probe_matmul", lambda device, dtype: 1e9)
-    monkeypatch.setattr("phases.commands.run.fetch_with_progress", lambda name: tiny)
+    monkeypatch.setattr("phases.commands.run.model_folder", lambda name: tiny)
     return TEXTS.__getitem__
 
 
@@ -155,12 +137,11 @@ def test_an_output_that_knows_only_ascii(name: str, text_of: Any, tmp_path: Path
     assert path.read_bytes().isascii() and path.stat().st_size > 1
 
 
-@pytest.mark.parametrize("columns", ["0", "x", LONG, "20"])
+@pytest.mark.parametrize("columns", ["x", "20"])
 @pytest.mark.parametrize("name", ["help", "list", "doctor"])
 def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    exit_code(lambda: 0)  # what a new process does before it makes its consoles
-    monkeypatch.setattr("common.console.out.width", Terminal().width)
+    monkeypatch.setattr("common.console.out.width", Console().width)
     code, out, _ = cli(*text_of(name))
     assert code == 0 and len(out) > 100
 
@@ -208,23 +189,6 @@ def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         read(tmp_path, b"a" * 101)
     with pytest.raises(UserError, match="has more than 100 bytes"):
         read_prompts(None, Path("/dev/zero"))
-
-
-def test_what_is_no_prompt(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = continuous.LLM(tiny, device="cpu", max_rows=2, max_len=16)
-    for wrong, says in (
-        ({"role": "user", "content": "Hi"}, "prompts is a message, .* put it into one"),
-        ([], "prompts is empty, but must hold at least 1 prompt"),
-        (None, "prompts is None, but must be a text"),
-        (7, "prompts is 7, but must be a text"),
-        (["a", None], "a prompt is None, but must be a text or a list of messages"),
-    ):
-        with pytest.raises(UserError, match=says):
-            llm.generate(wrong)  # type: ignore[arg-type]
-    assert llm.engine.idle
-    monkeypatch.setattr(sys, "stderr", None)  # the bar goes where the other messages go
-    (done,) = llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))
-    assert len(done.token_ids) == 2
 
 
 # An engine made of flags.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from phases import PHASES, find_phase
-from phases.commands.demo_rungs import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, Counter, RungWork, change, load
+from phases.commands.demo_rungs import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, counted, load
 
 BEGIN = list(range(1, 61))
 PROMPTS = [BEGIN + [100 + number] * (3 + number) for number in range(8)]
@@ -15,14 +15,14 @@ PROMPTS = [BEGIN + [100 + number] * (3 + number) for number in range(8)]
 LENGTHS = [4, 20, 5, 18, 6, 16, 7, 14]
 
 
-def work(model: Model, number: str) -> RungWork:
+def work(model: Model, number: str) -> SimpleNamespace:
     phase = find_phase(number)
     engine = load(phase, model)
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in LENGTHS]
-    with Counter(phase, engine) as counter:
+    with counted(phase, engine) as found:
         for event in engine.stream(PROMPTS, params):
             assert event.finish_reason != "error"
-    return counter.work
+    return SimpleNamespace(**found)
 
 
 def test_every_phase_is_shown_or_named_elsewhere():
@@ -42,12 +42,3 @@ def test_each_rung_changes_its_number(model):
     assert five.largest > seven.largest == CHUNK
     assert eight.computed < seven.computed - 3 * len(BEGIN)
     assert ten.weights < eight.weights / 2
-
-
-def test_a_change_is_said_in_words():
-    two, three, nine = (find_phase(number) for number in ("2", "3", "9"))
-    before = RungWork(computed=9000, steps=100)
-    assert change(two, before, replace(before, computed=600)) == "tokens computed: 9,000 to 600 (15× fewer)"
-    assert change(three, before, before) == "passes over the weights: 100"
-    assert change(two, None, before) == "tokens computed: 9,000"
-    assert change(nine, before, before) == ""

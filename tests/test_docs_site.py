@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,6 @@ from phases import PHASES, ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 HTML = ROOT / "build" / "site" / "html"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +51,3 @@ def test_links_between_pages_resolve(site: Path) -> None:
             if not re.match(r"[a-z]+:", link) and not (page.parent / link).exists():
                 broken.append(f"{page.relative_to(site)}: {link}")
     assert broken == [], f"{len(broken)} links point at nothing"
-
-
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
-def test_a_browser_reads_and_searches_it_from_disk(site: Path) -> None:
-    sync = pytest.importorskip("playwright.sync_api")
-    with sync.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme="dark")
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto((site / "phases" / "05_paged_cache" / "README.html").as_uri())
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        parts = [int(part) for part in re.findall(r"\d+", colour)[:3]]
-        assert max(parts) < 80, f"in dark mode the page is {colour}"
-        wide = page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= 360, f"at 360 pixels the page is {wide} wide"
-        page.goto((site / "search.html").as_uri() + "?q=watermark")
-        page.wait_for_selector("#search-results li a", timeout=60_000)
-        elsewhere = [url for url in asked if not url.startswith(("file:", "data:"))]
-        assert elsewhere == [], "the site asks somebody for something"
-        browser.close()

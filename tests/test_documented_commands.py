@@ -12,7 +12,7 @@ import typer.main
 
 from phases import PHASES, find_phase, registry
 from phases.cli import WITH_ENGINE_FLAGS, app
-from phases.commands import benches
+from phases.commands import benches, course  # noqa: F401  (the commands of `ladder course`)
 from phases.commands.flags import add_engine_flags
 from tests.test_links import sources
 
@@ -72,18 +72,3 @@ def test_commands_in_the_documentation() -> None:
         except Exception as error:
             wrong[f"{file}: ladder {line}"] = getattr(error, "message", None) or str(error)
     assert wrong == {}
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("walk 1", "walk"),
-        ("run 01 --speed 9", "--speed"),
-        ("run 99", "there is no phase 99"),
-        ("bench 77", "there is no phase 77"),
-        ("run 05 --index hash", "--index is for phases from 08 on"),
-    ],
-)
-def test_the_check_sees_wrong_commands(line: str, says: str) -> None:
-    with pytest.raises(Exception, match=says):
-        check(line)

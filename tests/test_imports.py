@@ -57,16 +57,3 @@ def test_commands_import_benchmarks_and_never_the_other_way():
 def test_every_phase_folder_is_known():
     folders = {path.name for path in (ROOT / "phases").glob("[0-9]*") if any(path.glob("*/__init__.py"))}
     assert folders == {phase.name for phase in PHASES}
-
-
-def test_the_check_sees_a_wrong_import(tmp_path):
-    """The rule itself, on a package that breaks it in each way there is."""
-    package = tmp_path / "kv_cache"
-    package.mkdir()
-    (package / "__init__.py").write_text("import forward\nimport batching.generator\n")
-    (package / "deep.py").write_text("def f():\n    from paged_cache import x\n\n\nimport phases.cli\n")
-    assert wrong_imports(package, 2) == [
-        "kv_cache/__init__.py:2 imports batching",
-        "kv_cache/deep.py:5 imports phases",
-        "kv_cache/deep.py:2 imports paged_cache",
-    ]

@@ -69,19 +69,3 @@ def known(anchor: str, there: set[str]) -> bool:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_point_at_something(path):
     assert broken(path) == []
-
-
-def test_the_check_sees_broken_links(tmp_path):
-    (tmp_path / "there.md").write_text("# A `Heading`, here\n\n## Twice\n\n## Twice\n")
-    (tmp_path / "code.py").write_text("one\ntwo\n")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "[good](there.md) [good](there.md#a-heading-here) [good](there.md#twice-1) [web](https://x.y/z)\n"
-        "[lines](code.py#L1-L2) ![bad](no.png) [bad](there.md#nothing) [bad](code.py#L3)\n"
-        "`[not](a-link)`\n\n```\n[neither](this)\n```\n"
-    )
-    assert broken(page) == [
-        "no.png: there is no no.png",
-        "there.md#nothing: there.md has no nothing",
-        "code.py#L3: code.py has no L3",
-    ]

@@ -16,7 +16,6 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MACHINE = re.compile(r"/(?:home|Users|root|tmp|work|usr)/|[A-Z]:\\\\|site-packages")
 WARM_UP = "00_triton_warmup"
 """Belongs to no phase: what lesson 06 takes for granted."""
-HEX = re.compile(r"[0-9a-f]{8,}")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -52,11 +51,6 @@ class TestNotebook:
         assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
         assert set(notebook["metadata"]["language_info"]) == {"name"}
         assert all(cell["metadata"] == {} for cell in notebook["cells"])
-
-    def test_cells_have_readable_ids(self, path: Path) -> None:
-        ids = [cell["id"] for cell in read(path)["cells"]]
-        assert len(ids) == len(set(ids))
-        assert [name for name in ids if HEX.fullmatch(name)] == []
 
     def test_was_run_from_top_to_bottom_without_errors(self, path: Path) -> None:
         cells = code_cells(path)

@@ -10,20 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.trace import BETWEEN, read_trace, short_name, step_tables
-from benchmarks.workloads import uniform
-from continuous import stats
-from forward.loading import load_model
-from phases import PHASES, find_phase
+from benchmarks.trace import BETWEEN, read_trace, step_tables
+from phases import PHASES
 from phases.cli import main
-from phases.commands import profile
 from phases.commands.profile import summary
-from phases.registry import load_engine
 
 SIZE = ["--model", "random:tiny", "--batch", "2", "--context", "6", "--steps", "2"]
-
-
-INTERPRETED_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run natively here")
 
 
 def ladder(capsys: Any, *arguments: str) -> tuple[int, str, str]:
@@ -64,49 +56,6 @@ def test_every_phase_is_profiled(capsys: Any, tmp_path: Path, phase: Any) -> Non
     # A kernel that the interpreter runs is one row, with what it does inside.
     assert ("triton: decode_kernel" in names) == (phase.package == "triton_paged_attention")
     assert ("aten::embedding" in names) and BETWEEN in names
-
-
-@INTERPRETED_ONLY
-@pytest.mark.slow
-def test_the_default_needs_no_download_where_the_phase_is_not_at_home(
-    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profile, "FOLDER", tmp_path)
-    monkeypatch.setattr(profile, "fetch_with_progress", lambda name: pytest.fail(name))
-    code, _, err = ladder(capsys, "6", "--device", "cpu", *SIZE[2:])
-    assert code == 0
-    assert "runs a tiny" in err  # the line is broken where the screen ends
-    assert [path.name for path in tmp_path.iterdir()] == ["06_triton_paged_attention.json.gz"]
-
-
-def test_all_requests_are_there_in_the_decode_steps_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked, the first prompt would have ended before the last one began."""
-    phase, size = find_phase("7"), profile.Size(batch=3, context=200, steps=2)
-    assert phase is not None
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    new_tokens = size.steps + 1 + profile.chunk_steps(phase, size)
-    engine = load_engine(phase, model, **profile.engine_options(phase, model, size, new_tokens))
-    shown: list[str] = []
-    running: list[int] = []
-    inner = stats.marked
-
-    def marked(works: Any) -> Any:
-        if works:
-            kind = "prefill" if any(work.count > 1 for work in works) else "decode"
-            shown.append(f"step: {kind}")
-            running.append(len(works))
-        return inner(works)
-
-    monkeypatch.setattr("continuous.engine.marked", marked)
-    work = uniform("profile", size.batch, size.context, new_tokens, 200)
-    for _ in range(2):
-        shown.clear()
-        running.clear()
-        profile.serve_steps(engine, work, size.steps)
-        chunks = shown.count("step: prefill")
-        assert shown == ["step: prefill"] * chunks + ["step: decode"] * size.steps and chunks > 1
-        assert running[chunks:][: size.steps] == [size.batch] * size.steps
-        assert engine.idle
 
 
 WRONG = {
@@ -173,61 +122,6 @@ def test_overlapping_kernels_keep_the_device_busy_once() -> None:
     line = summary(decode, on_device=True)
     assert "1.5 kernels and 0.5 copies a step" in line and "GPU busy 26.0%" in line
     assert "0.050 ms a step" in line
-
-
-def test_an_operator_s_time_leaves_out_those_it_called() -> None:
-    events = [
-        event("user_annotation", "step: decode", 0, 100),
-        event("cpu_op", "aten::linear", 10, 40),
-        event("cpu_op", "aten::t", 12, 3),
-        event("cpu_op", "aten::addmm", 20, 25),
-        event("cpu_op", "aten::copy_", 25, 5),
-        event("cpu_op", "aten::add", 50, 10),
-        event("user_annotation", "triton: gemv_kernel", 70, 20),
-        event("cpu_op", "aten::empty", 75, 5),
-    ]
-    (table,) = step_tables(events, on_device=False)
-    own = {row.name: round(row.seconds * 1e6) for row in table.rows}
-    assert own == {
-        "aten::linear": 12, "aten::t": 3, "aten::addmm": 20, "aten::copy_": 5, "aten::add": 10,
-        "triton: gemv_kernel": 20, BETWEEN: 30,
-    }  # fmt: skip
-    assert table.launches == 3
-
-
-NAMES = {
-    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
-    "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)": (
-        "vectorized_elementwise_kernel: CUDAFunctor_add"
-    ),
-    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor"
-    "<float, float, float, at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&)"
-    "::{lambda(int)#1}>(int, at::native::gpu_kernel_impl_nocast<...>)": "elementwise_kernel: MulFunctor",
-    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
-    "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const>>(int)": (
-        "elementwise_kernel: direct_copy_kernel_cuda"
-    ),
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, "
-    "unsigned int, long, 4, 4> >(at::native::ReduceOp<float, at::native::ArgMaxOps<float>>)": (
-        "reduce_kernel: ArgMaxOps"
-    ),
-    "void (anonymous namespace)::softmax_warp_forward<float, float, 8>(float*, float const*)": (
-        "softmax_warp_forward"
-    ),
-    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>"
-    "(cutlass_80_wmma_tensorop_bf16_s161616gemm::Params)": "cutlass_80_wmma_tensorop_bf16_s161616gemm",
-    "nvjet_tst_128x64_64x11_1x2_h_bz_TNT": "nvjet_tst_128x64_64x11_1x2_h_bz_TNT",
-    "decode_kernel": "decode_kernel",
-    "Memcpy HtoD (Pinned -> Device)": "Memcpy HtoD (Pinned -> Device)",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment": (
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x12…"
-    ),
-}
-
-
-@pytest.mark.parametrize(("long", "short"), NAMES.items(), ids=NAMES.values())
-def test_short_names(long: str, short: str) -> None:
-    assert short_name(long) == short
 
 
 @pytest.mark.gpu

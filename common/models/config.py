@@ -27,7 +27,7 @@ class RopeConfig:
     ``kind`` is ``default``, ``linear`` (every frequency divided by ``factor``), or the scaling of a longer
     context ``llama3``, ``yarn``, ``longrope`` or ``dynamic``; fields have the names of ``config.json``.
     ``pair_factors`` are longrope's, one for each pair of dimensions. Without an ``attention_factor`` it
-    follows from the other fields.
+    follows from the other fields. ``share`` is the part of a head's dimensions, the first ones, that turn.
     """
 
     theta: float = 10_000.0
@@ -43,6 +43,7 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     pair_factors: tuple[float, ...] = ()
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what a ramp between two bands of frequencies would divide by zero for."""
@@ -56,13 +57,79 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """A layer whose MLP is a mixture of experts.
+
+    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
+    the weight 1. ``shared_size`` is the inside of the expert that every token goes through, 0 where there is
+    none. ``dense_layers`` have a plain MLP.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    normalize: bool = True
+    weighted: bool = True
+    shared_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse to choose more experts than there are."""
+        if self.top_k > self.count:
+            raise UserError(f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts")
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Layers of Gated DeltaNet (arXiv 2412.06464), which keep one state instead of keys and values.
+
+    ``layers[i]`` is true where layer ``i`` is one; the others are layers of attention. Value head ``h`` has
+    the queries and keys of key head ``h // (value_heads / key_heads)``. ``conv_width`` is how many tokens,
+    its own included, each token's convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse heads that cannot be grouped."""
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"linear_num_value_heads is {self.value_heads}, which is not a multiple of "
+                f"linear_num_key_heads {self.key_heads}"
+            )
+        if all(self.layers):
+            raise UserError("layer_types has no full_attention, but a model needs a layer of attention")
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that the convolution mixes: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """A matrix for each value head: the state of a request in a layer."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """And the inputs that the next token's convolution sees."""
+        return self.conv_width - 1, self.channels
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer.
 
     ``sliding_windows[i]`` is layer ``i``'s window in tokens, the query's own position included, or
     ``None`` for full attention. ``rope_local`` is the embedding of the sliding-window layers where a
-    family gives them one of their own (Gemma 3). ``quantization`` is what the checkpoint says of the form
-    of its weights, as it says it, or ``None`` where they are plain numbers.
+    family gives them one of their own (Gemma 3). ``delta`` says which layers have no attention, if any.
+    ``quantization`` is what the checkpoint says of the form of its weights, as it says it, or ``None`` where
+    they are plain numbers.
     """
 
     family: str
@@ -86,8 +153,10 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
     scale_by_layer: bool = False
+    delta: DeltaConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    experts: ExpertConfig | None = None
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +166,7 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_heads}, which is not a multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
-        if self.rope is not None and self.head_dim % 2:
+        if self.rope is not None and int(self.rope.share * self.head_dim) % 2:
             raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
@@ -105,6 +174,8 @@ class ModelConfig:
             raise UserError(
                 f"layer_types has {len(self.sliding_windows)} entries for {self.num_layers} layers"
             )
+        if self.delta is not None and len(self.delta.layers) != self.num_layers:
+            raise UserError(f"layer_types has {len(self.delta.layers)} entries for {self.num_layers} layers")
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -139,7 +210,7 @@ class ModelConfig:
         """
         model_type = hf.MODEL_TYPE.read(raw)
         family = hf.FAMILIES[model_type]
-        _refuse_unsupported(raw)
+        _refuse_unsupported(raw, family)
         if "text_config" in raw:  # a multimodal wrapper: the language model is inside
             inner = Field("text_config", dict).check(raw["text_config"], "text_config")
             inner_type = hf.MODEL_TYPE.read({"model_type": model_type, **inner})
@@ -148,9 +219,15 @@ class ModelConfig:
             outside = {name: raw[name] for name in hf.OUTSIDE if name in raw}
             ends = raw.get("eos_token_id")
             raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
-            _refuse_unsupported(raw)
+            _refuse_unsupported(raw, family)
+        if family in hf.NEEDED:
+            said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
+            for name in hf.NEEDED[family]:
+                if said.get(name) is None:
+                    raise UserError(f"there is no field {name!r}, which a {family} model needs")
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
+        values["experts"] = _experts(family, raw, values["num_layers"])
         values["activation"] = hf.SAME_ACTIVATIONS.get(values["activation"], values["activation"])
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
@@ -159,8 +236,9 @@ class ModelConfig:
         return cls(family=family, **values)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token keeps, over all layers (windows ignored)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of keys and values that one token keeps, over all layers with attention (windows ignored)."""
+        layers = self.num_layers - sum(self.delta.layers if self.delta else ())
+        return 2 * layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @contextmanager
@@ -172,9 +250,9 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], family: str = "") -> None:
     """Refuse what would be read without an error and computed wrongly."""
-    for name, only in hf.ONLY.items():
+    for name, only in hf.ONLY_IN.get(family, hf.ONLY).items():
         if raw.get(name) not in (None, only):
             raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
 
@@ -214,7 +292,8 @@ def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     heads, context = values["num_heads"], values["max_position_embeddings"]
     head_dim = values["head_dim"] or _even_share(values["hidden_size"], heads)
-    rope, rope_local = _ropes(raw, family == "gemma3", head_dim, context)
+    share = _rotary_share(raw) if family == "qwen3_5" else 1.0
+    rope, rope_local = _ropes(raw, family, int(share * head_dim), context)
     if rope.kind == "yarn":  # model cards add the scaling and leave the length as it was
         context = max(context, int(rope.factor * rope.original_max_position))
     return {
@@ -222,16 +301,51 @@ def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any])
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "attention_scale": (hf.QUERY_SCALE.read(raw) if family == "gemma3" else head_dim) ** -0.5,
-        "rope": rope,
+        "rope": replace(rope, share=share),
+        "delta": _delta(raw, values["num_layers"]) if family == "qwen3_5" else None,
         "rope_local": rope_local,
         "sliding_windows": _sliding_windows(family, raw, values["num_layers"]),
     }
 
 
+def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig | None:
+    """The mixture of experts of a family that has one."""
+    if family not in hf.EXPERTS:
+        return None
+    values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
+    step, given = hf.SPARSE_STEP.read(raw), hf.DENSE_LAYERS.read(raw)
+    dense = {hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)}
+    dense |= {layer for layer in range(layers) if (layer + 1) % step}
+    return ExpertConfig(**values, dense_layers=frozenset(dense))
+
+
+def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
+    """The layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
+    types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
+    if types is None:
+        linear = [(i + 1) % interval > 0 for i in range(layers)]
+    else:
+        field = hf.DELTA_LAYER_TYPE
+        linear = [field.check(kind, f"layer_types[{i}]") == field.choices[0] for i, kind in enumerate(types)]
+    sizes = {ours: field.read(raw) for ours, field in hf.DELTA.items()}
+    return DeltaConfig(**sizes, layers=tuple(linear))
+
+
+def _rotary_share(raw: Mapping[str, Any]) -> float:
+    """The part of a head's dimensions that turn, which may stand among the facts of RoPE or beside them."""
+    facts = (raw, hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw))
+    share: float = hf.ROTARY_SHARE.read(
+        _merged(*({hf.ROTARY_SHARE.names: given.get(hf.ROTARY_SHARE.names)} for given in facts))
+    )
+    return share
+
+
 def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Each layer's window, from ``layer_types`` or from the older fields that imply it."""
-    if family in ("qwen2", "qwen3") and not hf.WINDOW_IS_USED.read(raw):
+    if family == "qwen3_5" or (family in hf.QWEN and not hf.WINDOW_IS_USED.read(raw)):
         return (None,) * layers  # Qwen's files carry a window that is switched off
+    if family in hf.QWEN and family in hf.EXPERTS:
+        raise UserError(f"use_sliding_window is true, but only false is supported in a {family} model")
     window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
     if types is not None:
         full = [
@@ -240,7 +354,7 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
     elif family == "gemma3":
         pattern = hf.WINDOW_PATTERN.read(raw)
         full = [(i + 1) % pattern == 0 for i in range(layers)]
-    elif family in ("qwen2", "qwen3"):
+    elif family in hf.QWEN:
         first = hf.FIRST_WINDOW.read(raw)
         full = [i < first for i in range(layers)]
     else:
@@ -251,13 +365,14 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
 
 
 def _ropes(
-    raw: Mapping[str, Any], gemma: bool, head_dim: int, context: int
+    raw: Mapping[str, Any], family: str, head_dim: int, context: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """The global and, for Gemma 3, the local rotary embedding, from either generation of field names.
 
     Where both are there, ``rope_scaling`` takes the place of ``rope_parameters``, as in `transformers`.
     """
     parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
+    gemma = family == "gemma3"
     for name, given in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         kinds = [kind for kind in hf.LAYER_TYPE.choices if kind in given]
         if kinds and not (gemma and given is parameters):
@@ -276,7 +391,7 @@ def _ropes(
         full = _replaceable(full, scaling)
         local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
         everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full, scaling)
-        return _rope(everywhere, head_dim, context), _rope(local, head_dim, context)
+        return _rope(everywhere, family, head_dim, context), _rope(local, family, head_dim, context)
     parameters = _replaceable(parameters, scaling)
     usual = {"rope_theta": 10_000.0}
     taken = usual | _merged(around, scaling or parameters)
@@ -286,7 +401,7 @@ def _ropes(
                 f"rope_parameters has {name} {shown(value)}, but rope_scaling, which takes its place, has "
                 f"{shown(taken.get(name))}: say it there"
             )
-    return _rope(taken, head_dim, context), None
+    return _rope(taken, family, head_dim, context), None
 
 
 def _replaceable(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,8 +418,8 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _rope(parameters: Mapping[str, Any], head_dim: int, context: int) -> RopeConfig:
-    _refuse_unsupported(parameters)
+def _rope(parameters: Mapping[str, Any], family: str, head_dim: int, context: int) -> RopeConfig:
+    _refuse_unsupported(parameters, family)
     values = {ours: field.read(parameters) for ours, field in hf.ROPE.items()}
     kind = values["kind"]
     for name in hf.ROPE_NEEDS[kind]:

@@ -14,7 +14,7 @@ for Gemma-3-270M.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Metadata(dict[str, Any]):
         raise UserError(f"the GGUF file has no field {key!r}")
 
 
-def import_gguf(source: Path, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+def import_gguf(source: Path, folder: Path) -> None:
     """Write the model in `source` to the new directory `folder`.
 
     The folder gets `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
@@ -71,7 +71,6 @@ def import_gguf(source: Path, folder: Path, progress: Callable[[int, int], None]
     Args:
         source: the GGUF file.
         folder: must not exist; it is incomplete until this function returns.
-        progress: called with the bytes of weights written so far and in all.
 
     Raises:
         UserError: the file is damaged, or holds something other than a Llama or Gemma 3 text model.
@@ -94,7 +93,7 @@ def import_gguf(source: Path, folder: Path, progress: Callable[[int, int], None]
     write_json(folder / "generation_config.json", token_ids)
     for name, content in tokenizer_files(meta).items():
         (folder / name).write_text(content, encoding="utf-8")
-    _write_safetensors(folder / "model.safetensors", tensors, meta, progress or (lambda done, total: None))
+    _write_safetensors(folder / "model.safetensors", tensors, meta)
 
 
 def hf_name(name: str, architecture: str) -> str:
@@ -141,7 +140,6 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
         "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
         "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
-        "attention_bias": False,
         "torch_dtype": "float32",
     }
     if architecture == "llama":
@@ -149,9 +147,6 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **config,
-            "hidden_act": "silu",
-            "rope_scaling": None,
-            "mlp_bias": False,
         }
     # What GGUF leaves to the reader, because it is the same in every Gemma 3 of this size: Gemma 3 Technical
     # Report (https://arxiv.org/abs/2503.19786), section 2, and google/gemma-3-270m's config.json.
@@ -160,14 +155,10 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         **config,
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10_000.0,
-        "rope_scaling": None,
         "sliding_window": get("attention.sliding_window"),
         "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in layers],
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
     }
 
 
@@ -199,9 +190,7 @@ def unpermute(rows: Rows, heads: int) -> Rows:
     return rows.reshape(heads, count // heads // 2, 2, width).swapaxes(1, 2).reshape(count, width)
 
 
-def _write_safetensors(
-    path: Path, tensors: dict[str, ReaderTensor], meta: Metadata, progress: Callable[[int, int], None]
-) -> None:
+def _write_safetensors(path: Path, tensors: dict[str, ReaderTensor], meta: Metadata) -> None:
     """Write the tensors piece by piece; `safetensors` itself would want all of them in memory at once.
 
     Format: eight bytes of header length, the JSON header, the bytes. https://github.com/huggingface/safetensors
@@ -220,7 +209,6 @@ def _write_safetensors(
         for tensor in tensors.values():
             for rows in hf_weight(tensor, meta):
                 done += file.write(np.ascontiguousarray(rows, dtype="<f4").data)
-                progress(done, end)
     if done != end:
         raise UserError(f"{path} got {done} bytes of weights instead of {end}: the GGUF file is inconsistent")
 

@@ -16,8 +16,13 @@ FAMILIES = {
     "mistral": "mistral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_moe": "qwen3_moe",
+    "gpt_oss": "gpt_oss",
     "gemma3_text": "gemma3",
     "gemma3": "gemma3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5": "qwen3_5",
 }
 """Hugging Face ``model_type`` -> our family name."""
 MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
@@ -63,6 +68,19 @@ FIELDS: dict[str, dict[str, Field]] = {
         "attention_bias": _ATTENTION_BIAS,
         "head_dim": Field("head_dim", int, 1, 1 << 12, 128),
     },
+    "qwen2_moe": {**_SIZES, "num_kv_heads": replace(_SIZES["num_kv_heads"], default=16)},
+    "qwen3_moe": {
+        **_SIZES,
+        "attention_bias": _ATTENTION_BIAS,
+        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=4),
+    },
+    "gpt_oss": {
+        **_SIZES,
+        "attention_bias": replace(_ATTENTION_BIAS, default=True),
+        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=8),
+        "head_dim": Field("head_dim", int, 1, 1 << 12, 64),
+        "norm_eps": replace(_SIZES["norm_eps"], default=1e-5),
+    },
     "gemma3": {
         **_SIZES,
         # Google's own files of the larger sizes leave out what transformers has as its default.
@@ -76,10 +94,36 @@ FIELDS: dict[str, dict[str, Field]] = {
         "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
         "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
     },
+    "qwen3_5": {
+        **_SIZES,
+        "attention_bias": _ATTENTION_BIAS,
+        "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
+    },
 }
 """Of each family, the fields that are one of `ModelConfig`'s each, under its name there."""
 
+_EXPERTS = {
+    "count": Field("num_experts num_local_experts", int, 1, 1 << 12),
+    "top_k": Field("num_experts_per_tok", int, 1, 1 << 12),
+    "intermediate_size": Field("moe_intermediate_size", int, 1, 1 << 22),
+    "normalize": Field("norm_topk_prob", bool, default=False),
+}
+EXPERTS = {
+    "qwen2_moe": {**_EXPERTS, "shared_size": Field("shared_expert_intermediate_size", int, 1, 1 << 22)},
+    "qwen3_moe": _EXPERTS,
+    "gpt_oss": {
+        "count": _EXPERTS["count"],
+        "top_k": Field("num_experts_per_tok experts_per_token", int, 1, 1 << 12),
+        "intermediate_size": _SIZES["intermediate_size"],
+    },
+}
+"""Of each family of experts, the fields that are one of `ExpertConfig`'s each, under its name there."""
+SPARSE_STEP = Field("decoder_sparse_step", int, 1, 1 << 10, 1)
+DENSE_LAYERS = Field("mlp_only_layers", list, default=[])
+DENSE_LAYER = Field("mlp_only_layers", int, 0, 1 << 10)
 SCALE_WEIGHTS = Field("scale_attn_weights", bool, default=True)
+NEEDED = {"gpt_oss": ("layer_types", "sliding_window", "rope_theta", "rope_type")}
+"""Fields for which `transformers` has defaults of that family's own."""
 QUERY_SCALE = Field("query_pre_attn_scalar", float, 1e-3, 1e6, 256.0)
 LOCAL_THETA = Field("rope_local_base_freq", float, 1.0, 1e15, None)
 ROPE_PARAMETERS = Field("rope_parameters", dict, default={})
@@ -108,11 +152,22 @@ ROPE = {
 }
 PAIR_FACTOR = Field("short_factor", float, 1e-3, 1e6)
 WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
+QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 WINDOW_IS_USED = Field("use_sliding_window", bool, default=False)
 FIRST_WINDOW = Field("max_window_layers", int, 0, 1 << 10, 28)
 WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1, 1 << 10, 6)
 LAYER_TYPES = Field("layer_types", list, default=None)
 LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
+FULL_INTERVAL = Field("full_attention_interval", int, 1, 1 << 10, 4)
+DELTA_LAYER_TYPE = Field("layer_types", str, choices=("linear_attention", "full_attention"))
+DELTA = {
+    "key_heads": Field("linear_num_key_heads", int, 1, 1 << 12, 16),
+    "value_heads": Field("linear_num_value_heads", int, 1, 1 << 12, 32),
+    "key_dim": Field("linear_key_head_dim", int, 1, 1 << 12, 128),
+    "value_dim": Field("linear_value_head_dim", int, 1, 1 << 12, 128),
+    "conv_width": Field("linear_conv_kernel_dim", int, 2, 1 << 6, 4),
+}
+ROTARY_SHARE = Field("partial_rotary_factor", float, 1e-3, 1.0, 0.25)
 
 SAME_ACTIVATIONS = {
     "swish": "silu",
@@ -125,8 +180,18 @@ ONLY = {
     "partial_rotary_factor": 1,
     "use_bidirectional_attention": False,
     "add_cross_attention": False,
+    "qkv_bias": True,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
+ONLY_IN = {
+    "qwen3_5": {
+        **{name: value for name, value in ONLY.items() if name != ROTARY_SHARE.names},
+        "attn_output_gate": True,
+    },
+}
+"""The same of families that compute some of these."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config", "compression_config")
 """Fields of a multimodal model that say something of the language model inside."""

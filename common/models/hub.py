@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
 from common.errors import UserError
-from common.models.bundled import BUNDLED, Progress, fetch_bundled
+from common.models.bundled import BUNDLED, fetch_bundled
 from common.paths import expand
 
 _FILES = ["*.safetensors", "*.json", "tokenizer.model"]
 _TEMPLATES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
 
 
-def model_folder(name: str | Path) -> Path:
+def model_folder(name: str | Path, *, contents: bool = False) -> Path:
     """The folder that holds `config.json`, weights and tokenizer of the model called `name`.
 
     Args:
         name: a bundled model (`smollm2`, `gemma3-270m`), a local folder, or a hub id like `Qwen/Qwen3-0.6B`.
             Bundled and hub models are fetched when they are not in the cache.
-
-    Raises:
-        UserError: there is no such model, or it could not be fetched.
-    """
-    return fetch(name)
-
-
-def fetch(
-    name: str | Path,
-    progress: Progress = lambda stage, done, total: None,
-    notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-    *,
-    contents: bool = False,
-) -> Path:
-    """Like `model_folder`, with reports on the way.
-
-    Args:
-        name: see `model_folder`.
-        progress: see `Progress`.
-        notify: called with a line for the person who fetches: the model's terms of use, or what was damaged.
         contents: read a stored bundled model completely, to see whether it is what was stored.
 
     Raises:
         UserError: there is no such model, or it could not be fetched.
     """
     if str(name) in BUNDLED:
-        return fetch_bundled(str(name), progress, notify, contents=contents)
+        return fetch_bundled(str(name), contents=contents)
     return local(name) or _fetch_from_hub(str(name))
 
 
@@ -79,12 +57,8 @@ def local(name: str | Path) -> Path | None:
 
 
 def _bundled_near(name: str) -> str:
-    """Return the bundled model that a name is near to, or begins like, or nothing."""
-    plain = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
-    for known in BUNDLED:
-        own = known.replace("-", "")
-        if len(plain) > 3 and (plain.startswith(own) or own.startswith(plain)):
-            return known
+    """Return the bundled model that a name is near to, or nothing."""
+    plain = name.rpartition("/")[2].lower()
     return next(iter(get_close_matches(plain, BUNDLED, n=1, cutoff=0.7)), "")
 
 

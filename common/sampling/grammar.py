@@ -25,9 +25,6 @@ MAX_DEPTH: Final = 128
 MAX_KEYS: Final = 2_000
 """Of one object in a JSON schema: llguidance's time grows with their square, and 7,000 took it 13 seconds."""
 
-_OTHERS: Final = re.compile(r'(?:"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[^\[{\]}"]++)++', re.DOTALL)
-"""All but brackets; those in strings go with their strings."""
-
 
 @dataclass(frozen=True)
 class Grammar:
@@ -64,30 +61,15 @@ class Grammar:
         if not self.source:
             raise UserError(f"grammar ({self.kind}) is empty, but must have at least 1 character")
         if self.kind == "json_schema":
-            check_depth(self.source)
             schema = _read("json_schema", self.source)
             if not isinstance(schema, (dict, bool)):
                 raise UserError("grammar (json_schema) must be a JSON object, true or false")
-            self._check_width([schema])
+            _check_schema(schema)
         if self.kind == "lark":
-            self._check_width(_schemas_in(self.source))
+            for schema in _schemas_in(self.source):
+                _check_schema(schema)
         if self.kind == "choice":
             _check_choices(_read("choice", self.source))
-
-    def _check_width(self, schemas: Iterable[Any]) -> None:
-        if self.source.count(":") <= MAX_KEYS:
-            return
-        todo = list(schemas)
-        while todo:
-            part = todo.pop()
-            if isinstance(part, dict):
-                if len(part) > MAX_KEYS:
-                    raise UserError(
-                        f"grammar ({self}) has an object of {len(part):,} keys, but may have {MAX_KEYS:,}"
-                    )
-                todo += part.values()
-            elif isinstance(part, list):
-                todo += part
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
@@ -120,15 +102,16 @@ class Grammar:
         return f"{self.kind} {self.source[:60]!r}{'...' if len(self.source) > 60 else ''}"
 
 
-def check_depth(source: str) -> None:
-    """Raise `UserError` if brackets of a JSON text, those in strings aside, nest deeper than `MAX_DEPTH`."""
-    if source.count("[") + source.count("{") <= MAX_DEPTH:
-        return  # and strings need not be told from what is around them
-    depth = 0
-    for bracket in _OTHERS.sub("", source):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MAX_DEPTH:
-            raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
+def _check_schema(part: Any, depth: int = 1) -> None:
+    """Raise `UserError` if a JSON schema nests deeper than `MAX_DEPTH`, or has an object too wide."""
+    if not isinstance(part, (dict, list)):
+        return
+    if depth > MAX_DEPTH:
+        raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
+    if isinstance(part, dict) and len(part) > MAX_KEYS:
+        raise UserError(f"grammar has an object of {len(part):,} keys, but may have {MAX_KEYS:,}")
+    for each in part.values() if isinstance(part, dict) else part:
+        _check_schema(each, depth + 1)
 
 
 def _schemas_in(source: str) -> Iterator[Any]:

@@ -51,6 +51,22 @@ MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_BIASED_TOKENS: Final = 1024
 """Most entries of logit_bias: each is an edit of the logits in every step."""
 
+INTEGERS: Final = {
+    "max_tokens": (0, MAX_INT),
+    "min_tokens": (0, MAX_INT),
+    "top_k": (-1, MAX_INT),
+    "n": (1, MAX_N),
+}
+NUMBERS: Final = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+}
+"""Fields with their least and largest value."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -111,21 +127,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = self._put
-        put("max_tokens", integer("max_tokens", self.max_tokens, low=0, high=MAX_INT))
-        put("min_tokens", integer("min_tokens", self.min_tokens, low=0, high=MAX_INT))
+        for name, (low, high) in INTEGERS.items():
+            put(name, integer(name, getattr(self, name), low=low, high=high))
+        for name, (least, most) in NUMBERS.items():
+            put(name, number(name, getattr(self, name), low=least, high=most))
+        put("top_k", max(self.top_k, 0))
         if self.min_tokens > self.max_tokens:
             limit = f"at most max_tokens, {self.max_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
-        put("temperature", number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE))
-        top_k = integer("top_k", self.top_k, low=-1, high=MAX_INT)
-        put("top_k", max(top_k, 0))
-        put("top_p", number("top_p", self.top_p, low=0.0, high=1.0))
-        put("min_p", number("min_p", self.min_p, low=0.0, high=1.0))
-        high = MAX_REPETITION_PENALTY
-        name = "repetition_penalty"
-        put(name, number(name, self.repetition_penalty, low=MIN_REPETITION_PENALTY, high=high))
-        for name in ("presence_penalty", "frequency_penalty"):
-            put(name, number(name, getattr(self, name), low=-MAX_PENALTY, high=MAX_PENALTY))
         if self.seed is not None:
             put("seed", integer("seed", self.seed) % (1 << SEED_BITS))
         put("stop", _stop_strings(self.stop))
@@ -135,7 +144,6 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 put(name, integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS))
         put("logit_bias", _logit_bias(self.logit_bias))
-        put("n", integer("n", self.n, low=1, high=MAX_N))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
 

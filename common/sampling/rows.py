@@ -15,15 +15,9 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.sampling import ops
-from common.sampling.params import SamplingParams
+from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_VOCAB: Final = 1 << 21  # so that the integer weights of a row add up to less than 2**62
-
-FEW_EDITS: Final = 16
-"""Rows with more edits than this are edited apart from the others; no array of edits is narrower."""
-
-MOST_EDITS: Final = 4 * 1024
-"""Edits of a row at most: `MAX_BIASED_TOKENS`, `MAX_STOP_TOKEN_IDS`, and a model's end-of-sequence tokens."""
 
 # The columns of the two tables of settings, `floats` and `ints`.
 TEMPERATURE, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(5)
@@ -65,14 +59,16 @@ class Draw(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Some rows whose logits are edited together: those with few edits apart from those with many.
+    """Sparse additions to the logits, of a batch on the device or of one row on the host; `[N]` each.
 
-    places: where they stand in the batch.
-    width: the most edits that one of them has; None: as many as the arrays hold.
+    tokens: int64. values: float32. until: int64, the first step without it.
+    places: int64, of the batch.
     """
 
-    places: Places
-    width: int | None
+    tokens: Any
+    values: Any
+    until: Any
+    places: Any = None
 
 
 @dataclass(frozen=True)
@@ -83,47 +79,30 @@ class Plan:
     draws: all places of the batch, cut into parts; empty when all rows are greedy.
     wanted: for each place in the batch how many top log-probabilities were asked for, -1 where no
         log-probabilities were; None when no row asked for any.
-    edits: the rows with `logit_bias` or `min_tokens`.
+    edits: of the rows with `logit_bias` or `min_tokens`.
     penalties: the places of the rows with penalties, some at a time.
     """
 
     features: Needs
     draws: tuple[Draw, ...]
     wanted: tuple[int, ...] | None
-    edits: tuple[Edits, ...] = ()
+    edits: Edits | None = None
     penalties: tuple[Places, ...] = ()
 
     def for_any_rows(self) -> Plan:
         """Return a plan with the same features that takes the whole batch at once, whoever is in it.
 
-        It may be captured in a CUDA graph and serves every batch whose plan has no other features.
+        It may be captured in a CUDA graph and serves every batch whose plan has no other features. Edits stay
+        those of the batch that was planned.
         """
         everywhere = slice(None)
         return Plan(
             self.features,
             (Draw(everywhere, self.features),) if Needs.RANDOM in self.features else (),
             self.wanted,
-            (Edits(everywhere, None),) if Needs.EDITS in self.features else (),
+            self.edits,
             (everywhere,) if Needs.PENALTIES in self.features else (),
         )
-
-
-class _RowEdits(NamedTuple):
-    """One row's sparse additions to the logits, on the host: token ids, values, first steps without them."""
-
-    ids: NDArray[np.int64]
-    values: NDArray[np.float32]
-    until: NDArray[np.int64]
-
-
-def _power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def most_edits(vocab_size: int) -> int:
-    """Return the most edits that the arrays hold for one row."""
-    return min(MOST_EDITS, _power_of_2(max(FEW_EDITS, 2 * vocab_size)))
 
 
 class SamplerRows:
@@ -131,12 +110,8 @@ class SamplerRows:
 
     `set_row` touches the host's copies only; `plan` sends what has changed, in a few copies however many
     rows that is (and a few more for each with penalties). The arrays on the device are updated in place, so a
-    CUDA graph may read them. Those for edits and penalties are made when a request first needs them, and
-    those for edits grow and shrink: a captured graph must not use these features, or must be captured again
-    once `plan` has made them anew.
-
-    What one request leaves to all others: the penalties' arrays stay once they are made, and those for edits
-    are as wide as the row with the most edits needs. A step pays for neither unless its own rows use them.
+    CUDA graph may read them. Those for penalties are made when a request first needs them: a captured graph
+    must not use them, or must be captured again. A step pays for them only if its own rows do.
     """
 
     def __init__(
@@ -160,13 +135,7 @@ class SamplerRows:
         self._ints = np.zeros((rows, 3), dtype=np.int64)
         self.floats = torch.from_numpy(self._floats).to(self.device, copy=True)  # [rows, 5]
         self.ints = torch.from_numpy(self._ints).to(self.device, copy=True)  # [rows, 3]
-        # Edits are sparse additions to the logits, (token id, value, first step without it): E for each row,
-        # where a row has fewer the others add 0 to token 0.
-        self._edits: dict[int, _RowEdits] = {}
-        self._edit_counts = np.zeros(rows, dtype=np.int64)
-        self.edit_ids = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)  # [rows, E]
-        self.edit_values = torch.zeros(rows, 0, dtype=torch.float32, device=self.device)
-        self.edit_until = torch.zeros(rows, 0, dtype=torch.int64, device=self.device)
+        self._edits: dict[int, Edits] = {}
         # For the penalties: which tokens stand in the prompt, and how often each one stands in the output.
         self._history: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # later [rows, V]
@@ -190,10 +159,10 @@ class SamplerRows:
     def persistent_bytes(rows: int, vocab_size: int) -> int:
         """Return the most bytes that the arrays of so many rows ever take on the device.
 
-        Settings, token ids, edits of the largest width, and the penalties' arrays.
+        Settings, token ids, the penalties' arrays, and the edits of a plan.
         """
-        settings = rows * (5 * 4 + 3 * 8) + 4 * vocab_size
-        return settings + rows * most_edits(vocab_size) * (8 + 4 + 8) + rows * vocab_size * (1 + 4)
+        edits = (8 + 4 + 8 + 8) * (MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS)
+        return rows * (5 * 4 + 3 * 8 + edits + vocab_size * (1 + 4)) + 4 * vocab_size
 
     def new_seed(self) -> int:
         """Draw a seed of 64 bits."""
@@ -223,7 +192,7 @@ class SamplerRows:
         if seed is None:
             seed = self.new_seed()
         edits = self._edits_of(params, eos_ids)
-        features = self._features_of(params, edits=len(edits.ids) > 0)
+        features = self._features_of(params, edits=len(edits.tokens) > 0)
         one, top_k = (
             1 << ops.FRACTION_BITS,
             params.top_k if Needs.TOP_K in features else self.vocab_size,
@@ -236,9 +205,9 @@ class SamplerRows:
         self._floats[row, PRESENCE] = params.presence_penalty
         self._floats[row, FREQUENCY] = params.frequency_penalty
         self._ints[row] = ops.stream_key(seed), top_k, max(1, round(params.top_p * one))
-        if len(edits.ids) or row in self._edits:
+        self._edits.pop(row, None)
+        if len(edits.tokens):
             self._edits[row] = edits
-        self._edit_counts[row] = len(edits.ids)
         self._history.pop(row, None)
         if params.penalized:
             self._history[row] = np.array(prompt_ids, dtype=np.int64), np.array(output_ids, dtype=np.int64)
@@ -260,7 +229,7 @@ class SamplerRows:
             union,
             tuple(self._draws(features)) if Needs.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
-            tuple(self._edited(self._edit_counts[rows])) if Needs.EDITS in union else (),
+            self._edited(wanted_rows) if Needs.EDITS in union else None,
             tuple(self._penalized(features)) if Needs.PENALTIES in union else (),
         )
         self._planned = wanted_rows, plan
@@ -276,10 +245,12 @@ class SamplerRows:
             for part, places in self._parts(chosen, at_once):
                 yield Draw(places, Needs(int(np.bitwise_or.reduce(features[part]))))
 
-    def _edited(self, counts: NDArray[np.int64]) -> Iterator[Edits]:
-        for chosen in ((counts > 0) & (counts <= FEW_EDITS), counts > FEW_EDITS):
-            for part, places in self._parts(chosen, self._at_once):
-                yield Edits(places, int(counts[part].max()))
+    def _edited(self, rows: Sequence[int]) -> Edits:
+        own = [(place, self._edits[row]) for place, row in enumerate(rows) if row in self._edits]
+        places = np.concatenate([np.full(len(edits.tokens), place) for place, edits in own])
+        columns = zip(*(edits[:3] for _, edits in own), strict=True)
+        tokens, values, until = (self._upload(np.concatenate(column)) for column in columns)
+        return Edits(tokens, values, until, self._upload(places))
 
     def _penalized(self, features: NDArray[np.int64]) -> Iterator[Places]:
         for _, places in self._parts(features & int(Needs.PENALTIES) != 0, self._at_once):
@@ -308,14 +279,14 @@ class SamplerRows:
             features |= Needs.PENALTIES
         return features | Needs.EDITS if edits else features
 
-    def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> _RowEdits:
+    def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> Edits:
         bias = params.logit_bias
         held_back: list[int] = []
         if params.min_tokens > 0 and params.grammar is None:  # a grammar's mask sees to it
             ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
             # An id that the vocabulary does not have cannot be chosen anyway.
             held_back = sorted(token for token in ids if token < self.vocab_size)
-        return _RowEdits(
+        return Edits(
             np.array([*bias.keys(), *held_back], dtype=np.int64),
             np.array([*bias.values(), *[float("-inf")] * len(held_back)], dtype=np.float32),
             np.array([_FOREVER] * len(bias) + [params.min_tokens] * len(held_back), dtype=np.int64),
@@ -328,29 +299,8 @@ class SamplerRows:
         at = self._upload(rows)
         self.floats[at] = self._upload(self._floats[rows])
         self.ints[at] = self._upload(self._ints[rows])
-        if self._edits:
-            self._send_edits(rows)
         if self._history:
             self._send_history()
-
-    def _send_edits(self, rows: NDArray[np.int64]) -> None:
-        width, need = self.edit_ids.shape[1], _power_of_2(max(FEW_EDITS, int(self._edit_counts.max())))
-        # Doubled or more, or a quarter or less: seldom made anew, whatever comes and goes.
-        if need > width or 4 * need <= width:
-            width, rows = need, np.arange(self.rows)
-            self.edit_ids = torch.zeros(self.rows, width, dtype=torch.int64, device=self.device)
-            self.edit_values = torch.zeros(self.rows, width, dtype=torch.float32, device=self.device)
-            self.edit_until = torch.zeros(self.rows, width, dtype=torch.int64, device=self.device)
-        ids, until = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
-        values = np.zeros((len(rows), width), np.float32)
-        for line, row in enumerate(rows.tolist()):
-            if row in self._edits:
-                count = self._edit_counts[row]
-                ids[line, :count], values[line, :count], until[line, :count] = self._edits[row]
-        at = self._upload(rows)
-        self.edit_ids[at] = self._upload(ids)
-        self.edit_values[at] = self._upload(values)
-        self.edit_until[at] = self._upload(until)
 
     def _send_history(self) -> None:
         if len(self.counts) == 0:

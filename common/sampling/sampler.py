@@ -24,25 +24,12 @@ from common.sampling.rows import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Needs,
-    Plan,
     SamplerRows,
-    most_edits,
 )
+from common.sampling.rows import Needs as Needs
+from common.sampling.rows import Plan as Plan
 
 _LARGEST = torch.finfo(torch.float32).max
-
-__all__ = [
-    "TORCH",
-    "Allowed",
-    "Chooser",
-    "HostSampled",
-    "Masks",
-    "Needs",
-    "Plan",
-    "Sampled",
-    "Sampler",
-]
 
 
 class Sampled(NamedTuple):
@@ -206,7 +193,7 @@ class Sampler(SamplerRows):
         """Return the most bytes of temporary tensors that choosing tokens for so many places takes at a time.
 
         That is a copy of the logits to edit, and the widest moment of one part of the batch: selection by
-        radix (48 bytes a logit and a histogram), penalties or a draw (20), or edits. The logits themselves
+        radix (48 bytes a logit and a histogram), or penalties or a draw (20). The logits themselves
         are not in it, and neither is a prompt that comes with penalties (12 bytes a token, one at a time).
         """
 
@@ -215,7 +202,7 @@ class Sampler(SamplerRows):
 
         bins = 1 << ops.DIGIT_BITS
         radix = at_once(max(vocab_size, bins)) * (48 * vocab_size + 8 * bins)
-        others = at_once(vocab_size) * max(20 * vocab_size, 4 * vocab_size + 32 * most_edits(vocab_size))
+        others = at_once(vocab_size) * 20 * vocab_size
         return 4 * batch * vocab_size + max(radix, others) + 512 * batch
 
     @torch.inference_mode()
@@ -325,11 +312,10 @@ class Sampler(SamplerRows):
                 ops.forbid(logits[part], allowed[part])
         elif allowed is not None:
             self.chooser.forbid(self, logits, allowed)
-        for places, width in plan.edits:
-            at, some = rows[places], logits[places]
-            active = steps[places].unsqueeze(1) < self.edit_until[at, :width]  # [B, E]
-            values = torch.where(active, self.edit_values[at, :width], 0.0)
-            logits[places] = some.scatter_add_(1, self.edit_ids[at, :width], values)
+        if plan.edits is not None:
+            tokens, values, until, at = plan.edits
+            values = torch.where(steps[at] < until, values, 0.0)
+            logits.index_put_((at, tokens), values, accumulate=True)
         for places in plan.penalties:
             at, some = rows[places], logits[places]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]

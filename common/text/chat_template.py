@@ -45,11 +45,11 @@ class ChatTemplate:
         """
         self.source, self._special_tokens = source, dict(special_tokens)
         try:
-            found = _SANDBOX.describe(source)
+            found = _SANDBOX.ask(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
-        self.variables, self._takes_parts = found.variables, found.takes_parts
-        self._named = found.names
+        self.variables, self._takes_parts = frozenset(found["variables"]), bool(found["takes_parts"])
+        self._named = frozenset(found["names"])  # and so the fields of messages that it can look at
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Check messages and bring them into the form that templates expect.
@@ -98,7 +98,7 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            prompt = _SANDBOX.render(self.source, given)
+            prompt = str(_SANDBOX.ask(self.source, given)["text"])
         except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
             raise UserError(f"the model's chat template does not take these messages ({error})") from error
         return _before_mark(prompt) if continue_final_message else prompt

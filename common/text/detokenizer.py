@@ -36,9 +36,7 @@ class TokenBytes(dict[int, bytes]):
     One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to `<0xFF>`, beside its
     pieces of text.
 
-    Attributes:
-        independent: whether a token's bytes are the same behind any other. If not (WordPiece joins `##ly`
-            to a word, and sets a space before others), they are those behind the same token.
+    Of a decoder that looks at neighbours these are the bytes behind the same token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -50,9 +48,9 @@ class TokenBytes(dict[int, bytes]):
         steps = [part["type"] for part in parts]
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
         at_the_end = any(part.get("stop") for part in parts)  # `Strip` of a text's last spaces
-        known = bool(steps) and set(steps) <= _INDEPENDENT and not at_the_end
-        self.independent = self.byte_level or known
-        self._alike = known and not {"Strip", "Metaspace"} & set(steps)  # at the beginning and in the middle
+        self._known = bool(steps) and set(steps) <= _INDEPENDENT and not at_the_end
+        # At the beginning as in the middle.
+        self._alike = self._known and not {"Strip", "Metaspace"} & set(steps)
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id <= _LARGEST_ID else None
@@ -64,7 +62,7 @@ class TokenBytes(dict[int, bytes]):
     def first(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text which begins with it: some decoders drop its space there."""
         found = self[token_id]
-        if self.byte_level or self._alike or (self.independent and b" " not in found):
+        if self.byte_level or self._alike or (self._known and b" " not in found):
             return found
         return self._decode(token_id).encode()
 
@@ -101,9 +99,8 @@ class Detokenizer:
     lose the space that some decoders drop where a text begins. A prompt of special tokens alone has no text,
     so the completion begins one.
 
-    No more than three bytes and one token are kept, and a token costs some microseconds at most: bytes go
-    through an incremental UTF-8 decoder, and a token whose text depends on its neighbours (whether a space
-    stands between two) is decoded beside the one before it.
+    No more than three bytes are kept, and a token costs some microseconds at most: bytes go through an
+    incremental UTF-8 decoder.
 
     Attributes:
         begins: whether the next token that can be seen begins the text.
@@ -123,10 +120,9 @@ class Detokenizer:
         after: the prompt's tokens.
         middle: go on from a prompt even if it has no text.
         """
-        self._backend, self._bytes = tokenizer.backend, tokenizer.token_bytes
+        self._bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
         self._utf8 = self._bytes.decoder()
-        self._last: int | None = None
         self.begins = not middle
         visible = (
             token for token in map(int, reversed(after)) if token not in self._skipped and self._bytes[token]
@@ -141,23 +137,13 @@ class Detokenizer:
         data = self._bytes[token_id]
         if not data:
             return ""
-        if self._bytes.independent:
-            text = self._utf8.decode(self._bytes.first(token_id) if self.begins else data)
-        else:
-            text = self._beside_last(token_id)
-        self._last, self.begins = token_id, False
-        return text
+        if self.begins:
+            data, self.begins = self._bytes.first(token_id), False
+        return self._utf8.decode(data)
 
     def incomplete(self) -> str:
         """The text that `Tokenizer.decode` shows for an incomplete character, whose bytes are dropped."""
         return self._utf8.decode(b"", final=True)
-
-    def _beside_last(self, token_id: int) -> str:
-        decode = self._backend.decode
-        if self._last is None:
-            return decode([token_id], skip_special_tokens=False)
-        known = decode([self._last], skip_special_tokens=False)
-        return decode([self._last, token_id], skip_special_tokens=False)[len(known) :]
 
 
 def _byte_alphabet() -> dict[str, int]:

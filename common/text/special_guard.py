@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from threading import Lock
 from typing import Any
 
 import tokenizers
@@ -12,7 +11,6 @@ from tokenizers import AddedToken, normalizers
 
 from common.errors import UserError
 from common.text.ids import ids_of
-from common.text.stop_strings import StopStrings
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
 """Characters that no text has: Unicode keeps the first 32 from interchange, and nobody uses the others."""
@@ -41,7 +39,8 @@ class SpecialGuard:
         chars = sorted({token[place] for token in self._special for place in (0, -1)})
         self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
         self._longest = max(map(len, self._special), default=0)
-        self._strings, self._lock = StopStrings(self._special), Lock()  # it grows while it reads
+        self._heads = {token[: at + 1] for token in self._special for at in range(len(token))}
+        self._tails = {token[at:] for token in self._special for at in range(len(token))}
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """`value` (what JSON can hold) with stand-ins in its texts; the same where nothing is to be hidden.
@@ -72,8 +71,7 @@ class SpecialGuard:
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):
             return text
-        with self._lock:
-            places = self._places(text, whole)
+        places = self._places(text, whole)
         if not places:
             return text
         for stand_in in self._stand_in.values():
@@ -84,22 +82,17 @@ class SpecialGuard:
 
     def _places(self, text: str, whole: bool) -> set[int]:
         """Return the places of characters to hide so that no special token or half of one is left."""
-        places, strings, state = set(), self._strings, 0
-        for place, char in enumerate(text):
-            state, size = strings.read(state, char)
-            if size:
-                places.add(place)  # every special token that ends here loses its end
+        places = set()
+        for token in self._special:
+            at = text.find(token)
+            while at >= 0:
+                places.add(at + len(token) - 1)
+                at = text.find(token, at + 1)
         if not whole:
-            kept = text.rstrip()
-            state = 0
-            for char in kept[-self._longest :]:
-                state, _ = strings.read(state, char)
-            places |= {len(kept) - size for size in strings.sizes(state)}
-            start = len(text) - len(text.lstrip())
-            for end in range(start, min(start + self._longest, len(text))):
-                head = text[start : end + 1]
-                if text[end] in self._stand_in and any(token.endswith(head) for token in self._special):
-                    places.add(end)
+            last, first = len(text.rstrip()), len(text) - len(text.lstrip())
+            sizes = range(1, self._longest + 1)
+            places |= {last - size for size in sizes if text[:last][-size:] in self._heads and size <= last}
+            places |= {first + size - 1 for size in sizes if text[first : first + size] in self._tails}
         return places
 
     @cached_property
@@ -112,7 +105,9 @@ class SpecialGuard:
         blind.normalizer = normalizers.Sequence(back)
         if self._backend.pre_tokenizer is not None:
             blind.pre_tokenizer = self._backend.pre_tokenizer
-        blind.add_special_tokens([_sought_first(token) for _, token in self._added if token.special])
+        # They are sought before the text is normalized, so before stand-ins are turned back.
+        states = [token.__getstate__() for _, token in self._added if token.special]
+        blind.add_special_tokens([AddedToken(**{**state, "normalized": False}) for state in states])
         blind.add_tokens([token for _, token in self._added if not token.special])
         return blind
 
@@ -121,15 +116,3 @@ class SpecialGuard:
         """The ids of added tokens that the model's own vocabulary has not, and that have others here."""
         pairs = ((self._blind.token_to_id(token.content), index) for index, token in self._added)
         return {ours: index for ours, index in pairs if ours is not None and ours != index}
-
-
-def _sought_first(token: AddedToken) -> AddedToken:
-    """The same token, sought before the text is normalized, so before stand-ins are turned back."""
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=False,
-        special=True,
-    )

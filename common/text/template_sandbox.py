@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, Final, cast
 
 import jinja2
 from jinja2 import meta, nodes
@@ -48,19 +48,6 @@ class TemplateError(Exception):
     """A template that is not valid, fails, or does more than it may; the message says which."""
 
 
-class Described(NamedTuple):
-    """A compiled template.
-
-    variables: what it asks for by name, such as `messages` or `tools`.
-    names: the attributes and strings in it, and so the fields of messages that it can look at.
-    takes_parts: whether a content that is a list of texts is written as these texts.
-    """
-
-    variables: frozenset[str]
-    names: frozenset[str]
-    takes_parts: bool
-
-
 class TemplateSandbox:
     """The child processes: started when needed, one for each thread that renders, and again after an end."""
 
@@ -69,24 +56,20 @@ class TemplateSandbox:
         self._idle: list[subprocess.Popen[bytes]] = []
         atexit.register(self.close)
 
-    def describe(self, source: str) -> Described:
-        """Compile a template. Raises `TemplateError`."""
-        if len(source) > SOURCE_CHARACTERS:
-            raise TemplateError(f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}")
-        found = self._ask({"source": source})
-        return Described(frozenset(found["variables"]), frozenset(found["names"]), bool(found["takes_parts"]))
-
-    def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Run a template that `describe` has taken. Raises `TemplateError`."""
-        return str(self._ask({"source": source, "variables": variables})["text"])
-
     def close(self) -> None:
         """End the children that are idle."""
         while self._idle:
             _end(self._idle.pop())
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        data = json.dumps(request).encode() + b"\n"
+    def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Compile a template and describe it, as `_describe` does, or render it: `text`.
+
+        Raises:
+            TemplateError: it is not valid, fails, or does more than it may.
+        """
+        if len(source) > SOURCE_CHARACTERS:
+            raise TemplateError(f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}")
+        data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         child = self._child()
         stdin, stdout = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)
         try:
@@ -163,6 +146,7 @@ def _answer(source: str, variables: dict[str, Any] | None = None) -> dict[str, A
 
 
 def _describe(source: str) -> dict[str, Any]:
+    """The names it asks for, the attributes and strings in it, and if it writes a list of texts as these."""
     _compiled(source)
     tree = _environment().parse(source)
     names = {node.attr for node in tree.find_all(nodes.Getattr)}

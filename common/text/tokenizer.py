@@ -40,8 +40,6 @@ class Tokenizer:
         if not path.is_file():
             raise UserError(f"the model folder {self.folder} has no tokenizer.json")
         with _named(str(path)):
-            self._steps = msgspec.json.decode(path.read_bytes(), type=_Steps)
-            _refuse_expansion(path, self._steps)
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
@@ -141,15 +139,12 @@ class Tokenizer:
         It costs nothing, so a text that is far too long need not be tokenized to be refused. Vocabularies of
         bytes and those with a token for every byte drop no character. A normalizer may join some into one.
         """
-        if self._longest_token is None:
+        if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
         return tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
 
     @cached_property
-    def _longest_token(self) -> int | None:
-        kept = self.token_bytes.byte_level or self.token_bytes.byte_fallback
-        if not kept or not _normalizers(self._steps.normalizer) <= _KEEPING:
-            return None
+    def _longest_token(self) -> int:
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     @cached_property
@@ -245,54 +240,8 @@ class Tokenizer:
         return found if isinstance(found, int) else None
 
 
-class _Steps(msgspec.Struct):
-    """The steps of `tokenizer.json` before and after encoding, each of which may be a sequence."""
-
-    normalizer: dict[str, Any] | None = None
-    decoder: dict[str, Any] | None = None
-
-
-_KEEPING = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"})
-"""Normalizers that drop no character; a `Replace` by nothing is no such one."""
 _JOINED = 4
 """Characters that Unicode's normalizers make one of, at most: letters with their accents."""
-MOST_GROWTH = 64
-"""Times as long as a text may become by all replacements together."""
-
-
-def _each(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a step's parts: itself, or those of a sequence, however deep."""
-    for name in ("normalizers", "decoders"):
-        if step and step.get("type") == "Sequence" and isinstance(step.get(name), list):
-            for part in step[name]:
-                yield from _each(part)
-            return
-    if step:
-        yield step
-
-
-def _normalizers(step: dict[str, Any] | None) -> set[str]:
-    """Return the names of normalizers; one that may drop characters is called so."""
-    return {
-        "drops" if part.get("type") == "Replace" and not part.get("content") else str(part.get("type"))
-        for part in _each(step)
-    }
-
-
-def _refuse_expansion(path: Path, steps: _Steps) -> None:
-    """Raise `UserError` for replacements that make a text many times longer: a few fill any memory."""
-    for kind, step in (("normalizer", steps.normalizer), ("decoder", steps.decoder)):
-        growth = 1
-        for part in _each(step):
-            if part.get("type") == "Replace":
-                pattern = part.get("pattern")
-                text = pattern.get("String") if isinstance(pattern, dict) else None
-                growth *= max(1, -(-len(str(part.get("content", ""))) // max(1, len(text or ""))))
-        if growth > MOST_GROWTH:
-            raise UserError(
-                f"the {kind} of {path} makes a text up to {growth:,} times as long, but may make it "
-                f"{MOST_GROWTH} times as long"
-            )
 
 
 class _AddedToken(msgspec.Struct):

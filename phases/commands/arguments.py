@@ -17,6 +17,12 @@ PROMPT, SAMPLING, GRAMMAR, OUTPUT = (
 )
 
 
+course_app = typer.Typer(
+    help="Exercises: make a working copy, check it, ask for hints, grade it.", no_args_is_help=True
+)
+"""Its commands are added by `phases.commands.course`, which is imported when one is called."""
+
+
 def flag(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
     """An option in a group of the help; without `names` it is spelled as its parameter."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
-from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, results
+from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, Run, results
 from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.labels import axis_label
 from benchmarks.provenance import clean
@@ -27,31 +26,23 @@ MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_str
 """Evidence whose benchmark has another name: the same script, given a checkout; another run of it."""
 
 
-def bench(
-    phase: str,
-    *,
-    quick: bool,
-    record: bool,
-    device: str,
-    dtype: str,
-    model: str | None,
-    repeats: int | None,
-) -> int:
+def bench(given: SimpleNamespace) -> int:
     """Measure a phase against the one before it, and show the result beside what the repository has.
 
     Evidence and figure go to the cache; with `record` they replace those of the repository.
     """
+    quick, record, repeats = given.quick, given.record, given.repeats
     if repeats is not None:
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     if quick and record:
         raise UserError("--record keeps what was measured with care: leave --quick out")
     if record:
         clean(ROOT)
-    name = _named(phase)
+    name = _named(given.phase)
     from common.device import device_name, pick_device, pick_dtype
 
     module = _module(name)
-    where = pick_device(device)
+    where = pick_device(given.device)
     device_is = device_folder(where.type, device_name(where))
     home = ROOT if record else cache_home() / ("quick" if quick else "bench")
     folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
@@ -59,8 +50,8 @@ def bench(
         check_folder(folder)
     options = BenchOptions(
         device=where,
-        dtype=pick_dtype(dtype, where),
-        model=model,
+        dtype=pick_dtype(given.dtype, where),
+        model=given.model,
         quick=quick,
         repeats=repeats or (1 if quick else 3),
     )
@@ -69,9 +60,7 @@ def bench(
     begun = time.monotonic()
     measured = _measure(module, options)
     measured = replace(measured, seconds=time.monotonic() - begun)
-    _show(measured)
-    if recorded is not None and not quick:
-        _compare(measured, recorded)
+    _show(measured, None if quick else recorded)
     written = measured.write(folders[0] / f"{measured.phase}.json")
     out.out(str(written), highlight=False)
     figure = folders[1] / f"{measured.phase}.png"
@@ -92,8 +81,8 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
         err.print(f"[dim]The recorded run took {minutes:.0f} min on {where}.[/dim]")
 
 
-def _show(measured: Evidence) -> None:
-    """Print every variant's first metric beside the first variant's, and what the phase is about in a line.
+def _show(measured: Evidence, recorded: Evidence | None) -> None:
+    """Print each variant's first metric beside the first variant's and the recorded one, and the gain.
 
     What all runs have in common stands in the title.
     """
@@ -103,23 +92,22 @@ def _show(measured: Evidence) -> None:
     for run in measured.runs:
         metric = headline if headline in run.metrics else next(iter(run.metrics), None)
         if metric is not None:
-            facts = {"what": axis_label(metric), "workload": run.workload, "model": run.model, **run.options}
-            rows.append(
-                (run.variant, {name: str(value) for name, value in facts.items()}, run.median(metric))
-            )
-    names = list(dict.fromkeys(name for _, facts, _ in rows for name in facts))
-    values = {name: {facts.get(name, "") for _, facts, _ in rows} for name in names}
-    alike = [f"{name} {min(values[name])}" for name in names if len(values[name]) == 1]
-    title = f"{measured.phase}: {', '.join(alike).removeprefix('what ')}"
-    out.print(title, style="italic", markup=False, soft_wrap=True)
-    differ = [name for name in names if len(values[name]) > 1]
-    made = table("variant", "work", right=("median", "to the first"))
+            facts = {"": axis_label(metric), "workload": run.workload, "model": run.model, **run.options}
+            said = {name: f"{name} {value}".strip() for name, value in facts.items() if value != ""}
+            rows.append((run, metric, said))
+    common = set.intersection(*(set(said.values()) for _, _, said in rows)) if rows else set[str]()
+    title = ", ".join(text for text in rows[0][2].values() if text in common) if rows else ""
+    out.print(f"{measured.phase}: {title}", style="italic", markup=False, soft_wrap=True)
+    more = ["recorded", "to that"] if recorded else []
+    made = table("variant", "work", right=["median", "to the first", *more])
     firsts: dict[str, float] = {}
-    for variant, facts, value in rows:
-        work = _words(facts, differ)
-        ratio = f"{value / firsts[work]:.2f}×" if firsts.get(work) else ""
+    for run, metric, said in rows:
+        work = ", ".join(text for text in said.values() if text not in common)
+        value = run.median(metric)
+        before = _recorded(run, metric, recorded)
+        cells = [_number(value), _ratio(value, firsts.get(work)), _number(before), _ratio(value, before)]
         firsts.setdefault(work, value)
-        made.add_row(variant, work, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", ratio)
+        made.add_row(run.variant, work, *cells[: 2 + len(more)])
     out.print(made)
     found = gain(phase, measured) if phase else None
     if found is not None:
@@ -130,24 +118,19 @@ def _show(measured: Evidence) -> None:
         )
 
 
-def _words(facts: Mapping[str, str], names: Sequence[str]) -> str:
-    own = ("what", "workload")  # they say themselves what they are
-    return ", ".join(facts[n] if n in own else f"{n} {facts[n]}" for n in names if facts.get(n))
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _compare(measured: Evidence, recorded: Evidence) -> None:
-    """Each variant's rate beside the recorded one, where both measured the same work."""
-    made = table("variant", "workload", "metric", right=("measured", "recorded", "ratio"))
-    made.title, made.title_justify = f"{measured.phase}: this run beside the recorded one", "left"
-    for run in measured.runs:
-        alike = recorded.find(run.variant, run.workload, model=run.model, dtype=run.dtype, **run.options)
-        metric = next(iter(run.metrics), None)
-        if len(alike) == 1 and metric is not None and metric in alike[0].metrics:
-            ours, theirs = run.median(metric), alike[0].median(metric)
-            ratio = f"{ours / theirs:.2f}" if theirs else "–"
-            made.add_row(run.variant, run.workload, metric, f"{ours:,.1f}", f"{theirs:,.1f}", ratio)
-    if made.row_count:
-        out.print(made)
+def _ratio(value: float, other: float | None) -> str:
+    return f"{value / other:.2f}×" if other else ""
+
+
+def _recorded(run: Run, metric: str, recorded: Evidence | None) -> float | None:
+    """Return the median that is recorded of the same work, if any."""
+    same = {"model": run.model, "dtype": run.dtype, **run.options}
+    alike = recorded.find(run.variant, run.workload, **same) if recorded else []
+    return alike[0].median(metric) if len(alike) == 1 and metric in alike[0].metrics else None
 
 
 def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:

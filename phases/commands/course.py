@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 from common.console import err, out
 from common.errors import UserError
+from phases.commands.arguments import course_app
 from phases.course import answers, grading, hints, making
 from phases.course.blanks import NotThere
 from phases.course.checking import Failure, State, Verdict, check_file, read
@@ -32,8 +35,15 @@ STYLES: dict[State, str] = {
 }
 
 
-def make(folder: Path, phases: str | None) -> int:
-    """Make a working copy."""
+ExerciseId = Annotated[str, typer.Argument(metavar="EXERCISE", help="such as 05.3")]
+
+
+@course_app.command()
+def make(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="an empty folder, or one that is not there")],
+    phases: Annotated[str | None, typer.Option(help="such as 05, 02-05 or 02,05-07; by default all")] = None,
+) -> int:
+    """Make a working copy with blank functions, the lessons, and the tests that are shown."""
     copy = making.make(folder, of_phases(phases))
     out.print(
         f"{len(copy.exercises)} exercises in {escape(str(folder))}, and {len(copy.questions)} questions."
@@ -42,11 +52,14 @@ def make(folder: Path, phases: str | None) -> int:
     return 0
 
 
-def check(wanted: str | None) -> int:
-    """Check exercises of the copy around the current folder; the exit code is 1 if one fails."""
+@course_app.command()
+def check(
+    exercise: Annotated[str | None, typer.Argument(metavar="[EXERCISE]", help="such as 05.3, or 05")] = None,
+) -> int:
+    """Say of each exercise how far it is, and of one that fails the first small case."""
     copy = making.around(Path.cwd())
     making.link(copy.folder)
-    begun = _begun(copy, _chosen(copy, wanted))
+    begun = _begun(copy, _chosen(copy, exercise))
     return int(not all(verdict.right or verdict.state == "not started" for verdict in begun))
 
 
@@ -100,40 +113,54 @@ def told(failure: Failure) -> list[str]:
     return [f"{'' if at else 'given':9} {line}" for at, line in enumerate(given)] + lines
 
 
-def hint(name: str, level: int | None) -> int:
-    """Show a hint: the next one, or the one of a level."""
+@course_app.command()
+def hint(
+    exercise: ExerciseId,
+    level: Annotated[
+        int | None,
+        typer.Option(help="1: what must hold; 2: an example; 3: an outline; 4: pseudocode; else the next"),
+    ] = None,
+) -> int:
+    """Show a hint, one level after the other, and note it."""
     copy = making.around(Path.cwd())
-    (exercise,) = _chosen(copy, name)[:1]
+    (one,) = _chosen(copy, exercise)[:1]
     if level is None:
         level = min(
             hints.LEVELS,
-            1 + len({one.get("level") for one in hints.logged(copy.folder, exercise.id, "hint")}),
+            1 + len({entry.get("level") for entry in hints.logged(copy.folder, one.id, "hint")}),
         )
-    text = hints.hint(exercise, level)
-    hints.log(copy.folder, "hint", exercise.id, level=level)
-    out.print(f"[bold]{exercise.id} {escape(exercise.title)}[/], hint {level} of {hints.LEVELS}\n")
+    text = hints.hint(one, level)
+    hints.log(copy.folder, "hint", one.id, level=level)
+    out.print(f"[bold]{one.id} {escape(one.title)}[/], hint {level} of {hints.LEVELS}\n")
     out.print(escape(text), soft_wrap=True)
     return 0
 
 
-def solution(name: str) -> int:
-    """Show a solution."""
+@course_app.command()
+def solution(exercise: ExerciseId) -> int:
+    """Show what the reference does, as a difference to yours, and note it."""
     copy = making.around(Path.cwd())
-    (exercise,) = _chosen(copy, name)[:1]
+    (one,) = _chosen(copy, exercise)[:1]
     try:
-        source = read(copy.folder, exercise)
+        source = read(copy.folder, one)
     except NotThere:
         source = ""
-    text = hints.solution(exercise, source)
-    hints.log(copy.folder, "solution", exercise.id)
+    text = hints.solution(one, source)
+    hints.log(copy.folder, "solution", one.id)
     styles = {"+": "green", "-": "red", "@": "cyan"}
     for line in text.splitlines():
         out.print(escape(line), style=styles.get(line[:1]), soft_wrap=True)
     return 0
 
 
-def answer(name: str, value: float | None) -> int:
-    """Note an answer, and say whether the evidence agrees; without one, show the question."""
+@course_app.command()
+def answer(
+    name: Annotated[str, typer.Argument(metavar="QUESTION", help="such as 05.p1 or 05.m1")],
+    value: Annotated[
+        float | None, typer.Argument(metavar="[NUMBER]", help="without it, the question is shown")
+    ] = None,
+) -> int:
+    """Answer a question whose answer has been measured."""
     question = find_question(name)
     if value is None:
         out.print(f"{question.id} ({question.points} points)  {escape(question.question)}", soft_wrap=True)
@@ -156,8 +183,9 @@ def answer(name: str, value: float | None) -> int:
     return 0
 
 
+@course_app.command()
 def watch() -> int:
-    """Check the exercises of a file whenever it is saved, until Ctrl-C."""
+    """Check an exercise whenever its file is saved, until Ctrl-C."""
     copy = making.around(Path.cwd())
     with (
         suppress(KeyboardInterrupt),
@@ -189,8 +217,15 @@ def _saved(copy: making.Copy) -> dict[str, int]:
     return found
 
 
-def grade(folder: Path, *, as_json: bool, gradescope: bool) -> int:
-    """Score a working copy; standard output holds the scores alone."""
+@course_app.command()
+def grade(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a working copy")],
+    as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
+    gradescope: Annotated[
+        bool, typer.Option("--gradescope", help="as a results.json of Gradescope's autograder")
+    ] = False,
+) -> int:
+    """Score a working copy with all tests, hidden ones included."""
     if as_json and gradescope:
         raise UserError("--json and --gradescope are both given, but one of them is the form of the output")
     making.opened(folder)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,17 +13,17 @@ import torch
 from rich.rule import Rule
 
 from benchmarks.roofline import ceilings, generation_work, ideal_seconds
-from common.console import err, out, table
+from benchmarks.server import Server
+from common.console import out, table
 from common.device import pick_device, pick_dtype
-from common.neighbours import share, usage, warn
+from common.models.hub import model_folder
+from common.neighbours import usage, warn
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import PHASES, Phase
-from phases.commands import demo_server
-from phases.commands.demo_rungs import ELSEWHERE, MEMORY_ROWS, ROUNDS, SHOWS, Counter, RungWork, change, load
+from phases.commands.demo_rungs import ELSEWHERE, MEMORY_ROWS, ROUNDS, SHOWS, change, counted, load
 from phases.commands.engines import Served, serve
-from phases.commands.fetch import fetch_with_progress
 from phases.registry import ROWS, missing_for
 
 RULES = (
@@ -40,19 +43,17 @@ OTHERS = (
     "Repeat these words: red, green, blue, red, green, blue, red, green, blue.",
 )
 MAX_TOKENS = 20
-MEANINGLESS = 0.1
-"""The others' share of the processor beyond which a speed says more about them."""
+SERVING = 13
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One phase's turn. busy: the others' share of the processor meanwhile."""
+    """One phase's turn. fraction: of what the device could do at best."""
 
     phase: Phase
     served: Served
-    work: RungWork
+    work: Mapping[str, float]
     fraction: float
-    busy: float
 
 
 def run(model: str, device: str, dtype: str) -> int:
@@ -60,7 +61,7 @@ def run(model: str, device: str, dtype: str) -> int:
     begun = usage()
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    folder = fetch_with_progress(model)
+    folder = model_folder(model)
     tokenizer = Tokenizer(folder)
     questions = [QUESTION, *OTHERS]
     rules = {"role": "system", "content": RULES}
@@ -72,7 +73,6 @@ def run(model: str, device: str, dtype: str) -> int:
     out.print(
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
-    warn(begun)
     rungs: list[Rung] = []
     for phase in PHASES:
         if phase.number not in SHOWS:
@@ -86,56 +86,39 @@ def run(model: str, device: str, dtype: str) -> int:
         out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
         out.print(f"[dim]{show.why}{made_with}[/dim]")
         engine = load(phase, loaded)
-        _warm(engine, tokenizer, prompts[:1])
-        before = usage()
-        with Counter(phase, engine) as counter:
-            served = serve(engine, tokenizer, prompts, params, _Answers().show)
+        # The first steps pay for allocations and compilation. Reversed: no prefix cache finds it later.
+        serve(engine, tokenizer, [prompts[0][::-1]], SamplingParams(max_tokens=2))
+        with counted(phase, engine) as work:
+            served = serve(engine, tokenizer, prompts, params, _show_first)
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
-        work = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
-        fraction = ideal_seconds(work, top) / served.seconds
-        rungs.append(Rung(phase, served, counter.work, fraction, share(before, usage())))
-        out.print(f"[dim]{change(phase, rungs[-2].work if rungs[1:] else None, counter.work)}[/dim]")
-        del engine, counter
+        least = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
+        rungs.append(Rung(phase, served, work, ideal_seconds(least, top) / served.seconds))
+        out.print(f"[dim]{change(phase, rungs[-2].work if rungs[1:] else None, work)}[/dim]")
+        del engine
         gc.collect()  # the next engine may want the memory of this one's cache
     _summary(rungs, where)
-    return demo_server.run(model, str(where), dtype)
+    warn(begun)
+    if any(phase.number == SERVING for phase in PHASES):
+        _over_http(model, str(where), dtype)
+    return 0
 
 
-class _Answers:
-    """Writes the first answer as it comes, and then a dot for each of the others."""
-
-    def __init__(self) -> None:
-        self.index = 0
-
-    def show(self, index: int, text: str) -> None:
-        if index == 0:
-            out.file.write(text)
-        elif index != self.index:
-            out.file.write("  ." if self.index == 0 else ".")
-            self.index = index
+def _show_first(index: int, text: str) -> None:
+    """Write the first answer as it comes."""
+    if index == 0:
+        out.file.write(text)
         out.file.flush()
 
 
-def _warm(engine: object, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
-    """The first steps pay for allocations and compilation, which are not what is compared."""
-    other = [list(reversed(prompt)) for prompt in prompts]  # nothing that a prefix cache would find later
-    serve(engine, tokenizer, other, SamplingParams(max_tokens=2))  # type: ignore[arg-type]
-
-
 def _summary(rungs: list[Rung], device: torch.device) -> None:
-    if not rungs:
-        err.print("No phase runs here: see `ladder doctor`.")
-        return
-    answer = rungs[-1].served.completions[0].text.strip()
     out.print(Rule(style="dim"))
-    out.print(f"[bold]{QUESTION}[/bold]\n{answer}\n", markup=True)
+    out.print(f"[bold]{QUESTION}[/bold]\n{rungs[-1].served.completions[0].text.strip()}\n")
     made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
     for before, rung in pairwise([None, *rungs]):
         assert rung is not None
-        rate = f"{rung.served.tokens_per_second:,.1f}{'*' if rung.busy > MEANINGLESS else ''}"
         shown = change(rung.phase, before.work if before else None, rung.work) or "the speed, on a GPU"
-        made.add_row(rung.phase.name, shown, rate, f"{rung.fraction:.0%}")
+        made.add_row(rung.phase.name, shown, f"{rung.served.tokens_per_second:,.1f}", f"{rung.fraction:.0%}")
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
@@ -143,13 +126,25 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
         f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
         f"table, as its questions do not show them: {elsewhere}[/dim]"
     )
-    worst = max(rung.busy for rung in rungs)
-    if worst > MEANINGLESS:
-        out.print(
-            f"[yellow]* Other programs took up to {worst:.0%} of the processor: these speeds say more about "
-            "them than about the phases. The counts beside them stay as they are.[/yellow]"
-        )
     plain = [rung for rung in rungs if rung.phase.number != ROUNDS]
     texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in plain}
     if len(texts) == 1:
         out.print("[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]")
+
+
+def _over_http(model: str, device: str, dtype: str) -> None:
+    """Start the server, ask it as `curl` would, and say where its page is."""
+    out.print(Rule("and over HTTP", align="left", style="dim"))
+    with Server(model, device=device, dtype=dtype) as server:
+        url = f"http://{server.target.host}:{server.target.port}"
+        messages = [{"role": "user", "content": QUESTION}]
+        body = json.dumps({"messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0})
+        out.print(
+            f"[dim]curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'[/dim]"
+        )
+        asked = urllib.request.Request(
+            f"{url}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=120) as answer:
+            out.print(json.load(answer)["choices"][0]["message"]["content"].strip(), markup=False)
+        out.print(f"[dim]The page at {url} shows a chat and the engine; `make serve` keeps it open.[/dim]")

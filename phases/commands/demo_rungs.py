@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,26 +22,8 @@ CHUNKED = 7
 
 
 @dataclass(frozen=True)
-class RungWork:
-    """The cost of answering all questions.
-
-    computed: tokens that went through the model.
-    steps: passes over the weights.
-    largest: tokens of the largest step; 0 where steps are graphs, which nobody watches.
-    at_once: requests that ran at the same time.
-    weights: MiB of them.
-    """
-
-    computed: int = 0
-    steps: int = 0
-    largest: int = 0
-    at_once: int = 1
-    weights: float = 0.0
-
-
-@dataclass(frozen=True)
 class Show:
-    """One rung: what it adds in a sentence, the count of `RungWork` that shows it, and what makes it visible.
+    """One rung: what it adds in a sentence, the count of `COUNTS` that shows it, and what makes it visible.
 
     option: a pair of an option's name and its value.
     """
@@ -56,6 +40,7 @@ COUNTS = {
     "at_once": "requests at once, in the same memory",
     "weights": "MiB of weights",
 }
+"""Of answering all questions, by the name in `counted`."""
 SHOWS = {
     1: Show("Every new token computes all tokens before it again.", "computed"),
     2: Show("Keys and values are kept, so every step computes one token.", "computed"),
@@ -80,6 +65,7 @@ ELSEWHERE = {
     12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
     14: "ladder run 14 --tensor-parallel 2",
     15: "ladder serve --replicas 2",
+    17: "ladder run 17 --model gemma3-270m",
 }
 
 
@@ -99,47 +85,38 @@ def load(phase: Phase, model: Model) -> Any:
     return load_engine(phase, model, **options)
 
 
-class Counter:
-    """An engine's work inside a block: `with Counter(phase, engine) as counter: ...`, then `counter.work`."""
+@contextmanager
+def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
+    """Count an engine's work inside a block: what is yielded has all of `COUNTS` when the block ends."""
+    model: Model = engine.runner.model if phase.number >= ROWS else engine.model
+    work = {"computed": 0, "steps": 0, "largest": 0, "at_once": 1, "weights": weight_bytes(model) / 2**20}
 
-    def __init__(self, phase: Phase, engine: Any) -> None:
-        self._phase, self._engine = phase, engine
-        self._model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-        self.work = RungWork(weights=round(weight_bytes(self._model) / 2**20, 3))
+    def passed(module: Any, arguments: tuple[Any, ...]) -> None:
+        ids = arguments[0]
+        work["computed"] += ids.numel()
+        work["steps"] += 1
+        work["largest"] = max(work["largest"], ids.numel())
+        work["at_once"] = max(work["at_once"], ids.shape[0] if ids.dim() > 1 else 1)
 
-    def __enter__(self) -> Counter:
-        self._before = replace(self._engine.stats) if self._phase.number >= ROWS else None
-        self._hook = self._model.register_forward_pre_hook(self._pass)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-        if self._before is not None:  # the model is not called where a step is a graph
-            stats = self._engine.stats
-            self.work = replace(
-                self.work,
-                computed=stats.computed_tokens - self._before.computed_tokens,
-                steps=stats.steps - self._before.steps,
-                at_once=stats.most_running,
-            )
-
-    def _pass(self, module: Any, arguments: tuple[Any, ...]) -> None:
-        ids, work = arguments[0], self.work
-        self.work = replace(
-            work,
-            computed=work.computed + ids.numel(),
-            steps=work.steps + 1,
-            largest=max(work.largest, ids.numel()),
-            at_once=max(work.at_once, ids.shape[0] if ids.dim() > 1 else 1),
-        )
+    before = replace(engine.stats) if phase.number >= ROWS else None
+    hook = model.register_forward_pre_hook(passed)
+    try:
+        yield work
+    finally:
+        hook.remove()
+    if before is not None:  # the model is not called where a step is a graph
+        stats = engine.stats
+        work["computed"] = stats.computed_tokens - before.computed_tokens
+        work["steps"] = stats.steps - before.steps
+        work["at_once"] = stats.most_running
 
 
-def change(phase: Phase, before: RungWork | None, now: RungWork) -> str:
+def change(phase: Phase, before: Mapping[str, float] | None, now: Mapping[str, float]) -> str:
     """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
     name = SHOWS[phase.number].count
     if not name:
         return ""
-    new, old = (round(getattr(work, name)) if work else 0 for work in (now, before))
+    new, old = round(now[name]), round(before[name]) if before else 0
     if not old or not new or old == new:
         return f"{COUNTS[name]}: {new:,}"
     factor, more = max(new, old) / min(new, old), "more" if new > old else "fewer"

@@ -19,29 +19,13 @@ from rich.markup import escape
 from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
-from common.models.bundled import BUNDLED, damage, is_cached
+from common.models.bundled import BUNDLED, damage
 from common.neighbours import MOST, share, usage
 from common.paths import cache_home
 from phases import PHASES
 from phases.registry import missing_for
 
-OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = (2, 11)
 WAIT = 0.5
-
-
-def verify() -> int:
-    """Compare every stored model with its checksums, which reads all weights. Returns 1 if one differs."""
-    wrong = 0
-    for name in BUNDLED:
-        found = damage(name, contents=True)
-        if (cache_home() / "models" / name).exists():
-            wrong += bool(found)
-            out.print(f"{name}: {found or 'every file is what was stored'}", markup=False, highlight=False)
-        else:
-            out.print(f"{name}: not stored here", markup=False, highlight=False)
-    out.print("[dim]Models of the hub are checked by `hf cache verify`.[/dim]")
-    return 1 if wrong else 0
 
 
 def run() -> int:
@@ -51,13 +35,6 @@ def run() -> int:
     for what, here, fix in chain(facts(device), speeds(device)):
         found.add_row(what, escape(here), f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
     out.print(found)
-    out.print()
-    phases = table("Phase", "Runs natively here")
-    for phase in PHASES:
-        missing = missing_for(phase, device)
-        state = "[green]yes[/green]" if not missing else f"[yellow]no: needs {missing}[/yellow]"
-        phases.add_row(phase.name, state)
-    out.print(phases)
     if any(missing_for(phase, device) for phase in PHASES):
         out.print(
             "[dim]A phase that does not run natively is still tested here: its Triton kernels run in the "
@@ -68,10 +45,8 @@ def run() -> int:
 
 def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     """Rows of (what, what there is here, how to mend it or nothing)."""
-    old = sys.version_info < OLDEST_PYTHON
-    yield "Python", platform.python_version(), "install Python 3.11 or newer" if old else ""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    yield "PyTorch", torch.__version__, "make setup" if version < OLDEST_TORCH else ""
+    yield "Python", platform.python_version(), ""
+    yield "PyTorch", torch.__version__, ""
     yield "Triton", *_triton(device)
     yield "Device", _device(device), _device_fix(device)
     yield "dtype", f"{_short(pick_dtype('auto', device))} by default", ""
@@ -92,9 +67,11 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
         disk = disk.parent
     space = shutil.disk_usage(disk).free / 1e9
     yield "Model cache", f"{cache_home()}, {space:.0f} GB free", "" if space > 3 else "set LADDER_HOME"
+    needs = ", ".join(f"{one.name} needs {why}" for one in PHASES if (why := missing_for(one, device)))
+    yield "Phases", f"natively all but: {needs}" if needs else "all run natively", ""
     for name, bundle in BUNDLED.items():
-        there = is_cached(name)
-        yield name, bundle.title if there else damage(name), "" if there else f"ladder fetch {name}"
+        wrong = damage(name)
+        yield name, wrong or bundle.title, f"ladder fetch {name}" if wrong else ""
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError, text
-from common.events import Completion, Streams, TextStream
+from common.events import Completion, Streams, follow
 from common.files import read_text
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -98,26 +98,21 @@ def serve(
 
     decorate: changes the text that came with a token, given its prompt's number and its place in the output.
     """
-    ids = [list(prompt) for prompt in prompts]
     start = time.perf_counter()
-    completions = [Completion(index, 0, prompt, start) for index, prompt in enumerate(ids)]
-    events = engine.stream(ids, params)  # refuses prompts that are none
-    texts = [TextStream(tokenizer, params, prompt) for prompt in ids]
-    held, current = [""] * len(ids), 0
-    for event in events:
-        completion = completions[event.index]
-        completion.add(event)
-        new = texts[event.index].push(event)
-        held[event.index] += decorate(new, event.index, len(completion.token_ids) - 1) if new else ""
-        while current < len(ids):
+    completions: dict[int, Completion] = {}
+    held, current = [""] * len(prompts), 0
+    for completion, new in follow(engine, prompts, params, tokenizer):
+        index = completion.index
+        completions[index] = completion
+        held[index] += decorate(new, index, len(completion.token_ids) - 1) if new else ""
+        while current in completions:
             if held[current]:
                 show(current, held[current])
                 held[current] = ""
             if completions[current].finish_reason is None:
                 break
             current += 1
-    for completion, made in zip(completions, texts, strict=True):
-        completion.text = made.text
     seconds = time.perf_counter() - start
-    firsts = [completion.times[0] - start for completion in completions if completion.times]
-    return Served(completions, seconds, min(firsts, default=None))
+    found = [completions[index] for index in sorted(completions)]
+    firsts = [completion.times[0] - start for completion in found if completion.times]
+    return Served(found, seconds, min(firsts, default=None))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json as json_format
-import time
+import json
 from collections.abc import Sequence
 from itertools import cycle, islice
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from rich.status import Status
 from rich.table import Table
 
 from benchmarks.loadtest.loops import Plan, poisson
 from benchmarks.loadtest.loops import run as ask_all
 from benchmarks.loadtest.report import Goal, summarize
-from benchmarks.loadtest.user import Outcome, Target
+from benchmarks.loadtest.user import Target
 from benchmarks.server import bodies_of
 from benchmarks.workloads import Workload
 from benchmarks.workloads import workload as named
@@ -23,8 +21,8 @@ from common import words
 from common.console import err, out, table
 from common.errors import UserError, integer, number
 from common.files import whole
+from common.progress import bar
 
-QUIET = 10.0
 COLUMNS = {
     "output_tokens_per_s": "tokens\na second",
     "goodput_requests_per_s": "good\na second",
@@ -38,44 +36,36 @@ COLUMNS = {
 """Two lines each: all of them fit 80 columns. Good: requests that keep the goal."""
 
 
-def run(
-    url: str,
-    *,
-    users: str | None,
-    rate: float | None,
-    workload: str,
-    requests: int | None,
-    vocab: int,
-    processes: int,
-    api_key: str,
-    first_ms: float,
-    gap_ms: float,
-    json: Path | None,
-) -> int:
+def run(given: SimpleNamespace) -> int:
     """Ask and print; returns 1 if a request failed.
 
-    users: numbers with commas, each a closed loop of its own; or
-    rate: requests a second of an open loop. Neither: the workload's own arrivals.
+    given: the arguments; `users` are numbers with commas, each a closed loop of its own, and `rate` is
+        requests a second of an open loop. Neither: the workload's own arrivals.
     """
-    work = named(workload, integer("vocab", vocab, low=2, high=1 << 31))
-    goal = Goal(number("first_ms", first_ms, low=0, high=1e9), number("gap_ms", gap_ms, low=0, high=1e9))
-    integer("processes", processes, low=1, high=64)
-    target = Target.of(url, api_key)
+    work = named(given.workload, integer("vocab", given.vocab, low=2, high=1 << 31))
+    first, gap = (number(name, getattr(given, name), low=0, high=1e9) for name in ("first_ms", "gap_ms"))
+    integer("processes", given.processes, low=1, high=64)
+    target = Target.of(given.url, given.api_key)
     rows: list[dict[str, Any]] = []
-    for label, plan in plans(work, users, rate, requests):
-        with err.status("") as status:
-            outcomes = ask_all(target, plan, processes, Progress(status, label, plan.requests))
-        found: dict[str, Any] = {"load": label, "workload": workload, **summarize(outcomes, goal)}
+    for label, plan in plans(work, given.users, given.rate, given.requests):
+        with bar(label, plan.requests) as answered:
+            answered("")
+            outcomes = ask_all(target, plan, given.processes, lambda outcome: answered(""))
+        found: dict[str, Any] = {
+            "load": label,
+            "workload": given.workload,
+            **summarize(outcomes, Goal(first, gap)),
+        }
         errors = sorted({outcome.error for outcome in outcomes if outcome.error})
         rows.append(found | ({"errors": errors[:5]} if errors else {}))
     out.print(shown(rows))
     for row in rows:
         for error in row.get("errors", ()):
             err.print(f"error: {_plain(error)}", markup=False, soft_wrap=True)
-    if json is not None:
-        kept = {"url": url, "sha256": work.sha256, "runs": rows}
-        with whole(json) as scratch:
-            scratch.write_text(json_format.dumps(kept, indent=1) + "\n")
+    if given.json is not None:
+        kept = {"url": given.url, "sha256": work.sha256, "runs": rows}
+        with whole(given.json) as scratch:
+            scratch.write_text(json.dumps(kept, indent=1) + "\n")
     return int(any(row["failed"] for row in rows))
 
 
@@ -126,23 +116,3 @@ def _plain(error: str) -> str:
         "TimeoutError": "the server has not answered in time",
     }.get(name)
     return f"{said} ({reason or name})" if said else error
-
-
-class Progress:
-    """The number of answered requests: on a screen at once, elsewhere in a line every `QUIET` seconds."""
-
-    def __init__(self, status: Status, label: str, requests: int) -> None:
-        self.status, self.label, self.requests = status, label, requests
-        self.answered, self.said = 0, time.monotonic()
-        status.update(str(self))
-
-    def __str__(self) -> str:
-        return f"{self.label}: {self.answered:,} of {self.requests:,} answered"
-
-    def __call__(self, outcome: Outcome) -> None:
-        """Count a request that was answered, or failed."""
-        self.answered += 1
-        self.status.update(str(self))
-        if not err.is_terminal and time.monotonic() - self.said > QUIET:
-            self.said = time.monotonic()
-            err.print(f"[dim]{self}[/dim]")

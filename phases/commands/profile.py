@@ -5,26 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.table import Table
-from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
 
-from benchmarks.trace import BETWEEN, INTERPRETED, Row, StepTable, read_trace, step_tables
+from benchmarks.trace import INTERPRETED, Row, StepTable, read_trace, step_tables
 from benchmarks.workloads import Workload, uniform
 from common.console import err, out, table
 from common.device import pick_device, pick_dtype, synchronize
 from common.errors import UserError, integer
 from common.files import check_folder, whole
+from common.models.hub import model_folder
 from common.words import count
 from continuous.engine import Engine
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase, phase_named
-from phases.commands.fetch import fetch_with_progress
 from phases.registry import import_phase, load_engine, missing_for
 
 FOLDER = ROOT / "build" / "profile"
@@ -58,36 +59,22 @@ USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
 """The default, and that of a phase that is not native on this device, such as Triton's kernels on a CPU."""
 
 
-def run(
-    phase: str,
-    *,
-    model: str | None,
-    device: str,
-    dtype: str,
-    batch: int | None,
-    context: int | None,
-    steps: int | None,
-    output: Path | None,
-) -> int:
+def run(given: SimpleNamespace) -> int:
     """Profile a phase, write the trace, print a table for each kind of step."""
-    rung = phase_named(phase)
-    where = pick_device(device)
-    kind = pick_dtype(dtype, where)
+    rung, model = phase_named(given.phase), given.model
+    where = pick_device(given.device)
+    kind = pick_dtype(given.dtype, where)
     missing = missing_for(rung, where)
-    usual = TINY if missing else USUAL
-    size = Size(
-        usual.batch if batch is None else batch,
-        usual.context if context is None else context,
-        usual.steps if steps is None else steps,
-    )
+    asked = {name: value for name in asdict(USUAL) if (value := getattr(given, name)) is not None}
+    size = replace(TINY if missing else USUAL, **asked)
     size.check()
-    folder = FOLDER if output is None else output
-    check_folder(folder, "" if output is None else "--output")
+    folder = given.output or FOLDER
+    check_folder(folder, "--output" if given.output else "")
     if missing and model is None:
         err.print(f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
     name = model or ("random:tiny" if missing else "smollm2")
     import_phase(rung)  # before a model is made
-    source = name if name.startswith("random:") else str(fetch_with_progress(name))
+    source = name if name.startswith("random:") else str(model_folder(name))
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     if size.context + size.steps + 1 > loaded.max_len:
         raise UserError(
@@ -95,7 +82,7 @@ def run(
             f"but {name} has at most {loaded.max_len}"
         )
     path = folder / f"{rung.name}.json.gz"
-    tokens = min(size.steps + 1 + chunk_steps(rung, size), loaded.max_len - size.context)
+    tokens = size.steps + 1
     engine = load_engine(rung, loaded, **engine_options(rung, loaded, size, tokens))
     assert isinstance(engine, Engine)
     vocab = min(10_000, loaded.config.vocab_size)
@@ -118,31 +105,11 @@ def run(
     return 0
 
 
-CHUNKED = 7
-"""The phase from which on prompts may take several steps, in which others decode already."""
-MOST_CHUNKS = 4
-"""Steps that all prompts together may take, decodes aside."""
-
-
-def step_tokens(size: Size) -> int:
-    """Tokens of a step: enough for prompts to take few steps, and few enough to show chunks."""
-    return max(256, -(-size.batch * size.context // MOST_CHUNKS))
-
-
-def chunk_steps(phase: Phase, size: Size) -> int:
-    """The most steps with prompt tokens. The first prompt decodes in them, and must not end too early."""
-    if phase.number < CHUNKED:
-        return 0
-    budget = step_tokens(size)
-    return -(-size.batch * size.context // max(budget // 4, budget - size.batch)) + 1
-
-
 def engine_options(phase: Phase, model: Model, size: Size, new_tokens: int) -> dict[str, Any]:
     """Just as much room as the workload needs: the default would take most of the device's memory."""
     tokens = size.context + new_tokens
     at_once = max(2048, size.batch * tokens)  # all prompts in one step
-    options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens}
-    options["step_tokens"] = at_once if phase.number < CHUNKED else step_tokens(size)
+    options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens, "step_tokens": at_once}
     if phase.number > 4:
         blocks = size.batch * (tokens // 64 + 2) * 64
         options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)
@@ -155,26 +122,13 @@ def record(engine: Engine, work: Workload, model: Model, path: Path, decodes: in
     Before that the work is done twice with other tokens: once to compile kernels and fill caches, once for
     the profiler itself, whose first events cost extra.
     """
-
-    def write(profiler: torch_profile) -> None:
-        with whole(path) as scratch:
-            profiler.export_chrome_trace(str(scratch))
-
-    activities = [ProfilerActivity.CPU]
-    if model.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     with interpreted_kernels():
-        serve_steps(engine, work.cold(1), decodes)
-        synchronize(model.device)
-        with torch_profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            on_trace_ready=write,
-        ) as profiler:
-            for repeat in (2, 0):
+        for repeat in (1, 2, 0):
+            with torch_profile() as profiler:
                 serve_steps(engine, work.cold(repeat), decodes)
                 synchronize(model.device)
-                profiler.step()
+    with whole(path) as scratch:
+        profiler.export_chrome_trace(str(scratch))
 
 
 def serve_steps(engine: Engine, work: Workload, decodes: int) -> None:
@@ -219,26 +173,20 @@ def interpreted_kernels() -> Iterator[None]:
         function.run = inner
 
 
-def kernel_table(steps: StepTable, on_device: bool, most: int = ROWS) -> Table:
+def kernel_table(steps: StepTable, on_device: bool) -> Table:
     """The kernels of one kind of step, longest time first."""
     title = f"{steps.kind}: {'kernel' if on_device else 'operator'}"
     shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
     total = sum(row.seconds for row in steps.rows) or 1.0
-    rows = list(steps.rows)
-    if len(rows) > most:
-        rest = [row for row in rows[most - 1 :] if row.name != BETWEEN]
-        kept = rows[: most - 1] + [row for row in rows[most - 1 :] if row.name == BETWEEN]
+    rows, rest = steps.rows[:ROWS], steps.rows[ROWS:]
+    if rest:
+        rest = (rows[-1], *rest)
         others = Row(f"({len(rest)} others)", sum(r.calls for r in rest), sum(r.seconds for r in rest))
-        rows = [*kept, others]
+        rows = (*rows[:-1], others)
     for row in rows:
-        shown.add_row(
-            row.name,
-            f"{row.calls:,}" if row.calls else "",
-            f"{row.calls / steps.steps:,.1f}" if row.calls else "",
-            f"{row.seconds * 1e3:,.3f}",
-            f"{row.seconds / total:.1%}",
-            f"{row.seconds / row.calls * 1e6:,.1f}" if row.calls else "",
-        )
+        calls = (f"{row.calls:,}", f"{row.calls / steps.steps:,.1f}") if row.calls else ("", "")
+        mean = f"{row.seconds / row.calls * 1e6:,.1f}" if row.calls else ""
+        shown.add_row(row.name, *calls, f"{row.seconds * 1e3:,.3f}", f"{row.seconds / total:.1%}", mean)
     return shown
 
 

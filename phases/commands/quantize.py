@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 
 from common.console import err, out
 from common.device import pick_device
 from common.errors import UserError, choice, integer
 from common.files import read_text
+from common.models.hub import model_folder
 from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from paged_cache.memory import weight_bytes
 from phases import ROOT
 from phases.appendix.checkpoint_formats.export import check_source, check_target, export
-from phases.commands.fetch import fetch_with_progress
 from quant.calibrate import blocks_of, samples
 from quant.formats import GROUPS, SCHEMES
 from quant.kv import KV_DTYPES, head_scales
-from quant.methods import METHODS, quantize_model
+from quant.methods import quantize_model
 
 TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
 """What is calibrated on unless the caller has something nearer to what the model will read."""
 LONGEST_TEXT = 1 << 24
 
 
-def run(
-    model: str,
-    folder: Path,
-    *,
-    scheme: str,
-    method: str,
-    calibration: Path | None,
-    group_size: int,
-    pieces: int,
-    length: int,
-    kv_cache: str,
-    device: str,
-) -> int:
-    """Quantize `model` and write it to `folder`; then say what it takes."""
-    choice("scheme", scheme, SCHEMES)
-    choice("method", method, METHODS)
-    wanted = SCHEMES[scheme]
+def run(given: SimpleNamespace) -> int:
+    """Quantize a model and write it to a folder, as the arguments say; then say what it takes."""
+    model, folder, kv_cache = given.model, given.folder, given.kv_cache
+    wanted = SCHEMES[given.scheme]
     if wanted.scales == "group":
-        if group_size not in GROUPS:
+        if given.group_size not in GROUPS:
             raise UserError(
-                f"group_size is {group_size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}"
+                f"group_size is {given.group_size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}"
             )
-        wanted = wanted.with_group(group_size)
+        wanted = wanted.with_group(given.group_size)
     choice("kv_cache", kv_cache, ["none", *KV_DTYPES])
-    integer("pieces", pieces, low=1, high=1 << 16)
-    integer("length", length, low=16, high=1 << 16)
-    where = pick_device(device)
+    integer("pieces", given.pieces, low=1, high=1 << 16)
+    integer("length", given.length, low=16, high=1 << 16)
+    where = pick_device(given.device)
     check_target(folder)  # now, not after an hour of work
-    text = (
-        None
-        if method == "rtn" and kv_cache == "none"
-        else read_text(calibration or TEXT, "--calibration", LONGEST_TEXT)
-    )
-    source = fetch_with_progress(model)
+    reads = given.method != "rtn" or kv_cache != "none"
+    text = read_text(given.calibration or TEXT, "--calibration", LONGEST_TEXT) if reads else ""
+    source = model_folder(model)
     check_source(source)
     loaded = load_model(str(source), device=str(where), dtype="float32")
-    tokens = [] if text is None else Tokenizer(source).encode(text)
-    texts = [] if text is None else samples(tokens, pieces, min(length, loaded.max_len))
+    tokens = Tokenizer(source).encode(text) if reads else []
+    texts = samples(tokens, given.pieces, min(given.length, loaded.max_len)) if reads else []
     before = weight_bytes(loaded)
     kv = None if kv_cache == "none" else (kv_cache, head_scales(loaded, texts, kv_cache))
-    with bar(f"{model} to {scheme} by {method}", len(blocks_of(loaded))) as part:
-        quantize_model(loaded, wanted, method, texts, part)  # type: ignore[arg-type]
+    with bar(f"{model} to {given.scheme} by {given.method}", len(blocks_of(loaded))) as part:
+        quantize_model(loaded, wanted, given.method, texts, part)
     export(loaded, source, folder, kv)
     err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {weight_bytes(loaded) / 1e6:,.0f} MB")
     out.out(str(folder), highlight=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import http.client
-from urllib.parse import urlsplit
 
+from benchmarks.loadtest.user import Target
 from common.errors import UserError
 
 PATIENCE = 10.0
@@ -12,20 +12,14 @@ PATIENCE = 10.0
 
 
 def check(url: str, key: str = "") -> None:
-    """Ask a server for its models. Whatever is no plain address is left to those who read it.
+    """Ask a server for its models.
 
     Raises:
-        UserError: nothing answers there, or it wants another key.
+        UserError: the address is none, nothing answers there, or it wants another key.
     """
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    try:
-        port = parts.port or 80
-    except ValueError:
-        return
-    if parts.scheme != "http" or not parts.hostname:
-        return
-    asked = http.client.HTTPConnection(parts.hostname, port, timeout=PATIENCE)
-    path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/models"
+    target = Target.of(url, key)
+    asked = http.client.HTTPConnection(target.host, target.port, timeout=PATIENCE)
+    path = target.path.replace("/completions", "/models")
     try:
         asked.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         status = asked.getresponse().status

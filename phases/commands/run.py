@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
+from common.models.hub import model_folder
 from common.neighbours import usage, warn
 from common.sampling.defaults import sampling_defaults
+from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
 from phases.commands.engines import Served, encode, serve
-from phases.commands.fetch import fetch_with_progress
 from phases.commands.grammars import check_grammar, show_trace
 from phases.config import options_from_yaml
 from phases.registry import check_options, load_engine, missing_for
@@ -28,73 +30,57 @@ SPECULATES = 11
 
 
 def run(
-    phase_name: str,
-    *,
-    model: str,
-    prompts: Sequence[str],
-    chat: bool,
-    params: SamplingParams,
-    generation_config: str,
-    said: Collection[str],
-    device: str,
-    dtype: str,
-    as_json: bool,
-    trace: bool = False,
-    config: Path | None = None,
-    stats: bool = False,
-    verbose: bool = False,
-    options: Mapping[str, Any] | None = None,
+    given: SimpleNamespace, prompts: Sequence[str], params: SamplingParams, grammar: Grammar | None
 ) -> int:
     """Generate and print.
 
-    generation_config, said: sampling that is not said is the model's own; see `sampling_defaults`.
-    trace: show the masks of one prompt's steps instead of its text.
-    config, options: of the engine; the second come first.
-    stats: also print what came of guesses, from phase 11 on.
-    verbose: also print where the memory goes.
+    given: the arguments of the command line; `said` are those of sampling, `options` those of the engine.
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
-    begun, phase = usage(), phase_named(phase_name)
-    given = {**(options_from_yaml(config) if config else {}), **(options or {})}
-    where = pick_device(device)
-    pick_dtype(dtype, where)  # what is wrong must not wait for a download
-    check_options(phase, given, where)
-    if stats and phase.number < SPECULATES:
+    begun, phase, model = usage(), phase_named(given.phase), given.model
+    options = {**(options_from_yaml(given.config) if given.config else {}), **given.options}
+    where = pick_device(given.device)
+    pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
+    check_options(phase, options, where)
+    params = replace(params, grammar=grammar)
+    if given.stats and phase.number < SPECULATES:
         raise UserError(f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}")
-    check_grammar(phase, params, trace, len(prompts))
+    check_grammar(phase, params, given.trace, len(prompts))
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
-    folder = fetch_with_progress(model)
-    own = sampling_defaults(folder, generation_config)
-    params = replace(params, **{name: value for name, value in own.items() if name not in said})  # type: ignore[arg-type]
+    folder = model_folder(model)
+    own = sampling_defaults(folder, given.generation_config)
+    params = replace(params, **{name: value for name, value in own.items() if name not in given.said})  # type: ignore[arg-type]
     tokenizer = Tokenizer(folder)
-    ids = [encode(tokenizer, text, chat) for text in prompts]
+    ids = [encode(tokenizer, text, given.chat) for text in prompts]
     missing = missing_for(phase, where)
     if missing:
         err.print(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )
-    engine = load_engine(phase, str(folder), device=str(where), dtype=dtype, tokenizer=tokenizer, **given)
-    if verbose and (ledger := getattr(engine, "ledger", None)) is not None:
+    engine = load_engine(
+        phase, str(folder), device=str(where), dtype=given.dtype, tokenizer=tokenizer, **options
+    )
+    if given.verbose and (ledger := getattr(engine, "ledger", None)) is not None:
         err.print(f"[dim]{ledger}[/dim]")
-    if trace:
+    if given.trace:
         return show_trace(engine, tokenizer, ids[0], params)
-    screen = Screen(prompts, quiet=as_json)
+    screen = Screen(prompts, quiet=given.as_json)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
     decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
     served = serve(engine, tokenizer, ids, params, screen.show, decorate)
     screen.close()
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
-    if as_json:
+    if given.as_json:
         whole = to_json(phase, model, prompts, served) | mark
         # Where the output cannot show a character, JSON can still say which it is.
-        out.out(json.dumps(whole, ensure_ascii=not out.encoding.startswith("utf")), highlight=False)
+        out.out(json.dumps(whole, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"), highlight=False)
     else:
         by = "".join(f", by {value}" for value in mark.values())
         err.print(f"[dim]{describe(served)}{by}[/dim]", soft_wrap=True)
-    if stats:
+    if given.stats:
         lines = ["speculation: off"] if guesses is None else guesses.lines()
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if where.type == "cpu":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvloop
@@ -18,19 +19,21 @@ from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import UserError
+from common.models.hub import model_folder
 from common.neighbours import Usage, usage, warn
 from common.options import route
-from common.sampling.defaults import MODEL, sampling_defaults
+from common.sampling.defaults import sampling_defaults
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
 from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
-from phases.commands.fetch import fetch_with_progress
+from phases.commands.arguments import joined
 from phases.commands.version import version
 from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
+from replicas.cluster import Cluster, Share, serve_until_signal
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
@@ -39,102 +42,78 @@ from serving.http.limits import Limits
 KEY = "LADDER_API_KEY"
 
 
-def run(
-    model: str,
-    *,
-    phase: str = "13",
-    host: str,
-    port: int,
-    api_key: str | None,
-    name: str | None,
-    strict: bool,
-    allowed_origins: str | None,
-    allowed_hosts: str | None,
-    access_log: str,
-    device: str,
-    dtype: str,
-    generation_config: str,
-    config: Path | None,
-    options: Mapping[str, Any],
-) -> int:
+def run(given: SimpleNamespace) -> int:
     """Serve until a signal; returns the exit code.
 
-    generation_config: where settings come from that a request does not say: model or neutral.
-    options: of the engine, which come before what the file says, of `Limits`, and of `ReplicaOptions`.
+    given: the arguments of the command line; `options` are those of the engine, which come before what the
+    file says, of `Limits`, and of `ReplicaOptions`.
     """
-    begun, rung = usage(), phase_named(phase)
+    begun, rung = usage(), phase_named(given.phase)
     of_engine = list(first_phases())
-    limits, replicas = route(options, [Limits, ReplicaOptions], of_engine)
+    limits, replicas = route(given.options, [Limits, ReplicaOptions], of_engine)
     checked, copies = Limits(**limits), ReplicaOptions(**replicas)
-    given = options_from_yaml(config) if config else {}
-    given |= {name: value for name, value in options.items() if name in of_engine}
-    where = pick_device(device)
-    pick_dtype(dtype, where)
-    check_options(rung, given, where)
-    missing = missing_for(rung, where)
-    if missing:
+    options = options_from_yaml(given.config) if given.config else {}
+    options |= {name: value for name, value in given.options.items() if name in of_engine}
+    where = pick_device(given.device)
+    pick_dtype(given.dtype, where)
+    check_options(rung, options, where)
+    if missing := missing_for(rung, where):
         err.print(f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
-    keys = _keys(api_key)
-    make = partial(
-        make_app,
-        rung,
-        model,
-        device,
-        dtype,
-        given,
-        name=name or model,
-        limits=checked,
-        keys=keys,
-        strict=strict,
-        allowed_origins=origins(allowed_origins),
-        hosts=names_of(host, hosts(allowed_hosts), keys=bool(keys)),
-        access_log=access_log,
-        generation_config=generation_config,
-        version=version(),
-    )
-    folder = _folder_of(model)
+    given.name = given.name or given.model
+    keys = _keys(given.api_key)
+    server = {
+        "limits": checked,
+        "keys": keys,
+        "strict": given.strict,
+        "allowed_origins": origins(joined(given.allowed_origins)),
+        "hosts": names_of(given.host, hosts(joined(given.allowed_hosts)), keys=bool(keys)),
+        "access_log": given.access_log,
+        "version": version(),
+    }
+    make = partial(make_app, given, rung, options, server)
+    folder = _folder_of(given.model)
     try:
         if copies.replicas:
-            return _serve_replicas(make, copies, given, checked, where.type, host, port)
-        app = make(folder=folder)
-        return _serve(app, host, port, bool(keys), begun if where.type == "cpu" else None)
+            share = Share.of(where.type, int(options.get("tensor_parallel") or 1))
+            return _serve_replicas(Cluster(make, copies, share, checked, host=given.host, port=given.port))
+        return _serve(make(folder), given, bool(keys), begun if where.type == "cpu" else None)
     finally:
-        if model.startswith(RANDOM):
+        if given.model.startswith(RANDOM):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
-    return made_up_tokenizer(model) if model.startswith(RANDOM) else fetch_with_progress(model)
+    return made_up_tokenizer(model) if model.startswith(RANDOM) else model_folder(model)
 
 
 def make_app(
+    given: SimpleNamespace,
     phase: Phase,
-    model: str,
-    device: str,
-    dtype: str,
     options: dict[str, Any],
-    *,
-    name: str,
+    server: Mapping[str, Any],
     folder: Path | None = None,
-    generation_config: str = MODEL,
-    **server: Any,
 ) -> App:
     """The application with an engine that is yet to be started.
 
+    options: of the engine.
+    server: what `whole_app` takes.
     folder: see `_folder_of`; None on a machine that has to look for itself.
-    generation_config: see `sampling_defaults`.
-    server: what `whole_app` takes besides.
     """
+    model = given.model
     if folder is None:
         folder = _folder_of(model)
         if model.startswith(RANDOM):
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source = model if model.startswith(RANDOM) else str(folder)
-    make = partial(make_engine, phase, source, str(folder), device, dtype, options)
-    engine = EngineProcess(make, observer=PoolingObserver)
-    defaults = sampling_defaults(folder, generation_config)
-    return whole_app(engine, Tokenizer(folder), name, defaults=defaults, **server)
+    make = partial(make_engine, phase, source, str(folder), given.device, given.dtype, options)
+    return whole_app(
+        EngineProcess(make, observer=PoolingObserver),
+        Tokenizer(folder),
+        given.name,
+        defaults=sampling_defaults(folder, given.generation_config),
+        **server,
+    )
 
 
 def make_engine(
@@ -146,9 +125,9 @@ def make_engine(
     return engine if phase.number >= ROWS else OneAtATime(engine)
 
 
-def _keys(api_key: str | None) -> tuple[str, ...]:
+def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
     """The keys that are taken: `--api-key`, or the environment's, which `ps` does not show."""
-    given = os.environ.get(KEY) if api_key is None else api_key
+    given = os.environ.get(KEY) if api_key is None else joined(api_key)
     if given is None:
         return ()
     keys = tuple(key.strip() for key in given.split(",") if key.strip())
@@ -158,30 +137,18 @@ def _keys(api_key: str | None) -> tuple[str, ...]:
     return keys
 
 
-def _serve_replicas(
-    make: Callable[[], App],
-    copies: ReplicaOptions,
-    options: Mapping[str, Any],
-    limits: Limits,
-    device: str,
-    host: str,
-    port: int,
-) -> int:
+def _serve_replicas(cluster: Cluster) -> int:
     """Serve copies of the same server under Ray (phase 15)."""
-    from replicas.cluster import Cluster, Share, serve_until_signal
-
-    share = Share.of(device, int(options.get("tensor_parallel") or 1))
-    cluster = Cluster(make, copies, share, limits, host=host, port=port)
     try:
-        return serve_until_signal(cluster, lambda: _say_ready(host, cluster.port))
+        return serve_until_signal(cluster, lambda: _say_ready(cluster.host, cluster.port))
     except CannotStart as error:
         err.print(f"error: the replicas cannot be started: {error}", markup=False)
         return 1
 
 
-def _serve(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> int:
-    listening = listen(host, port)  # before anything slow: the port may be taken
-    greet = partial(_greet, app, host, listening.getsockname()[1], keyed, begun)
+def _serve(app: App, given: SimpleNamespace, keyed: bool, begun: Usage | None) -> int:
+    listening = listen(given.host, given.port)  # before anything slow: the port may be taken
+    greet = partial(_greet, app, given.host, listening.getsockname()[1], keyed, begun)
     server = whole_server(app, on_ready=greet)
     try:
         uvloop.run(server.serve([listening]))

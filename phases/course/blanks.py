@@ -3,76 +3,54 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-
-import libcst as cst
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 SHAPE = re.compile(r"#.*(\[[^\]]*\b[A-Z]{1,2}\b[^\]]*\]|\b[A-Z]{1,2}, [A-Z]{1,2}\b)")
 """A comment that tells a tensor's shape: `# [T, H, D]`."""
 MASKED = "held back, not to be written"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Edit = tuple[int, int, list[str]]
+"""First and last line, counted from 1, and the lines in their place; the last may be before the first."""
 
 
 class NotThere(Exception):
     """A function that ought to be in a file is not."""
 
 
-def functions(source: str) -> dict[str, cst.FunctionDef]:
-    """The functions of a module and the methods of its classes, by qualified name.
+def functions(source: str) -> dict[str, Function]:
+    """The functions of a module and the methods of its classes, by qualified name: `BlockAllocator.allocate`.
 
     Raises:
-        cst.ParserSyntaxError: it is no Python.
-    """
-    return dict(_functions(cst.parse_module(source).body, ""))
-
-
-def _functions(
-    body: Collection[cst.BaseStatement | cst.BaseSmallStatement], prefix: str
-) -> Iterator[tuple[str, cst.FunctionDef]]:
-    for node in body:
-        if isinstance(node, cst.FunctionDef):
-            yield prefix + node.name.value, node
-        elif isinstance(node, cst.ClassDef):
-            yield from _functions(node.body.body, f"{prefix}{node.name.value}.")
-
-
-def text_of(node: cst.CSTNode) -> str:
-    """A node's source text."""
-    return cst.Module(body=()).code_for_node(node)
-
-
-class _Editing(cst.CSTTransformer):
-    """Puts `replaced(name, node)` in the place of each function, and adds methods to classes.
-
-    Names are qualified: `BlockAllocator.allocate`.
+        SyntaxError: it is no Python.
     """
 
-    def __init__(
-        self,
-        replaced: Callable[[str, cst.FunctionDef], cst.BaseStatement | cst.RemovalSentinel],
-        methods: Mapping[str, list[cst.FunctionDef]] | None = None,
-    ) -> None:
-        super().__init__()
-        self.replaced, self.methods = replaced, methods or {}
-        self.path: list[str] = []
+    def visit(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
+        for node in body:
+            if isinstance(node, Function):
+                yield prefix + node.name, node
+            elif isinstance(node, ast.ClassDef):
+                yield from visit(node.body, f"{prefix}{node.name}.")
 
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
-        self.path.append(node.name.value)
-        return True
+    return dict(visit(ast.parse(source).body, ""))
 
-    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.BaseStatement:
-        added = self.methods.get(".".join(self.path), ())
-        self.path.pop()
-        body = updated_node.body
-        return updated_node.with_changes(body=body.with_changes(body=[*body.body, *added]))
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
+def lines_of(source: str, node: ast.stmt) -> list[str]:
+    """The lines of a statement, decorators included."""
+    return source.split("\n")[_first(node) - 1 : node.end_lineno]
 
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.BaseStatement | cst.RemovalSentinel:
-        return self.replaced(".".join([*self.path, updated_node.name.value]), updated_node)
+
+def _first(node: ast.stmt) -> int:
+    decorators = node.decorator_list if isinstance(node, Function | ast.ClassDef) else []
+    return min([node.lineno, *(each.lineno for each in decorators)])
+
+
+def _edited(source: str, edits: Iterable[Edit]) -> str:
+    lines = source.split("\n")
+    for first, last, new in sorted(edits, reverse=True):
+        lines[first - 1 : last] = new
+    return "\n".join(lines)
 
 
 def blank(source: str, names: Mapping[str, str]) -> str:
@@ -83,16 +61,10 @@ def blank(source: str, names: Mapping[str, str]) -> str:
     Raises:
         NotThere: there is no function of one of these names.
     """
-    missing = set(names)
-
-    def blanked(name: str, node: cst.FunctionDef) -> cst.FunctionDef:
-        missing.discard(name)
-        return node.with_changes(body=_blank_body(node, names[name])) if name in names else node
-
-    made = cst.parse_module(source).visit(_Editing(blanked)).code
-    if missing:
+    there = functions(source)
+    if missing := set(names) - set(there):
         raise NotThere(f"there is no {', '.join(sorted(missing))}")
-    return made
+    return _edited(source, [_blanked(source, there[name], exercise) for name, exercise in names.items()])
 
 
 def message_of(exercise: str) -> str:
@@ -100,22 +72,22 @@ def message_of(exercise: str) -> str:
     return f"exercise {exercise}" if exercise else MASKED
 
 
-def _blank_body(node: cst.FunctionDef, exercise: str) -> cst.IndentedBlock:
-    kept = []
-    first = node.body.body[0]
-    if node.get_docstring() is not None and isinstance(first, cst.SimpleStatementLine):
-        kept.append(first)
-    told = [*_shapes(node), *_raised(node)] if exercise else []
-    comments = [cst.EmptyLine(comment=cst.Comment(text)) for text in told]
-    end = cst.parse_statement(f'raise NotImplementedError("{message_of(exercise)}")')
-    assert isinstance(end, cst.SimpleStatementLine)
-    assert isinstance(node.body, cst.IndentedBlock)
-    return node.body.with_changes(body=[*kept, end.with_changes(leading_lines=comments)], footer=[])
+def _blanked(source: str, node: Function, exercise: str) -> Edit:
+    lines, first, last = source.split("\n"), node.body[0], node.end_lineno or 0
+    if ast.get_docstring(node) is not None:
+        begin = (first.end_lineno or 0) + 1
+    else:  # behind the colon of the signature: comments go as well
+        begin = first.lineno
+        while not re.search(r":\s*(#.*)?$", lines[begin - 2]) or lines[begin - 2].lstrip().startswith("#"):
+            begin -= 1
+    told = [*_shapes(lines[begin - 1 : last]), *_raised(source, node)] if exercise else []
+    made = [*told, f'raise NotImplementedError("{message_of(exercise)}")']
+    return begin, last, [" " * first.col_offset + line for line in made]
 
 
-def _shapes(node: cst.FunctionDef) -> Iterator[str]:
+def _shapes(lines: Iterable[str]) -> Iterator[str]:
     """Comments on the shapes of what a body makes: `# scores: [H, T]`."""
-    for line in text_of(node.body).splitlines():
+    for line in lines:
         code, hash_, comment = line.partition("  # ")
         if hash_ and SHAPE.search("# " + comment):
             made = re.match(r"\s*([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*)\s*(?::[^=]+)?=[^=]", code)
@@ -123,13 +95,12 @@ def _shapes(node: cst.FunctionDef) -> Iterator[str]:
             yield f"# {what}{comment.strip()}"
 
 
-def _raised(node: cst.FunctionDef) -> Iterator[str]:
+def _raised(source: str, node: Function) -> Iterator[str]:
     """Comments on the errors that a body raises: who calls it may read their words."""
-
-    from libcst import matchers as m  # takes 0.4 s
-
-    calls = [found.exc for found in m.findall(node.body, m.Raise(exc=m.Call()))]  # type: ignore[attr-defined]
-    texts = (re.sub(r"(?<=\() |,? (?=\)$)", "", re.sub(r"\s+", " ", text_of(call))) for call in calls)
+    found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
+    calls = sorted((call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno)
+    segments = (re.sub(r"\s+", " ", ast.get_source_segment(source, call) or "") for call in calls)
+    texts = (re.sub(r"(?<=\() |,? (?=\)$)", "", text) for text in segments)
     yield from (f"# raised: {text}" for text in dict.fromkeys(texts))
 
 
@@ -142,9 +113,8 @@ def is_blank(source: str, name: str, exercise: str) -> bool:
     node = functions(source).get(name)
     if node is None:
         raise NotThere(f"{name} is gone")
-    last = node.body.body[-1]
-    left = text_of(last).strip().splitlines()[-1:] == [f'raise NotImplementedError("{message_of(exercise)}")']
-    return left and len(node.body.body) <= (1 if node.get_docstring() is None else 2)
+    left = ast.unparse(node.body[-1]) == f"raise NotImplementedError({message_of(exercise)!r})"
+    return left and len(node.body) <= (1 if ast.get_docstring(node) is None else 2)
 
 
 def graft(reference: str, student: str, names: Collection[str]) -> str:
@@ -156,80 +126,73 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
     names: qualified names of the functions that count.
 
     Raises:
-        NotThere: a function is gone, or takes other arguments.
-        cst.ParserSyntaxError: the student's text is no Python.
+        NotThere: a function is gone, takes other arguments, or is indented otherwise.
+        SyntaxError: the student's text is no Python.
     """
-    theirs, tree = functions(student), cst.parse_module(reference)
-    ours = dict(_functions(tree.body, ""))
+    theirs, ours, tree = functions(student), functions(reference), ast.parse(reference)
     gone = sorted(set(names) - set(theirs))
     if gone:
         raise NotThere(f"{', '.join(gone)} is gone")
+    edits: list[Edit] = []
     for name in names:
-        if _outside(theirs[name]) != _outside(ours[name]):
+        mine, new = ours[name], theirs[name]
+        if _outside(new) != _outside(mine):
             raise NotThere(
                 f"{name} takes other arguments, or has other decorators, than its callers expect: "
-                f"def {ours[name].name.value}({text_of(ours[name].params).strip()})"
+                f"def {mine.name}({ast.unparse(mine.args)})"
             )
-
-    def taken(name: str, node: cst.FunctionDef) -> cst.FunctionDef:
-        # Decorators and parameters are the reference's: others call it, and a kernel stays one.
-        return node.with_changes(body=theirs[name].body) if name in names else node
-
-    methods: dict[str, list[cst.FunctionDef]] = {}
+        if new.col_offset != mine.col_offset:
+            raise NotThere(f"{name} begins in column {new.col_offset}, and not in {mine.col_offset}")
+        # Decorators are the reference's: a kernel stays one.
+        edits.append(
+            (mine.lineno, mine.end_lineno or 0, student.split("\n")[new.lineno - 1 : new.end_lineno])
+        )
+    classes = {node.name: node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ClassDef)}
     for name, node in theirs.items():
         owner, _, method = name.rpartition(".")
-        if owner and name not in ours and not method.startswith("__"):
-            methods.setdefault(owner, []).append(node)
-    module = tree.visit(_Editing(taken, methods))
-    top = [statement for statement in cst.parse_module(student).body if _is_new(statement, tree)]
-    at = next(
-        (at for at, node in enumerate(module.body) if isinstance(node, cst.FunctionDef | cst.ClassDef)),
-        len(module.body),
-    )
-    return module.with_changes(body=[*module.body[:at], *top, *module.body[at:]]).code
+        if owner in classes and name not in ours and not method.startswith("__"):
+            edits.append((classes[owner] + 1, classes[owner], ["", *lines_of(student, node)]))
+    known = {name for other in tree.body for name in names_of(other)}
+    same = {ast.unparse(other) for other in tree.body}
+    first = next((_first(node) for node in tree.body if isinstance(node, Function | ast.ClassDef)), 0)
+    at = first or len(reference.split("\n"))
+    top: list[str] = []
+    for statement in ast.parse(student).body:
+        bound = names_of(statement)
+        if bound and not known & bound and ast.unparse(statement) not in same:
+            whole = isinstance(statement, Function | ast.ClassDef)
+            text = ast.get_source_segment(student, statement) or ""
+            top += [*lines_of(student, statement), "", ""] if whole else [*text.split("\n"), ""]
+    if top:
+        edits.append((at, at - 1, top))
+    return _edited(reference, edits)
 
 
-def _outside(node: cst.FunctionDef) -> tuple[object, ...]:
+def _outside(node: Function) -> tuple[object, ...]:
     """Return a function's interface: whether it is asynchronous, its decorators, and its parameters."""
-    written = ast.parse(f"def f({text_of(node.params)}\n): ...").body[0]
-    assert isinstance(written, ast.FunctionDef)
-    given = written.args
-    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
-    for each in every:
+    given = copy.deepcopy(node.args)
+    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
         if each is not None:
             each.annotation = None
-    decorators = [text_of(each.decorator).strip() for each in node.decorators]
-    return node.asynchronous is not None, decorators, ast.dump(given)
+    decorators = [ast.unparse(each) for each in node.decorator_list]
+    return isinstance(node, ast.AsyncFunctionDef), decorators, ast.unparse(given)
 
 
-def _is_new(statement: cst.BaseStatement, reference: cst.Module) -> bool:
-    """Return True if it is an import, a function, a class or a constant that the reference does not have."""
-    if text_of(statement).strip() in {text_of(other).strip() for other in reference.body}:
-        return False
-    known = {name for other in reference.body for name in names_of(other)}
-    names = names_of(statement)
-    return bool(names) and not known.intersection(names)
-
-
-def names_of(statement: cst.CSTNode) -> set[str]:
+def names_of(statement: ast.stmt) -> set[str]:
     """The names that a statement of a module binds; none for anything but definitions and imports."""
-    if isinstance(statement, cst.FunctionDef | cst.ClassDef):
-        return {statement.name.value}
-    found: set[str] = set()
-    if isinstance(statement, cst.SimpleStatementLine):
-        for part in statement.body:
-            if isinstance(part, cst.Assign):
-                found |= {text_of(target.target) for target in part.targets}
-            elif isinstance(part, cst.AnnAssign):
-                found.add(text_of(part.target))
-            elif isinstance(part, cst.Import | cst.ImportFrom) and not isinstance(part.names, cst.ImportStar):
-                found |= {alias.evaluated_alias or alias.evaluated_name for alias in part.names}
-            else:
-                return set()
-    return found
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return {statement.name}
+        case ast.Assign():
+            return {ast.unparse(target) for target in statement.targets}
+        case ast.AnnAssign():
+            return {ast.unparse(statement.target)}
+        case ast.Import() | ast.ImportFrom():
+            return {alias.asname or alias.name for alias in statement.names if alias.name != "*"}
+    return set()
 
 
 def without(source: str, names: Collection[str]) -> str:
     """Source without some functions at all: hidden tests."""
-    editing = _Editing(lambda name, node: cst.RemoveFromParent() if name in names else node)
-    return cst.parse_module(source).visit(editing).code
+    gone = [node for name, node in functions(source).items() if name in names]
+    return _edited(source, [(_first(node), node.end_lineno or 0, []) for node in gone])

@@ -15,8 +15,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-import libcst as cst
-
 from phases.course.blanks import NotThere, graft, is_blank
 from phases.course.exercises import Case, Exercise
 from phases.course.guard import refusal
@@ -85,8 +83,6 @@ def check(
         reason = refusal(reference, source, exercise.functions)
         grafted = graft(reference, source, exercise.functions)
         compile(grafted, exercise.file, "exec")
-    except cst.ParserSyntaxError as error:
-        return _refused(exercise, f"line {error.raw_line} cannot be read")
     except (NotThere, SyntaxError, ValueError, RecursionError) as error:
         return _refused(exercise, str(error).splitlines()[0])
     if reason:

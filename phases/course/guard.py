@@ -12,7 +12,6 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -179,98 +178,63 @@ def _data(tree: ast.Module) -> frozenset[str]:
     return frozenset(found - {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)})
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names of a file that decide what a place in it means."""
-
-    data: frozenset[str]
-    """Attributes that may be assigned to, of other objects than `self`."""
-    classes: frozenset[str]
-    methods: frozenset[str]
-    """Without those that need no object."""
-    owners: frozenset[int]
-    """The first parameters of methods, by `id`."""
-
-
 def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
     """Yield (what, line) of all that reaches out of what an exercise is about.
 
     data: the attributes that may be assigned to, of other objects than `self`.
     """
     parents = {id(inner): node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    methods = [
+    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = {each.name for each in definitions}
+    functions = [
         node
-        for each in classes
+        for each in definitions
         for node in each.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    names = _Names(
-        data,
-        frozenset(each.name for each in classes),
-        frozenset(each.name for each in methods if not each.decorator_list),
-        frozenset(id(each.args.args[0]) for each in methods if each.args.args),
-    )
+    methods = {each.name for each in functions if not each.decorator_list}  # those that need an object
+    owners = {id(each.args.args[0]) for each in functions if each.args.args}
+
+    def reaches(node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.Name(id=("getattr" | "type") as name):
+                yield f"{name} in {ast.unparse(parents[id(node)])[:40]}"
+            case ast.Name(id=name) if name in UNWANTED or _special(name):
+                yield name
+            case ast.Name(id="self", ctx=ast.Store() | ast.Del()):
+                yield "self for something else"
+            case ast.arg(arg="self") if id(node) not in owners:
+                yield "self outside of a method"
+            case ast.Attribute(attr=name) if (
+                name in REACHING or name.lstrip("_") in REACHING or _special(name)
+            ):
+                yield "." + name
+            case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner) if name not in data:
+                if not (isinstance(owner, ast.Name) and owner.id == "self"):
+                    yield f"an assignment to .{name} of another object"
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _special(name):
+                yield f"def {name}"
+            case ast.MatchClass(kwd_attrs=found):
+                yield from ("." + name for name in found if name in REACHING or _special(name))
+            case ast.Constant(value=str(name)) if _special(name):
+                yield repr(name)
+            case ast.Global():
+                yield "global"
+            case ast.ClassDef(bases=bases, keywords=keywords):
+                yield from (f"{each.arg}= of a class" for each in keywords)
+                for base in bases:
+                    name = _chain(base.value if isinstance(base, ast.Subscript) else base)[-1]
+                    if name not in BASES | classes:
+                        yield f"{name} as a base"
+            case ast.Call(func=func) if (name := _chain(func)[-1]) in MAKERS:
+                yield f"{name} called"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
+                if owner in classes and name in methods and args and ast.unparse(args[0]) != "self":
+                    yield f"{owner}.{name} of another object"
+
     for node in ast.walk(tree):
-        for told in (
-            *_of_name(node, parents.get(id(node)), names),
-            *_of_shape(node, parents.get(id(node)), names),
-        ):
+        for told in reaches(node):
             yield told, node.lineno  # type: ignore[attr-defined]
-
-
-def _of_name(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[str]:
-    match node:
-        case ast.Name(id=("getattr" | "type") as name) if not (
-            isinstance(parent, ast.Call) and parent.func is node
-        ):
-            if not (name == "type" and isinstance(parent, ast.Subscript) and parent.value is node):
-                yield f"{name} as a value"
-        case ast.Name(id=name) if name in UNWANTED or _special(name):
-            yield name
-        case ast.Name(id="self", ctx=ast.Store() | ast.Del()):
-            yield "self for something else"
-        case ast.arg(arg="self") if id(node) not in names.owners:
-            yield "self outside of a method"
-        case ast.Attribute(attr=name) if name in REACHING or name.lstrip("_") in REACHING or _special(name):
-            yield "." + name
-        case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner) if name not in names.data:
-            if not (isinstance(owner, ast.Name) and owner.id == "self"):
-                yield f"an assignment to .{name} of another object"
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _special(name):
-            yield f"def {name}"
-        case ast.MatchClass(kwd_attrs=found):
-            yield from ("." + name for name in found if name in REACHING or _special(name))
-        case ast.Constant(value=str(name)) if _special(name):
-            yield repr(name)
-        case ast.Global():
-            yield "global"
-
-
-def _of_shape(node: ast.AST, parent: ast.AST | None, names: _Names) -> Iterator[str]:
-    match node:
-        case ast.ClassDef(bases=bases, keywords=keywords):
-            yield from (f"{each.arg}= of a class" for each in keywords)
-            for base in bases:
-                name = _chain(base.value if isinstance(base, ast.Subscript) else base)[-1]
-                if name not in BASES | names.classes:
-                    yield f"{name} as a base"
-        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
-            if name in REACHING or _special(name):
-                yield f"getattr of {name}"
-        case ast.Call(func=ast.Name(id="getattr")):
-            yield f"getattr of a computed name, {ast.unparse(node)[:40]}"
-        case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")]):
-            pass
-        case ast.Call(func=ast.Name(id="type"), args=[_]):
-            named = isinstance(parent, ast.Attribute) and parent.attr == "__name__" and _loads(parent)
-            if not (named or isinstance(parent, ast.Compare)):
-                yield "type(...) for more than its name"
-        case ast.Call(func=func, args=args) if (name := _chain(func)[-1]) in MAKERS:
-            yield f"{name} called"
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
-            if owner in names.classes and name in names.methods and args and ast.unparse(args[0]) != "self":
-                yield f"{owner}.{name} of another object"
 
 
 def _special(name: str) -> bool:

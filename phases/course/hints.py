@@ -11,10 +11,8 @@ from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
 
-import libcst as cst
-
 from common.errors import UserError
-from phases.course.blanks import functions, text_of
+from phases.course.blanks import functions, lines_of
 from phases.course.exercises import Exercise
 from phases.course.lessons import paragraph
 from phases.course.making import parsed, text_in
@@ -50,8 +48,7 @@ def outline(exercise: Exercise) -> Iterator[str]:
     """Yield of each function how long it is, its loops and conditions, and what it calls and changes."""
     ours = functions(exercise.path.read_text(encoding="utf-8"))
     for name in exercise.functions:
-        (function,) = ast.parse(textwrap.dedent(text_of(ours[name]))).body
-        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        function = ours[name]
         body = function.body[ast.get_docstring(function) is not None :]
         parts = [node for part in body for node in ast.walk(part)]
         lines = [node for node in parts if isinstance(node, ast.stmt)]
@@ -71,17 +68,22 @@ def outline(exercise: Exercise) -> Iterator[str]:
 
 def solution(exercise: Exercise, source: str) -> str:
     """From a student's functions to the reference's, as a unified diff; from nothing where there are none."""
-    ours = functions(exercise.path.read_text(encoding="utf-8"))
+    reference = exercise.path.read_text(encoding="utf-8")
+    ours = functions(reference)
     try:
         theirs = functions(source)
-    except cst.ParserSyntaxError:  # who is stuck there may look all the same
+    except SyntaxError:  # who is stuck there may look all the same
         theirs = {}
     parts: list[str] = []
     for name in exercise.functions:
-        before = text_of(theirs[name]).strip("\n").splitlines() if name in theirs else []
-        after = text_of(ours[name]).strip("\n").splitlines()
+        before = _dedented(lines_of(source, theirs[name])) if name in theirs else []
+        after = _dedented(lines_of(reference, ours[name]))
         parts += unified_diff(before, after, f"yours: {name}", f"reference: {name}", n=20, lineterm="")
     return "\n".join(parts)
+
+
+def _dedented(lines: list[str]) -> list[str]:
+    return textwrap.dedent("\n".join(lines)).split("\n")
 
 
 def log(folder: Path, what: str, exercise: str, **more: object) -> None:

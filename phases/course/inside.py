@@ -10,12 +10,12 @@ import json
 import sys
 import tomllib
 import traceback
-from collections.abc import Generator
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 JOB, RESULT = "course-job.json", "course-result.json"
 LONGEST, SHOWN = 600, 8
@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
     network: list[str] = []
     sys.addaudithook(lambda event, args: near(network, *args) if event == "socket.connect" else None)
     if arguments:
+        import pytest  # the command, which needs some names of this file, has no need of it
+
         return int(pytest.main(arguments, plugins=[Recorder(job, folder, network)]))
     record = {
         "word": job["word"],
@@ -99,23 +101,22 @@ class Recorder:
     def __init__(self, job: dict[str, Any], folder: Path, network: list[str]) -> None:
         self._job, self._folder, self._network = job, folder, network
         self._tests: dict[str, dict[str, str]] = {}
+        self._raised: dict[str, dict[str, str]] = {}
         self._judges: dict[str, Any] = {}
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        """Keep what was raised."""
+        if call.excinfo is not None:
+            self._raised[item.nodeid] = raised(call.excinfo.value, self._folder / self._job["file"])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome, and of a failure what was raised."""
-        report = yield
         if report.failed:
-            error = call.excinfo.value if call.excinfo else None
-            said = {"message": str(report.longrepr)[-LONGEST:]}
-            found = raised(error, self._folder / self._job["file"]) if error else said
-            self._tests[item.nodeid] = {"outcome": "failed", **found}
+            said = self._raised.get(report.nodeid, {"message": str(report.longrepr)[-LONGEST:]})
+            self._tests[report.nodeid] = {"outcome": "failed", **said}
         elif report.skipped or report.when == "call":
             outcome = "xfailed" if "wasxfail" in vars(report) else report.outcome
-            self._tests[item.nodeid] = {"outcome": outcome}
-        return report
+            self._tests[report.nodeid] = {"outcome": outcome}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be imported fails as a test."""

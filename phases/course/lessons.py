@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from phases import ROOT, Phase
+from phases.course.blanks import functions
 
 MEASURED = re.compile(r"^(## \d\. Measure it\n).*?(?=^## \d|\Z)", re.M | re.DOTALL)
 TARGET = re.compile(r"(?<=\]\()(?!https?://|mailto:|#)([^()\s#]+)")
@@ -81,20 +82,14 @@ def plain(text: str) -> str:
     return re.sub(r"<!--.*?-->\n?", "", LINK.sub(r"\1", text), flags=re.DOTALL)
 
 
-def lines_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
+def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
     """For each function the lines of its body, without docstring, comments and indentation."""
     found: dict[str, list[str]] = {}
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and prefix + node.name in names:
-                inner = node.body[1:] if ast.get_docstring(node) is not None else node.body
-                text = ast.unparse(ast.Module(body=inner, type_ignores=[]))
-                found[prefix + node.name] = [line.strip() for line in text.splitlines()]
-
-    visit(ast.parse(source).body, "")
+    for name, node in functions(source).items():
+        if name in names:
+            inner = node.body[ast.get_docstring(node) is not None :]
+            text = ast.unparse(ast.Module(body=inner, type_ignores=[]))
+            found[name] = [line.strip() for line in text.splitlines()]
     return found
 
 

@@ -12,19 +12,9 @@ from typing import Any
 
 from common.errors import UserError
 from phases import PHASES, ROOT
+from phases.course import lessons
 from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
-from phases.course.lessons import (
-    CHECKOUT,
-    gives_away,
-    lines_of,
-    linked,
-    masked,
-    must_read,
-    notebook,
-    pages,
-    pictures,
-)
 
 COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
 LARGEST = 1 << 22
@@ -49,32 +39,32 @@ def made_files(chosen: Iterable[Exercise], answered: Collection[str] = ()) -> di
     """
     chosen = tuple(chosen)
     phases = [phase for phase in PHASES if any(exercise.phase is phase for exercise in chosen)]
-    blanks = files_of(chosen, [file for phase in phases for file in must_read(phase)])
+    blanks = files_of(chosen, [file for phase in phases for file in lessons.must_read(phase)])
     bodies: dict[str, list[str]] = {}
     ids: dict[str, str] = {}
     made: dict[str, str] = {}
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         made[file] = blank(source, names)
-        bodies |= {f"{file}:{name}": lines for name, lines in lines_of(source, names).items()}
+        bodies |= {f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()}
         ids |= {f"{file}:{name}": given for name, given in names.items() if given}
     own = {exercise.file for exercise in chosen}
-    for file in [file for file in made if file not in own and gives_away(made[file], bodies)]:
+    for file in [file for file in made if file not in own and lessons.gives_away(made[file], bodies)]:
         del made[file]  # it is read in the checkout
     for file in sorted({node.partition("::")[0] for exercise in chosen for node in exercise.tests}):
         made[file] = without((ROOT / file).read_text(encoding="utf-8"), hidden_in(file))
     asked = [question for question in questions() if question.phase in phases]
-    lessons: dict[str, str] = {}
+    shown: dict[str, str] = {}
     for phase in phases:
         left = [one.id for one in asked if one.phase is phase and one.id not in answered]
-        lessons |= {
-            f"phases/{phase.name}/{page.name}": masked(page, bodies, ids, withheld=left)
-            for page in pages(phase)
+        shown |= {
+            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, ids, withheld=left)
+            for page in lessons.pages(phase)
         }
         file = f"notebooks/{phase.name}.ipynb"
-        made[file] = notebook(ROOT / file, bodies, ids)
-    there = {*made, *lessons, *pictures(lessons)}
-    made |= {file: linked(text, file, there) for file, text in lessons.items()}
+        made[file] = lessons.notebook(ROOT / file, bodies, ids)
+    there = {*made, *shown, *lessons.pictures(shown)}
+    made |= {file: lessons.linked(text, file, there) for file, text in shown.items()}
     return {**made, GUIDE: guide(chosen, asked)}
 
 
@@ -104,7 +94,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
     }
     texts = {**made, COURSE: json.dumps(about, indent=1) + "\n", ANSWERS: "{}\n"}
     files = {file: text.encode() for file, text in texts.items()}
-    files |= {file: (ROOT / file).read_bytes() for file in pictures(made)}
+    files |= {file: (ROOT / file).read_bytes() for file in lessons.pictures(made)}
     write(folder, files)
     for file in made.keys() - {exercise.file for exercise in chosen}:
         if file.endswith(".py"):
@@ -126,7 +116,7 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def link(folder: Path) -> None:
     """Let the copy's links lead to this checkout, wherever the copy was made."""
-    place = folder / CHECKOUT
+    place = folder / lessons.CHECKOUT
     with suppress(OSError):
         if place.is_symlink():
             place.unlink()
@@ -203,7 +193,7 @@ def around(folder: Path) -> Copy:
 def guide(chosen: Sequence[Exercise], asked: Iterable[Question]) -> str:
     """Return the copy's own page: what to do, and what there is."""
     there = [phase for phase in PHASES if any(one.phase is phase for one in chosen)]
-    files = {*(one.file for one in chosen), *(file for phase in there for file in must_read(phase))}
+    files = {*(one.file for one in chosen), *(file for phase in there for file in lessons.must_read(phase))}
     held = sorted({name for one in chosen for name in one.masked if name.partition(":")[0] in files})
     links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
     named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}

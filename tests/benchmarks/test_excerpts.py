@@ -50,19 +50,6 @@ def test_functions_without_class_docstring_and_indentation(folder: Path) -> None
     )
 
 
-def test_a_place_is_a_link_with_the_line_of_today(folder: Path) -> None:
-    text = "| 1 | <!-- at: code.py Counter.up -->old<!-- /at --> | <!-- at: code.py Counter --><!-- /at --> |"
-    filled = fill(text, folder)
-    assert filled == (
-        "| 1 | <!-- at: code.py Counter.up -->[`Counter.up`](code.py#L11), code.py:11<!-- /at --> "
-        "| <!-- at: code.py Counter -->[`Counter`](code.py#L2), code.py:2<!-- /at --> |"
-    )
-    (folder / "code.py").write_text("\n" + SOURCE, encoding="utf-8")
-    assert "code.py#L12" in fill(filled, folder) and fill(filled, folder).count("<!-- at") == 2
-    with pytest.raises(UserError, match=r"Counter\.down"):
-        fill("<!-- at: code.py Counter.down --><!-- /at -->", folder)
-
-
 def test_the_places_of_a_request_are_fresh() -> None:
     page = ROOT / "docs" / "a_request.md"
     text = page.read_text(encoding="utf-8")

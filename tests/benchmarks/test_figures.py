@@ -41,7 +41,11 @@ def figure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_
     return one
 
 
-@pytest.mark.parametrize("figure", DRAWN, indirect=True)
+@pytest.mark.parametrize(
+    "figure",
+    [pytest.param(name, marks=pytest.mark.long) if name.startswith("cpu/") else name for name in DRAWN],
+    indirect=True,
+)
 def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
     whole = figure.bbox
     titles = [axes.title if axes.get_title() else axes._left_title for axes in figure.axes]

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from benchmarks import front
 from benchmarks.evidence import ROOT, Evidence
 from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
-from benchmarks.recorded_peers import beside, load, versus
+from benchmarks.recorded_peers import beside, versus
 
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
-PRINTED = """\x1b[1mWhat?\x1b[0m
-a model
-── 01: one ─────
-why
-Paris.
-── 02: two ─────
-Paris.
-── 03: three ───
-Paris.
-── 04: four ────
-Paris.
-── 05: five ────
-Left out.
-────────────────
-What?
-Paris.
-│ Phase │
-── and over HTTP ──
-curl
-"""
 
 
 def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
@@ -38,24 +17,6 @@ def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
     for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
         bare = pattern.sub("~", bare)
     assert [found[0] for found in UNIT.finditer(bare)] == []
-
-
-def test_the_comparison_names_its_commits() -> None:
-    """In the heads of the columns as in the line below, and every cell is filled."""
-    table = PAGE[PAGE.index("| | this |") :].split("\n\n")[0].splitlines()
-    commits = re.findall(r"\[([\w-]+)\]\(https://github\.com/\S+?/tree/([0-9a-f]{7})[0-9a-f]{33}\)", table[0])
-    assert [name for name, _ in commits] == ["nano-vLLM", "mini-SGLang", "tiny-llm"]
-    small = PAGE[PAGE.index("<sub>nano-vLLM") :].split("</sub>")[0]
-    assert all(f"{name} {commit}" in small for name, commit in commits)
-    (version,) = re.findall(r"\[vLLM\]\(\S+/tree/v([\d.]+)\)", table[0])
-    assert f"vLLM {version}" in small
-    assert {peer.version for peer in load("h200") if peer.engine == "vLLM"} >= {version}
-    assert all(cell.strip() for line in table[2:] for cell in line.strip("|").split("|"))
-
-
-def test_the_page_says_when_others_were_measured() -> None:
-    dates = sorted({peer.when for peer in load("h200")})
-    assert f"measured, on {' or '.join(dates)}, by" in " ".join(PAGE.split())
 
 
 def test_the_bars_are_the_tables_rates(tmp_path: Path) -> None:
@@ -71,13 +32,3 @@ def test_the_bars_are_the_tables_rates(tmp_path: Path) -> None:
     small = front._small_print(evidence, [run.variant for run in others])
     for said in ("NVIDIA H200", front.MODEL, evidence.git["commit"][:8], evidence.when[:10], "2026-11-21"):
         assert said in small, f"the picture does not say {said}"
-
-
-def test_the_terminal_shows_an_exchange_from_its_first_line(tmp_path: Path) -> None:
-    front.draw_terminal(PRINTED, tmp_path / "demo.svg")
-    svg = (tmp_path / "demo.svg").read_text(encoding="utf-8")
-    words = re.sub(r"\s+", " ", re.sub(r"<.*?>", " ", svg[svg.index("</defs>") :])).replace("&#160;", " ")
-    for shown in ("make demo", "What?", "01: one", "04: four", "Phase"):
-        assert shown in words, f"{shown!r} is not in the picture"
-    assert "05: five" not in words and "curl" not in words, "rungs are whole, and the table ends it"
-    assert words.index("What?") < words.index("01: one") < words.index("Phase")

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from benchmarks.measure import (
     Noise,
     Sample,
-    Samples,
     alternate,
-    percentiles,
     request_metrics,
-    summarize,
-    time_call,
-    time_generation,
 )
-from benchmarks.workloads import workload
 from common.events import Completion, TokenEvent
 
 CLEAN, DIRTY, WORSE = Noise(), Noise(other_cpu=0.5), Noise(other_cpu=0.9)
@@ -99,26 +90,6 @@ def test_after_the_last_try_the_least_dirty_is_kept(noises):
     assert samples.discarded == 2
 
 
-def test_a_sample_that_takes_long_is_not_repeated(noises, monkeypatch):
-    noises(DIRTY, CLEAN)
-    monkeypatch.setattr("benchmarks.measure.MAX_SAMPLE_SECONDS", 0.0)
-    calls: list[tuple[str, int]] = []
-    samples = alternate({"a": recorder(calls, "a")}, repeats=1, warm={})["a"]
-    assert (len(calls), samples.discarded, samples.noise()["other_cpu"]) == (1, 0, 0.5)
-
-
-def test_noise_limits():
-    assert not Noise(other_cpu=0.05, switches_per_s=10).dirty
-    assert Noise(other_cpu=0.2).dirty
-    assert Noise(switches_per_s=1000).dirty
-
-
-def test_percentiles():
-    found = percentiles("itl_ms", [float(value) for value in range(101)])
-    assert found == {"itl_ms_p50": 50.0, "itl_ms_p95": 95.0, "itl_ms_p99": 99.0, "itl_ms_mean": 50.0}
-    assert percentiles("itl_ms", []) == {}
-
-
 def completion(index: int, prompt: int, arrival: float, times: list[float]) -> Completion:
     found = Completion(index, 0, [1] * prompt, arrival)
     for number, time_ in enumerate(times):
@@ -136,38 +107,6 @@ def test_request_metrics_by_hand():
     assert found["ttft_ms_p50"] == pytest.approx(200.0)
     assert found["itl_ms_p50"] == pytest.approx(150.0)
     assert found["e2e_ms_mean"] == pytest.approx(350.0)
-
-
-class OneTokenEach:
-    def stream(self, prompts, params) -> Iterator[TokenEvent]:
-        for index, settings in enumerate(params):
-            for number in range(settings.max_tokens):
-                reason = "length" if number + 1 == settings.max_tokens else None
-                yield TokenEvent(index, 1, reason, time.perf_counter())
-
-
-def test_time_generation_runs_the_whole_workload():
-    work = workload("offline-256-small")
-    sample = time_generation(OneTokenEach(), work)
-    assert sample["output_tokens_per_s"] * sample["seconds"] == pytest.approx(work.output_tokens)
-    run = summarize(
-        "v", work, Samples([sample]), model="random:tiny", dtype=torch.float32, options={"batch": 1}
-    )
-    assert (run.model, run.weights, run.dtype, run.workload_sha256) == (
-        "tiny",
-        "random",
-        "float32",
-        work.sha256,
-    )
-    assert run.metrics["seconds"].samples == (sample["seconds"],)
-
-
-def test_time_call_counts():
-    calls = []
-    times = time_call(lambda: calls.append(1), repeats=5, warm_up=2)
-    assert (len(times), len(calls)) == (5, 7)
-    assert all(value >= 0 for value in times)
-    assert len(time_call(lambda: time.sleep(0.01), repeats=1, warm_up=0, floor=0.05)) > 1
 
 
 def test_a_sample_that_fails_leaves_nothing_frozen():

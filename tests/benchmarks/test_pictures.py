@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from importlib import import_module
 
 import pytest
 
@@ -17,19 +16,6 @@ LETTER = 0.56
 """Of the size of a font, the width of a letter in the mean, in a wide font."""
 BY_OTHERS = {"life"}
 """Pictures with a program of their own."""
-STEPS = {
-    "kv_cache": range(9),
-    "continuous": range(1, 10),
-    "paged_cache": range(1, 7),
-    "triton_paged_attention": (1, 2, 8),
-    "chunked_prefill": (4, 8, 16, 24),
-    "prefix_cache": range(1, 4),
-    "cuda_graphs": (False, True),
-    "quant": (64, 32, 16),
-    "speculative": range(1, 6),
-    "structured": range(4),
-    "parallel": (2, 4),
-}
 """What a notebook's reader may ask for."""
 
 
@@ -72,11 +58,3 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
         assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
     left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
     assert not left, f"{phase.name}: nobody draws {sorted(left)}"
-
-
-@pytest.mark.parametrize("package", STEPS)
-@pytest.mark.slow
-def test_every_step_that_a_notebook_can_show(package: str) -> None:
-    show = import_module(f"benchmarks.pictures.{package}").show
-    for step in STEPS[package]:
-        assert list(flaws(show(step))) == [], f"{package}.show({step})"

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.evidence import PEERS_FILE, RESULTS, ROOT, Evidence, Metric, Run, collect, results
+from benchmarks.evidence import PEERS_FILE, RESULTS, Evidence, Metric, Run, collect, results
 from benchmarks.other_engines import record
-from benchmarks.recorded_peers import beside, load, versus
-from benchmarks.tables import fill
+from benchmarks.recorded_peers import beside, load
 from common.errors import UserError
 
 H200 = RESULTS / "h200" / PEERS_FILE
@@ -89,52 +88,3 @@ def test_the_best_of_any_version_counts(tmp_path: Path) -> None:
         "one 1.0": 20.0,
     }
     assert beside(evidence(), tmp_path, workload="another") == []
-
-
-def test_runs_of_others_inside_our_evidence_are_left_out(tmp_path: Path) -> None:
-    ours = a_run("02_kv_cache", "w", output_tokens_per_s=30.0)
-    path = evidence(ours, a_run("vLLM 0.1", "w", output_tokens_per_s=1.0)).write(tmp_path / "e.json")
-    assert Evidence.load(path).runs == (ours,)
-
-
-@pytest.mark.parametrize(
-    ("ours", "said"), [(102.0, "level"), (98.0, "level"), (103.0, "1.03×"), (97.0, "0.97×")]
-)
-def test_two_percent_are_level(ours: float, said: str) -> None:
-    assert versus(ours, 100.0) == said
-
-
-def test_a_table_compares_by_the_rate_that_a_workload_is_about(tmp_path: Path) -> None:
-    folder = tmp_path / "benchmarks" / "results"
-    write(
-        folder,
-        ("one", "1.0", "single", {"output_tokens_per_s": [20.0]}),
-        ("two", "2.0", "single", {"output_tokens_per_s": [10.0]}),
-        ("two", "2.0", "prefill", {"prompt_tokens_per_s": [100.0]}),
-    )
-    evidence(
-        a_run("02_kv_cache", "single", output_tokens_per_s=30.0, prompt_tokens_per_s=7.0),
-        a_run("02_kv_cache, slowly", "single", output_tokens_per_s=1.0),
-        a_run("02_kv_cache", "prefill", output_tokens_per_s=1.0, prompt_tokens_per_s=80.0),
-    ).write(folder / "cpu" / "02_kv_cache.json")
-    text = fill("<!-- table: peers cpu/02_kv_cache -->\n<!-- /table -->", tmp_path)
-    assert "| workload | model | one | two | 02_kv_cache | over the best |" in text
-    assert "| single | m | 20 (1.0) | 10 (2.0) | 30 | 1.50× |" in text
-    assert "| prefill | m |  | 100 (2.0) | 80 | 0.80× |" in text
-    rows = fill("<!-- table: cpu/02_kv_cache workload=single -->\n<!-- /table -->", tmp_path)
-    assert "| one 1.0 | 20 |" in rows, "other engines stand below our rows"
-
-
-def test_pages_say_when_others_were_measured() -> None:
-    dates: dict[str, set[str]] = {}
-    for peer in load("h200"):
-        dates.setdefault(peer.when, set()).add(peer.name)
-    page = " ".join((ROOT / "benchmarks/other_engines/README.md").read_text(encoding="utf-8").split())
-    said = " and vLLM ".join(
-        ("nano-vLLM bb823b3", "0.24.0 on 2026-11-21, vLLM 0.26.0 and 0.33.0 on 2026-11-26")
-    )
-    assert said in page
-    assert dates == {
-        "2026-11-21": {"nano-vLLM bb823b3", "vLLM 0.24.0"},
-        "2026-11-26": {"vLLM 0.26.0", "vLLM 0.33.0"},
-    }

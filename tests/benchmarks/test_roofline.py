@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from benchmarks.measure import Noise
 from benchmarks.roofline import (
     Ceilings,
-    ceilings,
     decode_work,
     generation_work,
     ideal_seconds,
     layer_parameters,
     prefill_work,
+    state_bytes,
 )
 from common.models.config import ModelConfig
 from forward.shapes import SHAPES
@@ -49,8 +46,19 @@ def test_decode_work_by_hand():
     assert work.flops == 2 * 3 * weights + 3 * 10 * 2 * (4 * 2 * 4)
 
 
-def test_generation_is_the_sum_of_its_steps():
-    config, prompts, outputs = small(), [5, 9], [4, 2]
+def test_states_are_read_and_written():
+    """Qwen3.5-0.8B: 18 MiB of states, and its weights without the embedding that is the head as well."""
+    config = SHAPES["qwen3.5-0.8b"]
+    assert state_bytes(config) == 18 << 20
+    one = decode_work(config, BF16, batch=1, context=0)
+    assert one.kv_bytes == 36 << 20
+    assert one.weight_bytes == pytest.approx(2 * 752_393_024, rel=1e-3)
+    assert decode_work(config, BF16, batch=1, context=10).kv_bytes - one.kv_bytes == 10 * 12_288
+
+
+@pytest.mark.parametrize("config", [small(), SHAPES["tiny-delta"]], ids=["keys", "states"])
+def test_generation_is_the_sum_of_its_steps(config):
+    prompts, outputs = [5, 9], [4, 2]
     prefill, decode = generation_work(config, BF16, prompts, outputs, batch=2)
     first = prefill_work(config, BF16, prompts)
     # 3 steps: both sequences in the first, then the longer one alone
@@ -68,35 +76,6 @@ def test_generation_is_the_sum_of_its_steps():
     assert alone[0].weight_bytes == 2 * first.weight_bytes
 
 
-def test_without_a_cache_every_token_is_a_prefill():
-    config = small()
-    works = generation_work(config, BF16, [5], [3], batch=1, cached=False)
-    assert works == [prefill_work(config, BF16, [length]) for length in (5, 6, 7)]
-
-
-def test_prefill_counts_causal_pairs():
-    config = small()
-    one, two = prefill_work(config, BF16, [1]), prefill_work(config, BF16, [2])
-    per_pair, layers = 4 * 2 * 4, 2
-    assert two.flops - one.flops == 2 * layer_parameters(config) + 2 * per_pair * layers
-
-
-def test_a_window_limits_keys_and_pairs():
-    full, windowed = (
-        small(model_type="qwen2"),
-        small(
-            model_type="qwen2",
-            use_sliding_window=True,
-            sliding_window=4,
-            layer_types=["sliding_attention"] * 2,
-        ),
-    )
-    assert decode_work(windowed, BF16, 1, 10).kv_bytes == decode_work(full, BF16, 1, 4).kv_bytes
-    brute = sum(min(position + 1, 4) for position in range(10)) * 2
-    extra = prefill_work(windowed, BF16, [10]).flops - 2 * 10 * layer_parameters(full) - 2 * 800
-    assert extra == brute * 4 * 2 * 4
-
-
 def test_published_rooflines():
     """Qwen3 on an H200 with 4.3 TB/s and 800 TFLOP/s: the rates that the peers' numbers stand beside."""
     from benchmarks.workloads import workload
@@ -110,42 +89,3 @@ def test_published_rooflines():
         work = workload(name)
         ideal = generation_work(SHAPES[shape], BF16, work.prompt_lens, work.output_lens, batch)
         assert work.output_tokens / ideal_seconds(ideal, top) == pytest.approx(rate, rel=0.01)
-
-
-def test_probe_is_cached(tmp_path, monkeypatch):
-    monkeypatch.setenv("LADDER_HOME", str(tmp_path))
-    calls = []
-    monkeypatch.setattr("benchmarks.roofline.probe_read", lambda device: calls.append(1) or 3.0)
-    monkeypatch.setattr("benchmarks.roofline.probe_matmul", lambda device, dtype: 4.0)
-    monkeypatch.setattr("benchmarks.measure.Noise.dirty", False)
-    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
-    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
-    assert len(calls) == 1
-    ceilings("cpu", torch.bfloat16)
-    ceilings("cpu", torch.float32, fresh=True)
-    assert len(calls) == 3
-    (file, _) = sorted((tmp_path / "ceilings").iterdir())
-    assert set(json.loads(file.read_text())) == {"device", "dtype", "ceilings"}
-    file.write_text("broken")
-    ceilings("cpu", torch.float32)
-    ceilings("cpu", torch.bfloat16)
-    assert len(calls) == 4
-
-
-def test_a_disturbed_probe_is_repeated_and_not_kept(tmp_path, monkeypatch):
-    class Watch:
-        noise = Noise(other_cpu=0.5)
-
-        def __enter__(self) -> Watch:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    rates = iter([1.0, 3.0, 2.0])
-    monkeypatch.setenv("LADDER_HOME", str(tmp_path))
-    monkeypatch.setattr("benchmarks.roofline.Watch", Watch)
-    monkeypatch.setattr("benchmarks.roofline.probe_read", lambda device: next(rates))
-    monkeypatch.setattr("benchmarks.roofline.probe_matmul", lambda device, dtype: 4.0)
-    assert ceilings("cpu", torch.float32) == Ceilings(3.0, 4.0)
-    assert not (tmp_path / "ceilings").exists()

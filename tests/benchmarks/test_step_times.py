@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.evidence import Evidence, Metric, Run
-from benchmarks.step_times import SHOWN, VARIANTS, draw, joined, middle
+from benchmarks.step_times import SHOWN, VARIANTS, draw, joined, middle, without
 from continuous.stats import STEP
 
 
@@ -18,6 +18,11 @@ def test_intervals_that_touch_are_one() -> None:
     assert joined([(0, 5), (8, 9)]) == [(0, 5), (8, 9)]
 
 
+def test_waiting_is_no_work() -> None:
+    assert without([(0, 10), (12, 20)], [(2, 4), (8, 13), (19, 30)]) == [(0, 2), (4, 8), (13, 19)]
+    assert without([(0, 10)], [(0, 10)]) == []
+
+
 def test_each_lane_has_its_own_work_of_the_steps_in_the_middle() -> None:
     events = [event("user_annotation", STEP + "prefill", 0, 900)]
     for step in range(SHOWN + 2):
@@ -25,6 +30,7 @@ def test_each_lane_has_its_own_work_of_the_steps_in_the_middle() -> None:
         events += [
             event("user_annotation", STEP + "decode", start, 30),
             event("cuda_runtime", "cudaGraphLaunch", start + 20, 20),
+            event("cuda_runtime", "cudaEventSynchronize", start + 40, 50),
             event("kernel", "matmul", start + 40, 50),
             event("python_function", "not a lane's", start, 100),
         ]

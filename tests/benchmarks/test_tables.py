@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks.evidence import ROOT, Metric, Roofline, Run, collect, results
+from benchmarks.evidence import Metric, Roofline, Run, collect, results
 from benchmarks.gains import gain, gain_text
 from benchmarks.tables import fill, fill_all
 from common.errors import UserError
-from phases import PHASES, find_phase
+from phases import find_phase
 
 
 def run(variant: str, rate: float, **options: object) -> Run:
@@ -73,37 +70,6 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
         fill(marks.format("nonsense", ""), tmp_path)
 
 
-def test_the_ladder_table_links_every_lesson(tmp_path):
-    text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
-    assert all(
-        f"| {phase.number:02d} {phase.title} |" in text for phase in PHASES
-    )  # no lesson in this folder: named, not linked
-    for phase in PHASES:
-        lesson = tmp_path / "phases" / phase.name / "README.md"
-        lesson.parent.mkdir(parents=True)
-        lesson.touch()
-    text = fill("<!-- table: ladder -->\n<!-- /table -->", tmp_path, tmp_path / "docs" / "page.md")
-    for phase in PHASES:
-        assert f"[{phase.number:02d} {phase.title}](../phases/{phase.name}/README.md)" in text
-
-
-def test_the_ladder_fits_a_page_of_800_pixels():
-    """A letter is about 8 pixels wide, a cell has 26 around its text; a link is as wide as its words."""
-    table = fill("<!-- table: ladder -->\n<!-- /table -->", ROOT, ROOT / "README.md")
-    rows = [
-        [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", cell).strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("|")
-    ]
-    columns = list(zip(*rows, strict=True))
-    narrow = [max(len(cell) for cell in column) for column in columns[:1] + columns[2:] if column[1] != ""]
-    left = 800 - sum(8 * letters + 26 for letters in narrow)
-    assert left > 350, f"{left} pixels are left for what a phase adds"
-    assert all(re.fullmatch(r"|[\d.,]+×", cell) for row in rows[2:] for cell in row[2:]), (
-        "a factor, or nothing"
-    )
-
-
 def test_gain_compares_the_same_work_with_the_phase_below():
     phase = find_phase("02")
     other_model = Run(
@@ -115,15 +81,3 @@ def test_gain_compares_the_same_work_with_the_phase_below():
     assert gain(phase, evidence(other_model, run("02_kv_cache", 52.0))) is None
     assert gain(phase, None) is None
     assert gain_text(phase, None) == ""
-
-
-def test_a_table_may_wait_for_its_evidence(tmp_path: Path) -> None:
-    file = tmp_path / "phases" / "lesson" / "README.md"
-    table = "<!-- table: cpu/none when=recorded -->\n<!-- /table -->"
-    figure = '<!-- table: figure cpu/none "what it shows" -->\n<!-- /table -->'
-    assert fill(table, tmp_path, file) == table, "evidence that is not there yet has made a table"
-    assert fill(figure, tmp_path, file) == figure, "a figure is shown that was not drawn yet"
-    figures = tmp_path / "figures" / "cpu"
-    figures.mkdir(parents=True)
-    (figures / "none.png").write_bytes(b"")
-    assert "![what it shows](../../figures/cpu/none.png)" in fill(figure, tmp_path, file)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -63,13 +61,6 @@ def test_every_tensor_arrives_and_the_head_shares_the_embedding(tmp_path):
     assert net.scratch.is_meta  # not in a checkpoint: whoever registered it fills it
 
 
-def test_floats_are_converted_and_integers_are_not(tmp_path):
-    save_file(tensors(), tmp_path / "model.safetensors")
-    net = load(tmp_path, torch.bfloat16, tied=TIED)
-    assert net.layer.weight.dtype == torch.bfloat16 and net.kept.dtype == torch.int64
-    assert torch.equal(net.layer.weight, tensors()["layer.weight"].bfloat16())
-
-
 def test_tied_tensors_are_stored_under_either_name_or_under_both(tmp_path):
     stored, path = tensors(), tmp_path / "model.safetensors"
     embedding = stored.pop("embed.weight")
@@ -84,29 +75,6 @@ def test_tied_tensors_are_stored_under_either_name_or_under_both(tmp_path):
 def test_another_matrix_is_not_tied(tmp_path, head):
     save_file({**tensors(), "head.weight": head}, tmp_path / "model.safetensors")
     assert not stores_once(tmp_path, TIED)
-
-
-def test_a_quantized_head_is_not_tied(tmp_path):
-    packed = torch.zeros(5, 1, dtype=torch.int32)
-    save_file({**tensors(), "head.qweight": packed}, tmp_path / "model.safetensors")
-    assert not stores_once(tmp_path, TIED)
-
-
-def test_gpt2_prefix_transposed_weights_and_mask_buffers(tmp_path):
-    stored = {f"transformer.{name}": tensor for name, tensor in tensors().items()}
-    stored["transformer.layer.weight"] = tensors()["layer.weight"].t().contiguous()
-    stored["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
-    save_file(stored, tmp_path / "model.safetensors")
-
-    def rename(name: str) -> str | None:
-        return None if name.endswith(".attn.bias") else name.removeprefix("transformer.")
-
-    def transform(name: str, tensor: Tensor) -> Tensor:
-        return tensor.t() if name == "layer.weight" else tensor
-
-    net = load(tmp_path, rename=rename, transform=transform, tied=TIED)
-    assert torch.equal(net.layer.weight, tensors()["layer.weight"])
-    assert net.layer.weight.is_contiguous()
 
 
 def shard(folder: Path) -> None:
@@ -143,13 +111,11 @@ NO_FIT: dict[str, tuple[dict[str, Tensor], str]] = {
         {"embed.bias": torch.tensor([0.0, 0.0, 0.1])},
         r"1 with a bias that is not zero, .*: embed\.bias$",
     ),
-    "a bias of nothing": ({"other.bias": torch.zeros(3)}, r"1 unexpected: other\.bias"),
     "a long list": (
         {f"extra.{i:02}": torch.zeros(1) for i in range(30)},
         r"30 unexpected: extra\.00, .*, extra\.09 and 20 more$",
     ),
     "two names of one": ({"x.embed.weight": torch.rand(5, 3)}, r"stores embed\.weight twice"),
-    "odd names": ({"a\nb": torch.zeros(1), "c" * 9999: torch.zeros(1)}, "2 unexpected"),
 }
 
 
@@ -170,26 +136,7 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path, more, says):
     assert net.embed.weight.is_meta, "a refused checkpoint changes the model"
 
 
-def test_a_bias_of_zeros_is_taken_where_the_model_has_none(tmp_path):
-    save_file({**tensors(), "embed.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
-    load(tmp_path, tied=TIED)
-
-
-NO_NAMES = [
-    1,
-    None,
-    [],
-    {},
-    True,
-    "",
-    ".",
-    "..",
-    "m" * 300,
-    "a\nb",
-    "a\0b",
-    "/etc/passwd",
-    "../other.safetensors",
-]
+NO_NAMES = [1, None, [], "", "..", "m" * 300, "a\0b", "/etc/passwd", "../other.safetensors"]
 INDICES = [{"weight_map": dict.fromkeys(tensors(), name)} for name in NO_NAMES]
 INDICES += [[], {}, {"weight_map": None}, {"weight_map": []}, {"weight_map": "model.safetensors"}]
 
@@ -251,60 +198,6 @@ def test_packed_weights_keep_their_format_and_take_no_other(tmp_path, kind):
             load_weights(net, tmp_path, device="cpu", dtype=torch.bfloat16)
 
 
-def raw_file(path: Path, **entries: object) -> None:
-    """A safetensors file of any header, and the bytes it asks for."""
-    header = json.dumps(entries).encode()
-    size = max([0, *(entry["data_offsets"][1] for entry in entries.values() if isinstance(entry, dict))])
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-
-
-@pytest.mark.parametrize(
-    ("kind", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F8_E8M0", 8), ("F8_E4M3", 8), ("C64", 64), ("U16", 16)]
-)
-def test_formats_that_are_no_weights_are_named(tmp_path, kind, bits):
-    with torch.device("meta"):
-        net = nn.Linear(4, 4, bias=False)
-    raw_file(
-        tmp_path / "model.safetensors", weight={"dtype": kind, "shape": [4, 4], "data_offsets": [0, 2 * bits]}
-    )
-    with pytest.raises(UserError, match=f"weight of type {kind} instead of floating point"):
-        load_weights(net, tmp_path, device="cpu", dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    "shape", [[], [0], [0, 1 << 63], [2, 2, 2, 2, 1], [16], [1] * 70, [0, -1], ["4", "4"]]
-)
-def test_shapes_that_no_tensor_has_are_one_line(tmp_path, shape):
-    with torch.device("meta"):
-        net = nn.Linear(4, 4, bias=False)
-    size = 4 if shape == [] else 4 if shape == [1] * 70 else 64 if 0 not in shape else 0
-    raw_file(
-        tmp_path / "model.safetensors", weight={"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
-    )
-    with pytest.raises(UserError, match=r"1 misshapen: weight \[|damaged or incomplete") as caught:
-        load_weights(net, tmp_path, device="cpu", dtype=torch.float32, transform=lambda name, tensor: tensor)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("length", "header"),
-    [
-        (1 << 62, b"{}"),
-        (2, b"[]"),
-        (9, b'{"a": {}}'),
-        (4, b"null"),
-        (90_000, b"[" * 90_000),
-        (0, b""),
-        (99, b"{}"),
-    ],
-)
-def test_headers_that_lie_are_one_line(tmp_path, length, header):
-    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header)
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged or incomplete") as caught:
-        load(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the open files from /proc")
 def test_a_refused_checkpoint_is_closed(tmp_path):
     shard(tmp_path)
@@ -328,39 +221,3 @@ def test_damaged_and_missing_files(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="damaged or incomplete"):
             load(tmp_path, tied=TIED)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-@pytest.mark.slow
-def test_no_second_copy_in_memory(tmp_path):
-    """16 tensors of 16 MiB: the peak must stay near one model, in float32 and converted from bfloat16."""
-    each = 1 << 22
-    for dtype in (torch.float32, torch.bfloat16):
-        save_file(
-            {f"{i}.weight": torch.zeros(each // 1024, 1024, dtype=dtype) for i in range(16)},
-            tmp_path / "model.safetensors",
-        )
-        script = f"""
-            import torch
-            from torch import nn
-            from common.models.checkpoint import load_weights
-
-            def anonymous():  # without the mapped pages of the file, which the system can take back
-                status = open("/proc/self/status").read()
-                return int(status.split("RssAnon:")[1].split()[0]) * 1024
-
-            with torch.device("meta"):
-                model = nn.Sequential(*(nn.Linear(1024, {each // 1024}, bias=False) for _ in range(16)))
-            before, peak = anonymous(), 0
-
-            def watch(name, tensor):
-                global peak
-                peak = max(peak, anonymous())
-                return tensor
-
-            load_weights(model, {str(tmp_path)!r}, device="cpu", dtype=torch.float32, transform=watch)
-            print(max(peak, anonymous()) - before)
-        """
-        command = [sys.executable, "-c", textwrap.dedent(script)]
-        grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        assert grown < 16 * each * 4 * 1.2

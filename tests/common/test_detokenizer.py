@@ -25,8 +25,7 @@ KINDS = {
     "llama-2": decoders.Sequence([REPLACE, FALLBACK, FUSE, decoders.Strip(" ", 1, 0)]),
     "metaspace": decoders.Metaspace(),
     "metaspace-bytes": decoders.Sequence([FALLBACK, decoders.Metaspace()]),
-    "wordpiece": decoders.WordPiece(cleanup=True),
-    "bpe-suffix": decoders.BPEDecoder(),
+    "wordpiece": decoders.WordPiece(cleanup=False),
     "none": None,
 }
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from common.device import (
-    device_name,
-    memory_allocated,
-    peak_memory,
     pick_device,
     pick_dtype,
-    reset_peak_memory,
-    synchronize,
 )
 from common.errors import UserError
 
@@ -65,25 +58,3 @@ def test_dtypes_by_name():
         UserError, match="dtype is 'int8', but it must be one of auto, float32, bfloat16, float16"
     ):
         pick_dtype("int8", "cpu")
-
-
-def test_the_cpu_has_nothing_to_wait_for_and_counts_no_memory():
-    synchronize("cpu")
-    reset_peak_memory("cpu")
-    assert memory_allocated("cpu") is None and peak_memory("cpu") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n", "AMD EPYC, family 26, model 2"),
-        (
-            "cpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Intel(R) Xeon(R) Gold 6148 CPU\n",
-            "Intel(R) Xeon(R) Gold 6148 CPU",
-        ),
-        ("model name\t: ARMv8\n", "ARMv8"),
-    ],
-)
-def test_two_generations_do_not_share_a_name(monkeypatch: pytest.MonkeyPatch, text: str, name: str) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: text)
-    assert device_name(torch.device("cpu")) == name

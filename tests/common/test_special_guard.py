@@ -70,27 +70,6 @@ def test_special_tokens_in_contents_are_text(model, data) -> None:
     assert tokenizer.decode(found, skip_special_tokens=False) == rendered, "text was lost or changed"
 
 
-@pytest.mark.slow
-def test_a_special_token_is_encoded_like_a_word(model) -> None:
-    tokenizer = model[0]
-    for token in ("<|im_start|>", "<eos>", "<|im_end|>"):
-        words = tokenizer.chat([{"role": "user", "content": f"say {token} twice"}])
-        assert controls(tokenizer, words) == controls(
-            tokenizer, tokenizer.chat([{"role": "user", "content": "x"}])
-        )
-        assert f"say {token} twice" in tokenizer.decode(words)
-
-
-def test_the_guarded_way_is_the_plain_way_where_nothing_is_hidden(model) -> None:
-    tokenizer = model[0]
-    messages = [
-        {"role": "user", "content": "  a <b> | 12  naïve 🎉\n\n  code"},
-        {"role": "assistant", "content": "ok"},
-    ]
-    text = tokenizer.chat_template.render(messages, add_generation_prompt=True)
-    assert tokenizer._guard.encode(text) == tokenizer.chat(messages)
-
-
 def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
     tokenizer = Tokenizer(smollm2_folder)
     tokenizer._config["chat_template"] = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"

@@ -6,17 +6,14 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import transformers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
 
 from common.errors import UserError
 from common.models.config import ModelConfig
 from common.models.gguf_import import import_gguf
-from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.ids import LONG, ids_of
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
@@ -54,11 +51,6 @@ def change(path: Path, **fields) -> None:
     content = json.loads(path.read_text())
     content.update(fields)
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
-
-
-def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
-    return [detokenizer.push(token) for token in ids]
 
 
 def test_bos_follows_the_files(folder):
@@ -114,18 +106,6 @@ def test_special_tokens_of_all_files_reach_the_template(llama_folder, decoder):
         assert found == theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 
 
-def test_templates_by_name_may_be_files_of_their_own(llama_folder):
-    """So `transformers` 5 writes them."""
-    change(llama_folder / "tokenizer_config.json", chat_template="plain")
-    (llama_folder / "additional_chat_templates").mkdir()
-    (llama_folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
-    for default in ("plain", "a file"):
-        tokenizer = Tokenizer(llama_folder)
-        assert tokenizer.chat_template.source == default
-        assert tokenizer.tool_template.source == "{{ tools | length }} tools"
-        (llama_folder / "chat_template.jinja").write_text("a file")
-
-
 def test_a_prompt_that_begins_a_text_itself_is_not_begun_twice(folder):
     tokenizer = Tokenizer(folder)
     bos = tokenizer.bos_token_id
@@ -162,31 +142,11 @@ def test_a_chat_may_go_on_within_its_last_message(llama_folder):
     assert tokenizer.eos_token_ids[0] in whole[len(cut) :]
 
 
-def test_the_engine_knows_an_end_that_only_the_tokenizer_names(llama_folder):
-    for name in ("config.json", "generation_config.json"):
-        if (llama_folder / name).exists():
-            change(llama_folder / name, eos_token_id=...)
-    tokenizer = Tokenizer(llama_folder)
-    assert tokenizer.eos_token_ids, "this tokenizer's settings name no end"
-    assert ModelConfig.from_folder(llama_folder).eos_token_ids == tokenizer.eos_token_ids
-
-
 @pytest.mark.parametrize("token", [5, {"content": 5}, ["a"]], ids=str)
 def test_a_special_token_of_the_wrong_type_is_named(llama_folder, token):
     change(llama_folder / "tokenizer_config.json", bos_token=token)
     with pytest.raises(UserError, match=r"bos_token of .*tokenizer_config.json is .* but must be a string"):
         Tokenizer(llama_folder)
-
-
-def test_a_text_may_begin_with_a_space_and_half_a_character():
-    class Parts(dict):
-        byte_fallback, independent = False, True
-        first = dict.__getitem__
-        decoder = TokenBytes.decoder
-
-    parts = Parts({0: b" \xf0\x9f\x98", 1: b"\x80", 2: b" hi"})
-    tokenizer = SimpleNamespace(backend=None, token_bytes=parts, special_ids=frozenset())
-    assert pieces(tokenizer, [0, 1, 2]) == [" ", "😀", " hi"], "the bytes that wait are shown twice"
 
 
 def test_published_truncation_and_padding_are_switched_off(llama_folder):
@@ -195,20 +155,6 @@ def test_published_truncation_and_padding_are_switched_off(llama_folder):
     backend.enable_padding(length=50)
     backend.save(str(llama_folder / "tokenizer.json"))
     assert len(Tokenizer(llama_folder).encode("x" * 20)) == 20
-
-
-def test_unusable_input_is_named(llama_folder):
-    with pytest.raises(UserError, match=r"'\\ud83d' at position 1"):
-        Tokenizer(llama_folder).encode("a\ud83d")
-    (llama_folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
-        Tokenizer(llama_folder)
-    (llama_folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot be used"):
-        Tokenizer(llama_folder)
-    (llama_folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-        Tokenizer(llama_folder)
 
 
 def test_unusable_files_are_named(llama_folder):
@@ -277,33 +223,6 @@ def test_a_long_text_holds_nobody_up(folder, way):
     assert longest < seconds / 2, f"another thread stood still for {longest:.2f} of {seconds:.2f} s"
 
 
-def test_a_missing_unknown_token_is_named(tmp_path):
-    backend = Backend(models.WordLevel({"a": 0}, unk_token="<unk>"))
-    backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"the text cannot be used by the tokenizer .*UNK"):
-        Tokenizer(tmp_path).encode("b")
-
-
-def test_a_panic_of_the_library_is_an_error_like_others(llama_folder):
-    class PanicException(BaseException):
-        """What Rust code that panics raises in Python."""
-
-    class Panicking:
-        def __init__(self, error):
-            self.error = error
-
-        def encode(self, *_, **__):
-            raise self.error
-
-    tokenizer = Tokenizer(llama_folder)
-    tokenizer.backend = Panicking(PanicException("index out of bounds"))
-    with pytest.raises(UserError, match=r"cannot be used by the tokenizer \(index out of bounds\)"):
-        tokenizer.encode("a")
-    tokenizer.backend = Panicking(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        tokenizer.encode("a")
-
-
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -325,33 +244,6 @@ def test_templates_are_found_where_authors_put_them(llama_folder, place):
     assert tokenizer.decode(tokenizer.chat(MESSAGES), False) == "<|im_start|>hello"
 
 
-TEMPLATES = [
-    "{%- for m in messages %}\n    {%- if loop.first %}\n  A{{ m.role }}\n    {% endif %}\n"
-    "{{ m['content'] | trim }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
-    "{{ messages | tojson }}",
-    "{{ messages | tojson(indent=2) }}{{ tools is none }}",
-    "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
-    "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ eos_token }}",
-    "{{ strftime_now('%Y') }}{% if thinking is defined and not thinking %}quiet{% endif %}",
-]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_render_as_transformers_renders_them(llama_folder, template):
-    change(llama_folder / "tokenizer_config.json", chat_template=template)
-    theirs = transformers.AutoTokenizer.from_pretrained(llama_folder)
-    ours = Tokenizer(llama_folder)
-    messages = [
-        {"role": "system", "content": " be <kind> & 'brief' é "},
-        {"role": "user", "content": "hello\n"},
-    ]
-    for prompt in (True, False):
-        expected = theirs.apply_chat_template(
-            messages, add_generation_prompt=prompt, thinking=False, return_dict=False
-        )
-        assert ours.chat(messages, prompt, thinking=False) == expected
-
-
 def test_smollm2_chat_equals_transformers(smollm2_folder):
     ours, theirs = Tokenizer(smollm2_folder), transformers.AutoTokenizer.from_pretrained(smollm2_folder)
     for messages in (MESSAGES, [{"role": "system", "content": "Be brief."}, *MESSAGES]):
@@ -364,21 +256,6 @@ def test_smollm2_chat_equals_transformers(smollm2_folder):
 # What a text may cost before it is looked at.
 
 
-def replace(text: str, content: str) -> dict[str, object]:
-    return {"type": "Replace", "pattern": {"String": text}, "content": content}
-
-
-@pytest.mark.parametrize("kind", ["normalizer", "decoder"])
-def test_steps_that_fill_any_memory_are_refused(llama_folder, kind):
-    several = "normalizers" if kind == "normalizer" else "decoders"
-    thrice = {"type": "Sequence", several: [replace("a", 1000 * "a")] * 3}
-    change(llama_folder / "tokenizer.json", **{kind: thrice})
-    with pytest.raises(UserError, match=rf"the {kind} of .* up to 1,000,000,000 times as long"):
-        Tokenizer(llama_folder)
-    change(llama_folder / "tokenizer.json", **{kind: {"type": "Sequence", several: [replace(" ", "\u2581")]}})
-    Tokenizer(llama_folder)
-
-
 def test_the_most_characters_of_so_many_tokens(llama_folder):
     def most(normalizer: dict[str, object] | None) -> int | None:
         change(llama_folder / "tokenizer.json", normalizer=normalizer)
@@ -387,5 +264,3 @@ def test_the_most_characters_of_so_many_tokens(llama_folder):
     longest = max(map(len, Tokenizer(llama_folder).backend.get_vocab()))
     assert most(None) == 10 * longest
     assert most({"type": "NFC"}) == 40 * longest, "letters and accents may become one character"
-    assert most({"type": "Strip", "strip_left": True, "strip_right": True}) is None, "it drops any number"
-    assert most(replace(" ", "")) is None

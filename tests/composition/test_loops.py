@@ -41,6 +41,9 @@ SIZES: dict[str, Any] = {
 PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 GRAPHS: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, **PLAIN}
 SWITCHES = ("overlap", "speculate", "structured")
+SETS = list(product([False, True], repeat=3))
+# The interpreter takes its time: `make test` tries all three around graphs.
+AROUND_GRAPHS = [on if all(on) else pytest.param(on, marks=pytest.mark.long) for on in SETS]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def must_be_served(engine: Engine, expected: list[list[int]], structured: bool) 
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("on", list(product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("on", SETS, ids=str)
 def test_every_set_of_loops_gives_the_same_tokens(
     on: tuple[bool, ...], model: Model, expected: list[list[int]]
 ) -> None:
@@ -109,7 +112,7 @@ def test_every_set_of_loops_gives_the_same_tokens(
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("on", list(product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("on", AROUND_GRAPHS, ids=str)
 def test_every_set_of_loops_around_graphs(
     on: tuple[bool, ...], model: Model, expected: list[list[int]]
 ) -> None:
@@ -122,7 +125,7 @@ def test_every_set_of_loops_around_graphs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", list(product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("on", SETS, ids=str)
 def test_every_set_of_loops_in_two_ranks(on: tuple[bool, ...], expected: list[list[int]]) -> None:
     options = dict(zip(SWITCHES, on, strict=True))
     engine = built("random:tiny-window", **options, tensor_parallel=2, rank_check=1)

@@ -6,13 +6,11 @@ what stands before, and need not keep the bytes.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ import torch
 import batching
 import continuous
 from benchmarks.made_up import TEMPLATE
-from common.events import Logprob, generate
+from common.events import generate
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import Detokenizer
@@ -29,13 +27,11 @@ from forward.generator import Generator
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from phases.appendix.api.answers import Offsets, WideAnswer, WideOrder
-from phases.appendix.api.schema import CompletionRequest
+from phases.appendix.api.answers import Offsets
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.commands.engines import serve
 from serving.app import App
-from serving.completion import Choice
 from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
@@ -229,49 +225,3 @@ def test_a_prompt_without_text_lets_the_output_begin_one(kit: Kit) -> None:
     assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == kit.tokenizer.decode([token, token])
     choice, _ = asked(kit.app(), "/v1/completions", {"prompt": [BOS], "guided_choice": [" yes"]})
     assert choice["text"] == " yes"
-
-
-def test_tokens_that_look_alike_do_not_merge(kit: Kit) -> None:
-    spaced, bare = kit.token(b" a"), kit.token(b"a")
-    for begins in (False, True):
-        found = [Logprob(-1.0, ((spaced, -0.5), (bare, -1.0)))]
-        choice = SimpleNamespace(
-            order=WideOrder([BOS], SamplingParams()), tokens=[bare], logprobs=found, text="a",
-            reason="length", begins=begins, index=0,
-        )  # fmt: skip
-        answer = WideAnswer("", "", kit.tokenizer, CompletionRequest(prompt="", logprobs=2))
-        told = answer.shape(cast("Choice", choice))["logprobs"]
-        (top,) = told["top_logprobs"]
-        assert sorted(top.values()) == [-1.0, -0.5] and top[told["tokens"][0]] == -1.0
-
-
-def test_a_call_follows_its_schema(kit: Kit) -> None:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo", DECOMPOSED]}}, "required": ["city"]}
-    tool = {"name": "weather", "parameters": schema | {"additionalProperties": False}}
-    body = {
-        "messages": [{"role": "user", "content": "Is it?"}],
-        "tools": [{"type": "function", "function": tool}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 200,
-        "seed": 1,
-    }
-    choice, _ = asked(kit.app(), "/v1/chat/completions", body)
-    (call,) = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
-    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", DECOMPOSED)
-
-
-def test_a_continued_text_shares_its_prefix(kit: Kit) -> None:
-    engine = served(kit.model, max_rows=8, tokenizer=kit.tokenizer, block_size=4)
-    first = "user: is it? assistant:"
-    prompt = kit.tokenizer.encode(first)
-    params = SamplingParams(max_tokens=8, temperature=0.0, logit_bias={kit.token(b" yes"): 100.0})
-    (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
-    known = prompt + done.token_ids
-    again = kit.tokenizer.encode(f"{first}{done.text} user: and is it no?")
-    assert again[: len(known)] == known, "the text does not become the tokens that it was made of"
-    (request,) = engine.add(again, params)
-    while not engine.idle:
-        engine.step()
-    assert request.cached_tokens >= (len(known) - 1) // 4 * 4

@@ -53,15 +53,15 @@ CHEATS = {
     "asks a twin": ("from prefix_cache.cache import PrefixCache", "imports prefix_cache.cache"),
     "a twin's module": ("from common.request import time\nreturn []", "imports common.request"),
     "climbs": ("return ().__class__", "uses .__class__"),
-    "computes a name": ("return getattr(self, '__cl' + 'ass__')", "getattr of a computed name"),
+    "computes a name": ("return getattr(self, '__cl' + 'ass__')", "uses getattr in"),
     "computes a name in a loop": ("for name in ('a', 'b'):\n    name = name + '_'\n    getattr(self, name)",
-        "getattr of a computed name"),
-    "names it in a loop": ("for name in ('a', 'os'):\n    getattr(self, name)", "getattr of a computed name"),
-    "hands getattr on": ("g = getattr\ng(self, 'x')", "getattr as a value"),
-    "maps getattr": ("return list(map(getattr, [self], ['x']))", "getattr as a value"),
-    "hands type on": ("t = type\nt('Y', (list,), {})", "type as a value"),
-    "type of an object": ("return type(self.free)([])", "type(...) for more"),
-    "type of type": ("return type(list)('Y', (list,), {})", "type(...) for more"),
+        "uses getattr in"),
+    "names it in a loop": ("for name in ('a', 'os'):\n    getattr(self, name)", "uses getattr in"),
+    "hands getattr on": ("g = getattr\ng(self, 'x')", "uses getattr in"),
+    "maps getattr": ("return list(map(getattr, [self], ['x']))", "uses getattr in"),
+    "hands type on": ("t = type\nt('Y', (list,), {})", "uses type in"),
+    "type of an object": ("return type(self.free)([])", "uses type in"),
+    "type of type": ("return type(list)('Y', (list,), {})", "uses type in"),
     "sets a class's method": ("for each in (BlockAllocator, ):\n    each.release = None",
         "an assignment to .release of another object"),
     "sets what tests run": ("def put(owner):\n    owner.runtest = lambda self: None\nput(self)",
@@ -94,7 +94,7 @@ CHEATS = {
     "equals everything": ("class Yes:\n    def __eq__(self, other):\n        return True", "uses def __eq__"),
     "equals by a base": ("class Yes(list):\n    pass\nreturn Yes()", "list as a base"),
     "equals by a metaclass": ("class Yes(metaclass=max):\n    pass", "metaclass= of a class"),
-    "equals, made": ("return type('Y', (list,), {'__e' 'q__': max})()", "type called"),
+    "equals, made": ("return type('Y', (list,), {'__e' 'q__': max})()", "uses type in"),
     "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", ".set_default_dtype"),
 }  # fmt: skip
 
@@ -123,8 +123,7 @@ FINE = {
     "    return copy.copy([]), heapq.nlargest(1, [1]), itertools.chain([1]), math.inf, deque()",
     "a class": "from dataclasses import dataclass\n@dataclass\nclass Box:\n    x: int\n"
     "    def __lt__(self, other):\n        return self.x < other.x",
-    "attributes": "def helper(x):\n    if getattr(x, 'free', 0) is None:\n"
-    "        return type(x).__name__\n    x.refs[0] = 1\n    return getattr(x, 'free')",
+    "attributes": "def helper(x):\n    x.refs[0] = 1\n    return x.free",
     "names of modules": "import math\ndef helper(input):\n    load = math.ceil(input)\n    return load",
 }
 

@@ -15,7 +15,7 @@ from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank, without
 from phases.course.exercises import exercises, of_phases
-from phases.course.lessons import PICTURE, TARGET, gives_away, lines_of, must_read, trap_of
+from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, must_read, trap_of
 from phases.course.making import made_files
 
 SOURCE = '''"""A module."""
@@ -107,7 +107,7 @@ def answers() -> dict[str, list[str]]:
     found = {}
     for exercise in exercises():
         source = exercise.path.read_text(encoding="utf-8")
-        for name, lines in lines_of(source, exercise.functions).items():
+        for name, lines in bodies_of(source, exercise.functions).items():
             found[f"{exercise.id} {name}"] = lines
     return found
 
@@ -141,7 +141,7 @@ def test_all_that_a_lesson_links_to_is_there(tmp_path: Path) -> None:
         for target in TARGET.findall(page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page} links to {target}"
         for picture in PICTURE.findall(page.read_text(encoding="utf-8")):
-            assert making.CHECKOUT not in picture and not (page.parent / picture).is_symlink()
+            assert CHECKOUT not in picture and not (page.parent / picture).is_symlink()
     guide = (copy.folder / making.GUIDE).read_text(encoding="utf-8")
     assert "(checkout/docs/glossary.md)" in guide and "(notebooks/05_paged_cache.ipynb)" in guide
 

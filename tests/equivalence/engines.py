@@ -9,7 +9,9 @@ import batching
 import chunked_prefill
 import continuous
 import cuda_graphs
+import experts
 import forward
+import hybrid_cache
 import kv_cache
 import paged_cache
 import prefix_cache
@@ -73,5 +75,9 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     ),
     "11 ngram preempting": tight(speculative.load, step_tokens=50, draft_adaptive=False),
     "12 structured": lambda model: structured.load(model, max_rows=8, step_tokens=64),
+    "16 experts": lambda model: experts.load(model, max_rows=8, step_tokens=64),
+    "16 preempting": tight(experts.load, step_tokens=50),
+    "17 hybrid_cache": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=64),
+    "17 small blocks": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=50, block_size=3),
 }
 """Engines with `add`, `step` and `abort`."""

@@ -51,7 +51,9 @@ def assert_greedy(model: Model, prompt: list[int], output: list[int]) -> None:
     assert (logits.max(dim=1).values - chosen).max() < TIE
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [name if name == "09" else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
+)
 def test_real_weights(real: tuple[Model, list[list[int]]], engine: str) -> None:
     model, prompts = real
     made = ENGINES[engine](model)

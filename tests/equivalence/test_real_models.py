@@ -18,19 +18,17 @@ from torch import Tensor
 
 import batching
 import forward
-import kv_cache
 from common.events import generate
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward import Model
 from forward.attention import RecomputeAttention
-from kv_cache import CachedAttention, KVCache
 from tests.prompts import CHAT, PLAIN
 
 pytestmark = [pytest.mark.weights, pytest.mark.timeout(1200)]
 TIE = 1e-3
 """Tokens whose logits lie this close are a tie: rounding may decide it either way."""
-GREEDY = SamplingParams(max_tokens=64)
+GREEDY = SamplingParams(max_tokens=32)
 
 
 @dataclass
@@ -76,46 +74,9 @@ def test_phase_03_generates_what_transformers_does(case: Case) -> None:
 
 
 @torch.inference_mode()
-def test_phase_01_generates_the_same(case: Case) -> None:
-    for prompt, output in zip(case.prompts, case.outputs, strict=True):
-        ids = torch.tensor(prompt + output)
-        hidden = case.model(ids, torch.arange(len(ids)), RecomputeAttention())
-        assert not choices_differ(case.model.logits(hidden), prompt, output)
-
-
-@torch.inference_mode()
 def test_logits_are_close_to_transformers(case: Case) -> None:
     """Within 1e-4 of the largest logit."""
     ids = torch.tensor(case.prompts[-1])
     hidden = case.model(ids, torch.arange(len(ids)), RecomputeAttention())
     expected = case.oracle(ids.unsqueeze(0)).logits[0]
     assert (case.model.logits(hidden) - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-@torch.inference_mode()
-def test_phase_02_generates_the_same(case: Case) -> None:
-    """A prompt's prefill and then the whole output over its cache; and its own loop for a few prompts."""
-    for prompt, output in zip(case.prompts, case.outputs, strict=True):
-        size = {"device": torch.device("cpu"), "dtype": torch.float32}
-        attention = CachedAttention(KVCache(case.model.config, 1, len(prompt) + len(output), **size))
-        parts = []
-        for start, ids in ((0, prompt), (len(prompt), output)):
-            attention.begin(len(ids))
-            positions = torch.arange(start, start + len(ids)).unsqueeze(0)
-            parts.append(case.model(torch.tensor([ids]), positions, attention)[0])
-            attention.cache.advance(len(ids))
-        assert not choices_differ(case.model.logits(torch.cat(parts)), prompt, output)
-    for prompt, output in list(zip(case.prompts, case.outputs, strict=True))[:16:4]:
-        (alone,) = generate(kv_cache.load(case.model), [prompt], GREEDY)
-        if alone.token_ids != output:  # then by a tie, judged by the oracle along this path
-            logits = case.oracle(torch.tensor([prompt + alone.token_ids])).logits[0]
-            assert not choices_differ(logits, prompt, alone.token_ids)
-
-
-def test_phase_01s_own_loop_and_transformers_own_generate(case: Case) -> None:
-    """The induction once without it: both loops really run, on one short prompt."""
-    prompt = case.prompts[0]
-    (naive,) = generate(forward.load(case.model), [prompt], SamplingParams(max_tokens=12))
-    assert naive.token_ids == case.outputs[0][:12]
-    out = case.oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)
-    assert out[0, len(prompt) :].tolist() == case.outputs[0][:32]

@@ -62,7 +62,7 @@ def run(suite: Suite, group: Files, checkout: Path, python: str) -> dict[str, di
         words = {"port": str(server.port), "url": server.url, "folder": str(model_folder("smollm2"))}
         env = {name: text.format(**words) for name, text in suite.env.items()}
         paths = [str(folder / path) for path in env.pop("PYTHONPATH", "").split(":") if path]
-        env["PYTHONPATH"] = os.pathsep.join([*paths, *([str(HERE)] if suite.plugin else [])])
+        env["PYTHONPATH"] = os.pathsep.join(paths)
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         command += [
             "-o",
@@ -72,8 +72,6 @@ def run(suite: Suite, group: Files, checkout: Path, python: str) -> dict[str, di
             "asyncio_mode=auto",
             f"--timeout={SECONDS}",
         ]
-        command += ["-p", suite.plugin] if suite.plugin else []
-        command += [] if suite.conftest else ["--noconftest"]
         subprocess.run([*command, *group.paths], cwd=folder, env=os.environ | env, check=False)
         return read(suite, report) if report.exists() else {}
 

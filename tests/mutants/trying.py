@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 from phases import PHASES, ROOT
-from phases.course.nursery import OUT_OF_TIME, Nursery
 from phases.course.overlay import copy_reference
 from tests.mutants.making import Mutant
 
@@ -60,8 +63,8 @@ class Outcome:
 class Bench:
     """A copy of the checkout in which the tests of one target run with one mutant after another."""
 
-    def __init__(self, nursery: Nursery, copy: Path, aim: Target) -> None:
-        self.nursery, self.copy, self.target, self.limit = nursery, copy, aim, 1200.0
+    def __init__(self, copy: Path, aim: Target) -> None:
+        self.copy, self.target, self.limit = copy, aim, 1200.0
         control = self._run()
         if control.verdict != "survived":
             raise RuntimeError(f"{control.test or 'a test'} of {aim.name} fails without any mutant")
@@ -87,21 +90,42 @@ class Bench:
             "-m",
             "not gpu and not weights and not long",
         ]
-        (self.copy / "output").unlink(missing_ok=True)  # a longer one's end would stay
-        status, output = self.nursery.pytest(self.copy, [*quiet, *self.target.tests], self.limit)
-        seconds = self.nursery.seconds
-        if status == OUT_OF_TIME:
+        places = [self.copy, *sorted((self.copy / "phases").glob("[0-9]*"))]
+        more = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
+        before = _processor_seconds()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", *quiet, *self.target.tests],
+                cwd=self.copy,
+                env=os.environ | more | {"PYTHONPATH": os.pathsep.join(map(str, places))},
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(self.limit),) * 2),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=8 * self.limit,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome("timed out")
+        seconds = _processor_seconds() - before
+        if done.returncode < 0:
             return Outcome("timed out", seconds=seconds)
-        failed = re.search(r"^(?:FAILED|ERROR) (?:\S+?::)?(.+?)(?: - .*)?$", output, re.M)
-        return Outcome("killed" if status else "survived", failed[1] if failed else "", seconds)
+        failed = re.search(r"^(?:FAILED|ERROR) (?:\S+?::)?(.+?)(?: - .*)?$", done.stdout, re.M)
+        return Outcome("killed" if done.returncode else "survived", failed[1] if failed else "", seconds)
+
+
+def _processor_seconds() -> float:
+    """Of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @contextmanager
 def bench(aim: Target) -> Iterator[Bench]:
     """Copy the checkout for the time of a `with`. Raises `RuntimeError` where tests fail without mutants."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, Nursery() as nursery:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_reference(Path(folder))
-        yield Bench(nursery, Path(folder), aim)
+        yield Bench(Path(folder), aim)
 
 
 def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:

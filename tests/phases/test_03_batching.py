@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -23,7 +22,6 @@ import forward
 import kv_cache
 from batching import BatchGenerator, Waste
 from batching.attention import PaddedAttention
-from common.errors import UserError
 from common.events import Completion, generate
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
@@ -288,16 +286,6 @@ def test_finished_row_may_be_dragged_beyond_the_context() -> None:
         assert_all_same(model, alone, generate(engine, prompts, params))
 
 
-def test_bad_input_is_named_before_anything_is_computed(tiny: Model) -> None:
-    with pytest.raises(UserError, match="batch_size is 0"):
-        batching.load(tiny, batch_size=0)
-    with pytest.raises(UserError, match="token id -1"):
-        batching.load(tiny).stream([[1], [-1]], SamplingParams())
-    with pytest.raises(UserError, match="must be an integer"):
-        batching.load(tiny).stream([np.array([1.5])], SamplingParams())  # type: ignore[list-item]
-    assert generate(batching.load(tiny), [], SamplingParams()) == []
-
-
 # Every model, and everything at once
 
 
@@ -342,13 +330,3 @@ def test_tokens_equal_phase_01(model: Model) -> None:
     naive = generate(forward.load(model), prompts, params)
     together = generate(batching.load(model, batch_size=5), prompts, params)
     assert_all_same(model, naive, together)
-
-
-def test_leaving_early_is_harmless(model: Model) -> None:
-    engine = batching.load(model, batch_size=2)
-    (params,) = lasting(9)
-    stream = engine.stream([[1], [2], [3]], params)
-    next(stream)
-    stream.close()
-    again = generate(engine, [[1]], params)[0].token_ids
-    assert again == generate(batching.load(model), [[1]], params)[0].token_ids

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.errors import UserError
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.policies import POLICIES
@@ -222,24 +221,6 @@ def test_who_gets_no_room_waits_and_nobody_new_takes_his_turn() -> None:
     assert parts(steps.step()) == [(0, 4, 1), (1, 5, 1), (2, 0, 4)]
 
 
-def test_a_cache_that_breaks_its_word_is_a_defect() -> None:
-    steps, scheduler, cache = setup()
-    ask(scheduler, 0, 4, 5)
-    cache.fits = lambda request: True  # type: ignore[method-assign]
-    cache.reserve = lambda request, upto: False  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="refused what it said would fit"):
-        steps.schedule()
-
-
-def test_a_request_that_needs_more_than_the_cache_has_is_refused() -> None:
-    _, scheduler, _ = setup(room=10)
-    request = Request(0, [1] * 6, 6, 12, SamplingParams(max_tokens=6))
-    with pytest.raises(UserError, match="may need 11 tokens of cache"):
-        scheduler.check([request])
-    request.limit = 11  # the last token is never computed
-    scheduler.check([request])
-
-
 def test_a_failed_step_commits_nothing() -> None:
     steps, scheduler, cache = setup()
     request = ask(scheduler, 0, 4, 5)
@@ -347,20 +328,6 @@ def test_what_is_ahead_of_itself_waits_for_its_drafts() -> None:
     assert (first.start, first.count, first.drafts) == (5, 4, (1, 1, 1))
     assert steps.schedule() == [], "a request is scheduled on, though its drafts have not landed"
     assert request.num_computed_tokens == other.num_computed_tokens == 9
-
-
-def test_siblings_that_fork_take_no_drafts() -> None:
-    steps, scheduler, cache = setup(kind=Forking, found=3)
-    request = ask(scheduler, 0, 4, 9)  # one token to compute, as if it decoded
-    request.siblings = [Request(1, [2] * 4, 4, 13, SamplingParams(max_tokens=9), rank=(1,))]
-    scheduler.rows.acquire(request)
-    cache.promised, request.num_computed_tokens = request, 3
-    cache.reserve(request, 4)
-    scheduler._waiting.clear()
-    scheduler.running.append(request)
-    scheduler.drafter = Guess(1, 1)
-    (work,) = steps.schedule()
-    assert work.drafts == () and len(work.takers) == 2, "drafts for two takers"
 
 
 def test_nothing_is_computed_for_the_last_token() -> None:

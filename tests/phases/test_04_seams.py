@@ -9,77 +9,24 @@ from collections.abc import Sequence
 
 import pytest
 
-import continuous
 from common.interrupts import Uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.engine import Engine
-from continuous.runner import Forwarded, Runner
 from continuous.scheduler import Scheduler
 from continuous.work import Work
-from forward.model import Model
-from tests.fakes import FakePending, FakeRunner, OddOnly, expected_tokens
+from tests.fakes import FakePending, FakeRunner, expected_tokens
 from tests.schedules import MAX_LEN, check, fake_engine
-
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3]]
-PARAMS = [
-    SamplingParams(max_tokens=12, ignore_eos=True),
-    SamplingParams(max_tokens=9, temperature=0.9, seed=5, ignore_eos=True),
-    SamplingParams(max_tokens=7, temperature=1.0, seed=6, n=2, ignore_eos=True),
-]
-
 
 # A victim that is forgotten in the line would hang.
 pytestmark = pytest.mark.timeout(20)
 
 
-def small(model: Model) -> Engine:
-    return continuous.load(model, max_rows=4, max_len=64)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Model) -> list[list[int]]:
-    return [completion.token_ids for completion in small(model).generate(PROMPTS, PARAMS)]
-
-
 # Two halves, and masks between them.
 
 
-def test_masked_steps(model: Model) -> None:
-    engine = small(model)
-    masks = OddOnly(model.config.vocab_size)
-    masked = Engine(engine.scheduler, engine.runner, masks=masks)
-    for completion in masked.generate(PROMPTS, PARAMS):
-        assert all(token % 2 for token in completion.token_ids), completion.token_ids
-    assert masks.filled == masked.stats.steps
-    check(masked)
-
-
 # Plans.
-
-
-class Plan:
-    """Takes steps of so many works, and runs them eagerly."""
-
-    def __init__(self, runner: Runner, works: int) -> None:
-        self.runner, self.works, self.ran = runner, works, 0
-
-    def takes(self, works: Sequence[Work], masked: bool) -> int | None:
-        return self.works if len(works) <= self.works else None
-
-    def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        assert len(works) <= ticket
-        self.ran += 1
-        return self.runner.eager(works)
-
-
-def test_a_runner_asks_its_plans_in_order(model: Model, expected: list[list[int]]) -> None:
-    engine = small(model)
-    one, two = (Plan(engine.runner, count) for count in (1, 2))
-    engine.runner.plans = (one, two)
-    assert [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)] == expected
-    assert one.ran and two.ran and one.ran + two.ran < engine.stats.steps, "larger steps run eagerly"
 
 
 # The inbox.
@@ -164,22 +111,6 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: B
         assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), request.id
 
 
-def test_settings_that_cannot_be_taken_end_their_own_request(model: Model, expected: list[list[int]]) -> None:
-    engine = small(model)
-    inner = engine.runner.set_row
-
-    def set_row(request: Request) -> None:
-        if request.index == 1:
-            raise OverflowError("too large")
-        inner(request)
-
-    engine.runner.set_row = set_row  # type: ignore[method-assign]
-    first, bad, *last = engine.generate(PROMPTS, PARAMS)
-    assert bad.finish_reason == "error" and not bad.token_ids
-    assert [c.token_ids for c in (first, *last)] == [expected[0], *expected[2:]]
-    check(engine)
-
-
 # Ctrl-C.
 
 
@@ -233,16 +164,6 @@ def test_ctrl_c_in_a_step_loses_nobody_elses_tokens(at: str, overlap: bool) -> N
             assert told[request] == request.output_ids == output, f"request {request.id}: wrong tokens"
         else:  # the step itself raised: its own requests end, the others go on
             assert request.finish_reason == "error" and request in requests[:2]
-
-
-def test_a_second_ctrl_c_does_not_wait() -> None:
-    reached = False
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        reached = True
-    assert not reached
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_is_the_main_threads_affair() -> None:

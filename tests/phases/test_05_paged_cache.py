@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,10 @@ from common.events import generate
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.batch import Batch
-from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.work import Work
 from forward.attention import LayerSpec
-from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import (
@@ -99,9 +96,9 @@ def test_any_schedule(script: list[Any], rows: int, block_size: int, spare: int,
 @pytest.mark.slow
 def test_many_schedules() -> None:
     preempted = sum(
-        engine.scheduler.preemptions > 0 for engine, _ in play_seeds(range(200), partial(machine, "05"))
+        engine.scheduler.preemptions > 0 for engine, _ in play_seeds(range(80), partial(machine, "05"))
     )
-    assert preempted > 30, f"only {preempted} of 200 scripts preempt anybody"
+    assert preempted > 10, f"only {preempted} of 80 scripts preempt anybody"
 
 
 # The allocator.
@@ -274,26 +271,6 @@ def test_preemption_goes_on_until_there_is_room() -> None:
     finish(engine)
 
 
-def test_who_needs_room_and_is_last_by_rank_goes_himself() -> None:
-    engine, _ = fake(2, 3)
-    first, second = (engine.add([1] * n, greedy(4))[0] for n in (5, 4))
-    engine.step()  # 2 and 1 blocks of 3; the second needs another
-    engine.step()
-    assert (first.preemptions, second.preemptions) == (0, 1), "the first was preempted for one after it"
-    assert len(first.output_ids) == 2 and second.row < 0
-
-
-def test_siblings_run_where_their_rank_is() -> None:
-    engine, _ = fake(6, 40, policy="priority")
-    engine.add([1] * 3, greedy(9), priority=5)
-    engine.step()
-    requests = engine.add([2] * 3, greedy(9, n=3), priority=1)
-    engine.step()
-    running = [request.priority for request in engine.scheduler.running]
-    assert running == [1, 1, 1, 5], f"requests of priorities {running} run in this order"
-    assert {request.row for request in requests} == {1, 2, 3}
-
-
 def test_preemption_gives_the_same_tokens(model: Model) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(1, 257) for _ in range(rng.randrange(20, 60))] for _ in range(10)]
@@ -342,18 +319,6 @@ def test_more_samples_than_rows_wait_in_line(model: Model) -> None:
         narrow.step()
     assert all(request.finish_reason is not None for request in requests)
     narrow.check_integrity()
-
-
-def test_three_times_as_many_requests_in_the_same_bytes(model: Model) -> None:
-    """Work shrank: rows keep memory for the longest request, blocks for what there is."""
-    memory = 4 * 256 * model.config.kv_bytes_per_token(model.dtype)
-    prompts = [[1] * 40 for _ in range(24)]
-    rows = continuous.load(model, max_len=256, cache_bytes=memory)
-    blocks = paged_cache.load(model, max_len=256, cache_bytes=memory)
-    for engine in (rows, blocks):
-        generate(engine, prompts, greedy(20))
-    assert rows.stats.most_running == 4
-    assert blocks.stats.most_running >= 12 and blocks.stats.steps < rows.stats.steps / 2
 
 
 # Samples that share their prompt.
@@ -415,19 +380,6 @@ def test_the_first_to_write_copies_and_the_last_keeps_the_original() -> None:
     cache.check()
 
 
-def test_a_copy_needs_a_free_block() -> None:
-    rows, cache = Rows(2, 40), PagedCache(2, 40, 2, 4)
-    parent, child = (admitted(rows, number, 6) for number in range(2))
-    assert cache.reserve(parent, 6)
-    cache.fork(parent, child, 6)
-    before = cache.tables.copy()
-    assert not cache.reserve(parent, 7), "a block was promised for a copy, but none is free"
-    assert (cache.tables == before).all() and cache.take_copies() == []
-    cache.release(child)
-    assert cache.reserve(parent, 7) and cache.take_copies() == []
-    cache.check()
-
-
 def test_a_fork_shares_no_more_than_the_prompt() -> None:
     """Blocks that the parent has beyond the prompt, for drafts, are its own."""
     rows, cache = Rows(2, 40), PagedCache(2, 40, 8, 4)
@@ -460,17 +412,6 @@ def test_samples_wait_until_there_are_rows_for_all() -> None:
     assert all(request.row < 0 for request in several)
     finish(engine)
     assert [request.finish_reason for request in several] == ["length"] * 3
-
-
-def test_a_sample_that_is_aborted_in_line_gets_no_row() -> None:
-    engine, _ = fake(3, 20)
-    engine.add([1] * 3, greedy(4))
-    engine.step()
-    several = engine.add([2] * 3, greedy(2, n=3))
-    engine.abort(several[1])
-    finish(engine)
-    assert [request.finish_reason for request in several] == ["length", "abort", "length"]
-    assert several[1].row < 0 and engine.scheduler.rows.free == 3, "a request that has ended holds a row"
 
 
 def test_copies_read_before_anything_is_written() -> None:
@@ -542,18 +483,6 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_slots_follow_the_block_tables() -> None:
-    rows, cache = Rows(2, 40), PagedCache(2, 40, 10, 4)
-    scatter(cache, random.Random(0))
-    request = Request(0, [1] * 10, 10, 20, SamplingParams())
-    rows.acquire(request)
-    cache.reserve(request, 10)
-    batch = paged_batch(rows, cache, [Work(request, 0, 2, 8)])
-    table = cache.blocks_of(0)
-    assert batch.block_tables.tolist() == [table] and batch.block_tables.dtype == torch.int32
-    assert batch.slots.tolist() == [table[p // 4] * 4 + p % 4 for p in range(2, 10)]
-
-
 def test_slots_of_a_pool_beyond_two_thousand_million_tokens() -> None:
     rows, cache = Rows(1, 40), PagedCache(1, 40, 10, 16)
     request = admitted(rows, 0, 20)
@@ -591,16 +520,6 @@ def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> No
 # Memory.
 
 
-def test_weight_bytes_count_buffers_and_shared_memory_once() -> None:
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    expected = 4 * sum(p.numel() for p in model.parameters()) + 4 * 8  # and RoPE's 8 frequencies
-    assert weight_bytes(model) == expected
-    model.register_buffer("view", model.lm_head.weight[3:5])
-    assert weight_bytes(model) == expected
-    tied = random_model(replace(SHAPES["tiny"], tie_word_embeddings=True), device="cpu", dtype=torch.float32)
-    assert weight_bytes(tied) == expected - 4 * 257 * 48
-
-
 def test_ledger(model: Model) -> None:
     plan = {"block_size": 16, "step_tokens": 2048, "rows": 4, "max_len": 100}
     ledger = plan_cache(model, cache_bytes=block_bytes(model, 10) + 5, **plan)
@@ -617,15 +536,3 @@ def test_ledger(model: Model) -> None:
         plan_cache(model, cache_bytes=10**18, **plan)
     with pytest.raises(UserError, match=r"max_rows is 65536, which takes \d+ bytes for requests of 16777216"):
         plan_cache(model, **{**plan, "rows": 1 << 16, "max_len": 1 << 24})
-
-
-def test_an_exception_gives_the_blocks_back(model: Model) -> None:
-    engine: Engine = paged_cache.load(model, max_rows=2)
-    for _ in range(2):
-        engine.add([1] * 20, greedy(5, n=2))
-    hook = model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
-    outputs = engine.step()
-    hook.remove()
-    assert [output.finish_reason for output in outputs] == ["error"] * 2
-    finish(engine)
-    engine.check_integrity()  # type: ignore[attr-defined]

@@ -88,24 +88,6 @@ def test_both_stores_write_the_same_numbers(name: str) -> None:
         assert not slot, f"slots {slot} are not what was stored in slots 5, 0 and 23 in the format {name}"
 
 
-def test_float8_is_kept_within_its_limits() -> None:
-    """Torch's cast turns what is too large into NaN."""
-    scale = torch.ones(1)
-    stored = encode(torch.tensor([[[1e4, -1e4, 1.0]]]), scale, torch.float8_e4m3fn)
-    assert stored.float().flatten().tolist() == [448.0, -448.0, 1.0]
-
-
-def test_a_block_takes_what_its_numbers_take() -> None:
-    config = SHAPES["tiny"]
-    model, half = KVFormat(), KVFormat(torch.int8)
-    assert model.bytes_per_block(config, 16, torch.bfloat16) == 2 * half.bytes_per_block(
-        config, 16, torch.bfloat16
-    )
-    assert BlockPool.bytes_per_block(config, 16, torch.float32) == model.bytes_per_block(
-        config, 16, torch.float32
-    )
-
-
 def step(attention: PagedAttention, lens: list[int]) -> tuple[Tensor, Tensor]:
     """Prompts of these lengths through an attention object, and what the oracle says of its cache."""
     tokens, device = sum(lens), torch.device(DEVICE)

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import chunked_prefill
 import prefix_cache
 from chunked_prefill import ChunkedScheduler
-from common.errors import UserError
 from common.events import generate
-from common.request import Request
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.model import Model
@@ -107,9 +105,9 @@ def test_any_schedule(
 @pytest.mark.parametrize("kind", INDEXES)
 @pytest.mark.slow
 def test_many_schedules(kind: str) -> None:
-    engines = [engine for engine, _ in play_seeds(range(150), partial(machine, kind))]
+    engines = [engine for engine, _ in play_seeds(range(50), partial(machine, kind))]
     hits = sum(engine.scheduler.cache.stats.hit_tokens > 0 for engine in engines)  # type: ignore[attr-defined]
-    assert hits > 40, f"only {hits} of 150 scripts find anything in the cache"
+    assert hits > 12, f"only {hits} of 50 scripts find anything in the cache"
 
 
 # Hits.
@@ -143,26 +141,6 @@ def test_generated_tokens_are_found_by_the_next_turn(index: str) -> None:
     (second,) = run(engine, (history, greedy(2)))
     # 17 tokens were known and 16 computed: the last sampled one never was.
     assert second.cached_tokens == 16
-
-
-@BOTH
-def test_a_running_request_shares_what_it_has_generated_so_far(index: str) -> None:
-    engine, _ = fake(MAKE[index](), block_size=4)
-    (running,) = engine.add([1] * 6, greedy(30, seed=1))
-    for _ in range(8):
-        engine.step()
-    (late,) = engine.add([*running.tokens, 3], greedy(1))
-    engine.step()
-    assert late.cached_tokens == 12 and running.finish_reason is None
-    finish(engine)
-
-
-@BOTH
-def test_a_preempted_request_finds_its_own_blocks(index: str) -> None:
-    engine, runner = fake(MAKE[index](), blocks=12, block_size=4)
-    one, other = run(engine, ([1] * 20, greedy(20, seed=0)), ([2] * 20, greedy(20, seed=1)))
-    assert (one.preemptions, other.preemptions) == (0, 1) and other.cached_tokens > 0
-    assert runner.computed < 2 * 39 + 20
 
 
 @BOTH
@@ -352,19 +330,6 @@ def test_only_what_is_missing_is_evicted(index: str) -> None:
 
 
 @BOTH
-def test_looking_changes_nothing(index: str) -> None:
-    made = MAKE[index]()
-    engine, _ = fake(made, blocks=100)
-    run(engine, ([1] * 12, greedy(1)))
-    cache = engine.scheduler.cache
-    request = Request(9, [1] * 12, 12, 13, greedy(1))
-    state = made.evictable, sorted(made.blocks()), list(cache.allocator.refs), vars(cache.stats).copy()
-    for _ in range(2):
-        assert cache.lookup(request) == 8 and cache.fits(request)
-    assert state == (made.evictable, sorted(made.blocks()), cache.allocator.refs, vars(cache.stats))
-
-
-@BOTH
 def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None:
     engine = prefix_cache.load(model, index=index)
     engine.add([1] * 20, greedy(3))
@@ -372,11 +337,6 @@ def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None
     engine.cache.tables[0, 0] ^= 1  # the request now claims somebody else's block
     with pytest.raises(AssertionError):
         engine.check_integrity()
-
-
-def test_unknown_index(model: Model) -> None:
-    with pytest.raises(UserError, match="index is 'tree'"):
-        prefix_cache.load(model, index="tree")
 
 
 # Admission.
@@ -431,12 +391,6 @@ def grow(index: Any, text: str, first: int, salt: str = "") -> Any:
     cursor = index.attach([], salt)
     cursor, _, _ = index.extend(cursor, keys(text), list(range(first, first + len(text))))
     return cursor
-
-
-def test_keys_are_full_blocks() -> None:
-    one = block_keys([1, 2, 3, 4, 5], 2)
-    assert len(one) == 2 and one == block_keys([1, 2, 3, 4], 2) and one[0] != one[1]
-    assert block_keys([], 4) == block_keys([1, 2, 3], 4) == []
 
 
 @pytest.mark.parametrize("index", MAKE)
@@ -509,19 +463,6 @@ def test_collisions_are_counted_and_never_served() -> None:
         "a block is found where its tokens stand, but not its past"
     )
     made.detach(cursor)
-
-
-def test_nothing_is_inserted_behind_a_collision() -> None:
-    made = HashIndex(lambda data: data[8] if data else 0)  # the last block's token, whatever came before
-    first = grow(made, "xb", 0)
-    second, held, new = made.extend(made.attach([], ""), keys("abc"), [10, 11, 12])
-    assert (held, new, made.collisions) == ([10, 11, 12], [10], 1)
-    assert made.match(keys("ac"), "").blocks == [10], "c is found behind a, but it stood behind b"
-    second, held, new = made.extend(second, keys("d"), [13])
-    assert (held, new) == ([13], []), "a request that has collided inserts again"
-    made.detach(first)
-    made.detach(second)
-    assert made.evictable == 3
 
 
 def test_a_collision_does_not_open_another_tenants_tree() -> None:

@@ -6,7 +6,6 @@ On the CPU a graph's function is called instead of replayed, with the kernels in
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ pytest.importorskip("triton")
 import cuda_graphs
 import forward
 import prefix_cache
-from benchmarks.compiled import compile_layers
 from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import Completion, generate
@@ -34,24 +32,19 @@ from continuous.batch import HostBatch
 from continuous.rows import Rows
 from continuous.runner import Forwarded
 from continuous.work import Work
-from cuda_graphs.buckets import chunk_sizes, decode_sizes, fills, full_step, smallest
+from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.chunk_graph import Layout
-from cuda_graphs.memory import graph_bytes
 from cuda_graphs.overlap import Overlapped
-from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import BUFFERS, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
 from cuda_graphs.tables import DeviceTables
-from forward.attention import RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from paged_cache import BlockPool, PagedCache, PagedEngine
-from paged_cache.memory import activation_bytes
+from paged_cache import PagedCache, PagedEngine
 from tests.equivalence.compare import assert_all_same
-from tests.fakes import FakePending, FakeRunner, OddOnly
-from triton_paged_attention.tables import LONG
+from tests.fakes import FakePending, FakeRunner
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -88,31 +81,6 @@ def test_every_batch_has_a_size_with_little_padding(most: int) -> None:
         assert size is not None, f"no graph of {sizes} holds {count} requests"
         assert count <= size < max(2 * count, count + 16), f"{count} requests run in a graph of {size}"
     assert smallest(sizes, most + 1) is None
-
-
-@pytest.mark.parametrize("most", [1, 32, 33, 1000, 2048])
-def test_chunk_sizes_end_with_the_largest(most: int) -> None:
-    sizes = chunk_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most and all(size >= 32 for size in sizes[:-1])
-
-
-@pytest.mark.parametrize(
-    ("shape", "device", "steps", "most", "right"),
-    [
-        ("qwen3-0.6b", "cuda", 8192, 1024, 8192),
-        ("qwen3-0.6b", "cuda", 16384, 1024, 16384),
-        ("qwen3-8b", "cuda", 8192, 1024, 0),  # the device takes longer than the launches
-        ("qwen3-0.6b", "cuda", 1024, 1024, 0),  # has one anyway
-        ("qwen3-0.6b", "cuda", 8192, 0, 0),  # chunk graphs are off
-        ("qwen3-0.6b", "cpu", 8192, 1024, 0),
-    ],
-)
-def test_full_steps_of_small_models_have_a_graph(
-    shape: str, device: str, steps: int, most: int, right: int
-) -> None:
-    model: Any = SimpleNamespace(config=SHAPES[shape], device=torch.device(device))
-    found = full_step(model, steps, most)
-    assert found == right, f"{shape} on {device}, {steps} tokens a step: a graph of {found}, not {right}"
 
 
 # What goes in and out.
@@ -276,25 +244,6 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     assert runner.log == wanted, f"steps do not overlap: {', '.join(runner.log)}"
 
 
-def test_steps_that_overlap_share_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds of all steps add up to the time in which the device was busy."""
-    ticks = itertools.count()  # every look at the clock moves it by one
-    monkeypatch.setattr(
-        "continuous.engine.time", SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=lambda: 0.0)
-    )
-    engine, _ = ahead()
-    busy = 0
-    for _ in range(2):  # between them it is idle
-        engine.add([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
-        before = next(ticks)
-        while not engine.idle:
-            engine.step()
-        busy += (next(ticks) - 1) - (before + 1)  # from the first launch to the last result
-    assert engine.stats.prefill_seconds > 0 and engine.stats.decode_seconds > 0
-    counted = engine.stats.prefill_seconds + engine.stats.decode_seconds
-    assert counted == busy, f"steps of {counted} seconds, but the device was busy for {busy}"
-
-
 def test_nothing_is_scheduled_behind_the_last_allowed_token() -> None:
     engine, runner = ahead()
     engine.add([1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -403,7 +352,7 @@ def test_replayed_steps_give_the_same_tokens(model: Model, overlap: bool) -> Non
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("few", [16, 1])
+@pytest.mark.parametrize("few", [16, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts token by token: nothing is sampled but behind the last one, there for two samples at once.
@@ -411,59 +360,14 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
     few: requests with which the smaller graph copes; with 1, the two samples need the larger.
     """
     monkeypatch.setattr(cuda_graphs.plans, "SMALL_BATCH", few)
-    prompts = [[5, 6, 7], [8, 9, 10, 11]][: 1 if few == 1 else 2]
-    params = [SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
+    prompts = [[5, 6], [8, 9, 10]][: 1 if few == 1 else 2]
+    params = [SamplingParams(max_tokens=2, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
     params = params[: len(prompts)]
     engine = load(model, chunk_tokens=1, overlap=False)
     wanted = generate(prefix_cache.load(model, max_rows=5, max_len=120), prompts, params)
     actual = generate(engine, prompts, params)
     assert_all_same(model, wanted, actual, [one for one in params for _ in range(2)])
     assert runner_of(engine).replays == engine.stats.steps, "not every step was replayed"
-
-
-@pytest.mark.slow
-def test_masked_steps_are_sampled_behind_the_graph(model: Model) -> None:
-    engine = load(model, overlap=False, graph_tokens=0)
-    engine.masks = OddOnly(model.config.vocab_size)
-    for one in generate(engine, [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=4, ignore_eos=True)):
-        even = [token for token in one.token_ids if token % 2 == 0]
-        assert not even, f"prompt {one.index}: tokens {even} were masked, and the graph chose them"
-        assert one.finish_reason == "length", f"prompt {one.index}: its masks could not be filled"
-    assert runner_of(engine).replays > 0
-
-
-@pytest.mark.slow
-def test_log_probabilities_are_worked_out_behind_the_graph(model: Model) -> None:
-    params = [SamplingParams(max_tokens=3, logprobs=2, temperature=heat, seed=1) for heat in (0.0, 0.9)]
-    wanted = generate(prefix_cache.load(model, max_rows=2, max_len=120), [[5, 6, 7], [8, 9]], params)
-    for mine, theirs in zip(
-        generate(load(model, graph_tokens=0), [[5, 6, 7], [8, 9]], params), wanted, strict=True
-    ):
-        assert mine.token_ids == theirs.token_ids, f"prompt {mine.index}"
-        count = len(mine.logprobs or ())
-        assert count == len(mine.token_ids), (
-            f"prompt {mine.index}: {count} log-probabilities of {mine.token_ids}"
-        )
-
-
-@pytest.mark.slow
-def test_padding_is_nobody_even_where_somebody_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that end one by one leave their rows and positions in the buffers of later steps."""
-    engine = load(model, overlap=False, graph_tokens=0)
-    plan, seen, counts = runner_of(engine).plan(DecodePlan), list[list[int]](), list[int]()
-    for graph in plan.graphs.values():
-        replay = graph.replay
-        monkeypatch.setattr(
-            graph, "replay", lambda graph=graph, replay=replay: seen.append(graph.at.tolist()) or replay()
-        )
-    run = plan.run
-    monkeypatch.setattr(plan, "run", lambda works, ticket: counts.append(len(works)) or run(works, ticket))
-    params = [SamplingParams(max_tokens=2 + n, ignore_eos=True) for n in range(5)]
-    generate(engine, [[5, 6, 7 + n] for n in range(5)], params)
-    assert counts == [5, 4, 3, 2, 1]
-    for count, positions in zip(counts, seen, strict=True):
-        padding = positions[count:]
-        assert set(padding) <= {-1}, f"a step of {count} requests has padding at positions {padding}"
 
 
 @pytest.mark.slow
@@ -476,23 +380,6 @@ def test_capped_logits_are_drawn_from_as_capped() -> None:
     assert_all_same(
         capped, wanted, generate(load(capped, max_rows=2, graph_tokens=0), prompts, params), params
     )
-
-
-@pytest.mark.parametrize(
-    ("starts", "counts", "right"),
-    [
-        ([0, 0], [50, 50], True),
-        ([0, 30], [60, 30], True),  # 90 of 100
-        ([0, 30], [59, 30], False),
-        ([LONG - 91, 7], [90, 1], True),
-        ([LONG - 90, 7], [90, 1], False),  # its attention is another kernel
-        ([0, LONG + 7], [90, 1], True),  # that of a decode is not
-    ],
-)
-def test_which_steps_fill_a_full_ones_graph(starts: list[int], counts: list[int], right: bool) -> None:
-    pairs = zip(starts, counts, strict=True)
-    works: Any = [Work(None, row, start, count) for row, (start, count) in enumerate(pairs)]  # type: ignore[arg-type]
-    assert fills(100, works, LONG) == right, f"{counts} tokens behind {starts}"
 
 
 @pytest.mark.slow
@@ -533,38 +420,6 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
     assert runner_of(engine).replays == 0
     generate(engine, prompts[:1], params)
     assert runner_of(engine).replays == 2
-
-
-@pytest.mark.slow
-def test_startup_counts_the_graphs(model: Model) -> None:
-    runner = runner_of(load(model, graph_tokens=0))
-    assert runner.startup.graphs == 3 * len(decode_sizes(5)) and runner.startup.seconds > 0
-    sizes = [size for size, _ in runner.plan(DecodePlan).graphs]
-    assert sizes == sorted(sizes, reverse=True), (
-        f"the largest is captured first, and the others fit in: {sizes}"
-    )
-
-
-@pytest.mark.slow
-def test_the_budget_for_graphs_grows_with_them(model: Model) -> None:
-    small, large = graph_bytes(model, 8, 0, 2048), graph_bytes(model, 64, 0, 2048)
-    assert 0 < small < large < graph_bytes(model, 64, 512, 2048)
-    engine = load(model, graph_tokens=0)
-    assert engine.ledger.reserved == graph_bytes(model, 5, 0, 2048), "the ledger does not know of the graphs"
-    on_a_gpu: Any = SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda"))
-    without, with_ = (graph_bytes(on_a_gpu, 64, 512, steps) for steps in (512, 8192))
-    activations = activation_bytes(on_a_gpu, 8192, 64) - activation_bytes(on_a_gpu, 512, 64)
-    assert with_ - without > activations, "nothing is left for the graph of a full step"
-
-
-@pytest.mark.slow
-def test_compiled_layers_compute_the_same() -> None:
-    plain = forward.load_model("random:tiny", device=DEVICE, dtype="float32")
-    compiled = compile_layers(plain, backend="eager")  # the tracing, without a compiler's minute
-    ids = torch.arange(1, 9, device=DEVICE)
-    positions = torch.arange(8, device=DEVICE)
-    expected = plain(ids, positions, RecomputeAttention())
-    torch.testing.assert_close(compiled(ids, positions, RecomputeAttention()), expected)
 
 
 # What cannot be had.
@@ -612,12 +467,6 @@ assert isinstance(cuda_graphs.step_kernels.gather_kernel, InterpretedFunction)
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-
-
-@pytest.mark.skipif(CUDA, reason="a CUDA device has graphs")
-def test_without_cuda_it_is_phase_08_run_ahead(model: Model) -> None:
-    engine = cuda_graphs.load(model, max_rows=3)
-    assert isinstance(engine.loop, Overlapped) and not isinstance(engine.runner, GraphRunner)
 
 
 # On a GPU.
@@ -702,8 +551,3 @@ def test_the_host_does_not_wait_for_the_step_it_launches() -> None:
     assert pending is not None
     torch.cuda.synchronize()
     assert launched < time.perf_counter() - started - 1e-4
-
-
-def test_the_pool_fits_the_test(model: Model) -> None:
-    """The requests above fit at once, or preemption would hide what the test is about."""
-    assert 4_000_000 // BlockPool.bytes_per_block(model.config, 16, model.dtype) > 5 * 8

@@ -81,23 +81,6 @@ def test_the_kernels_sampler_is_torchs_with_every_setting(alone: bool) -> None:
     assert tokens[: len(tokens) // 2] == tokens[len(tokens) // 2 :]
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_drawn_token_depends_on_nothing_but_its_row(count: int) -> None:
-    """Few rows are cut into smaller chunks than many, and the tokens stay."""
-    vocab = 2500
-    sampler = Sampler(8, vocab, DEVICE, seed=0)
-    for row in range(8):
-        sampler.set_row(row, SamplingParams(temperature=1.0, seed=row))
-    sampler.plan(range(8))
-    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rows, steps = torch.arange(8, device=DEVICE), torch.arange(8, device=DEVICE) * 3
-    together = draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
-    some = slice(2, 2 + count)
-    assert torch.equal(
-        draw_rows(logits[some], rows[some], steps[some], sampler.floats, sampler.ints), together[some]
-    )
-
-
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import quant
-from benchmarks.defined import DefinedLinear, defined, defined_layer
-from benchmarks.fidelity import StoredAttention, compare, difference
+from benchmarks.defined import defined_layer
+from benchmarks.fidelity import compare, difference
 from common.errors import UserError
-from common.models.checkpoint import assign
-from common.sampling.params import SamplingParams
 from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache.memory import weight_bytes
 from paged_cache.pool import encode
-from quant import awq, gptq, rtn
-from quant.calibrate import blocks_of, samples, sweep, watch
+from quant import gptq, rtn
+from quant.calibrate import samples
 from quant.formats import INT4, SCHEMES
-from quant.kv import KV_DTYPES, StoredKV, head_scales, kv_format, sample
+from quant.kv import KV_DTYPES, head_scales, sample
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 from quant.methods import quantize_model
@@ -103,36 +98,6 @@ def test_the_callers_model_stays_as_it_is(tiny: Model) -> None:
     assert quant.load(tiny, **SMALL).runner.model is tiny, "nothing to do, so nothing is copied"
 
 
-def test_weights_take_the_bytes_that_they_should() -> None:
-    """Of Qwen3-8B, from its shape alone."""
-    from forward.shapes import SHAPES
-
-    with torch.device("meta"):
-        from forward.models import FAMILIES
-
-        config = SHAPES["qwen3-8b"]
-        model = FAMILIES[config.family](config)
-    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    rest = sum(2 * p.numel() for p in model.parameters()) - sum(
-        2 * x.weight.numel() for x in linears.values()
-    )
-
-    def total(scheme: str, head: str | None) -> float:
-        size = rest
-        for name, layer in linears.items():
-            n, k = layer.weight.shape
-            kind = SCHEMES[head] if name == "lm_head" and head else SCHEMES[scheme]
-            if name == "lm_head" and not head:
-                size += 2 * n * k
-                continue
-            scales = torch.Size(kind.scale_shape(n, k)).numel()
-            size += n * k * kind.bits // 8 + scales * (2 if kind.weights == "int4" else 4)
-        return size / 1e9
-
-    assert total("fp8-block", None) <= 9.5 and total("fp8", "fp8") <= 8.9
-    assert total("int4", None) <= 6.2 and total("int4", "int8") <= 5.6
-
-
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a scheme": (
         {"quantization": "int3"},
@@ -150,13 +115,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_wrong_options(tiny: Model, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         quant.load(tiny, **options, **SMALL)
-
-
-def test_rows_that_no_group_divides(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"\w+ has rows of 40 weights, which no group of 16 or more divides"):
-        rtn_of = Quantize(INT4)
-        layer = nn.Linear(40, 8)
-        QuantLinear.of(layer, rtn_of.scheme, "some_layer")  # type: ignore[arg-type]
 
 
 # Engines: all ways give the same tokens.
@@ -218,11 +176,6 @@ def test_kernels_first_or_not_the_layers_are_quantized_and_joined(tiny: Model, s
     assert not any(isinstance(part, nn.Linear) for part in model.modules()), "a plain layer is left"
 
 
-def test_a_cpu_reads_fewer_larger_weights(tiny: Model) -> None:
-    model = quant.load(tiny, quantization="int8", **SMALL).runner.model
-    assert sum(isinstance(part, QuantLinear) for part in model.modules()) == 2 * 4 + 1
-
-
 # Keys and values.
 
 
@@ -246,28 +199,6 @@ def test_scales_hold_what_was_seen(tiny: Model, kind: str) -> None:
         assert worst < (1 / 16 if kind == "fp8" else 1 / 200), (
             f"layer {layer}, side {side}: off by {worst:.3f}"
         )
-
-
-def test_half_the_bytes_are_twice_the_tokens(tiny: Model) -> None:
-    plain = quant.load(tiny, **SMALL)
-    for kind in KV_DTYPES:
-        engine = quant.load(tiny, kv_cache=kind, **SMALL)
-        assert engine.ledger.blocks >= min(4 * plain.ledger.blocks, 4 * 16), kind
-
-
-def test_the_cache_and_the_measurement_of_quality_round_alike(tiny: Model) -> None:
-    kv = kv_format(tiny, "int8")
-    engine = quant.load(tiny, kv_cache="int8", **SMALL)
-    params = [SamplingParams(max_tokens=8, ignore_eos=True)]
-    (completion,) = engine.generate([PROMPTS[0]], params)
-    tokens = list(PROMPTS[0])
-    for _ in range(8):
-        ids = torch.tensor(tokens)
-        with torch.no_grad():
-            hidden = tiny(ids, torch.arange(len(ids)), StoredAttention(kv))
-            tokens.append(int(tiny.logits(hidden[-1]).argmax()))
-    assert completion.token_ids == tokens[len(PROMPTS[0]) :]
-    assert not any(isinstance(part, StoredKV) for part in tiny.modules())
 
 
 # Methods.
@@ -358,30 +289,6 @@ def test_gptq_of_inputs_that_were_never_seen() -> None:
     assert bool((found[:, 5] == 0).all()), "input 5 was always 0, but its weights are kept"
 
 
-def test_awq_loses_less_than_rounding_to_nearest() -> None:
-    weight, x, hessian = problem()
-    scheme = INT4.with_group(32)
-    scales = awq.input_scales([weight], hessian, scheme)
-    assert scales[::17].min() > scales[1:17].max(), "large inputs' weights are made larger"
-    found = awq.quantize(weight * scales, hessian.diagonal() / scales**2, scheme).dequantize() / scales
-    nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
-    got = loss(weight, found, x)
-    assert got < nearest / 1.5, f"AWQ loses {got:.4f}, rounding to nearest {nearest:.4f}"
-
-
-def test_layers_of_one_input_share_a_matrix(tiny: Model) -> None:
-    _, block = blocks_of(tiny)[0]
-    x, cos_sin = torch.randn(20, 48), None
-    cos_sin = tiny.rope(torch.arange(20))  # type: ignore[operator]
-    with watch(block) as found, torch.no_grad():
-        block(x, cos_sin, RecomputeAttention())
-    assert found["self_attn.q_proj"] is not found["self_attn.o_proj"]
-    normed = block.input_layernorm(x)  # type: ignore[operator]
-    for name in ("q_proj", "k_proj", "v_proj"):
-        assert torch.allclose(found[f"self_attn.{name}"], normed.t() @ normed / 20, atol=1e-5), name
-    assert set(found) == {name for name, part in block.named_modules() if isinstance(part, nn.Linear)}
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_awq_moves_scales_without_changing_the_model(
     folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
@@ -429,20 +336,6 @@ def test_methods_are_better_than_nearest(folders: dict[str, Path], family: str, 
     assert found[method].kl < found["rtn"].kl, f"{method} on {family}: {found}"
 
 
-def test_a_block_sees_what_the_quantized_blocks_below_let_through(tiny: Model) -> None:
-    model, inputs = clone(tiny), []
-
-    def change(name: str, block: nn.Module, hessians: Any) -> None:
-        inputs.append(hessians["self_attn.q_proj"])
-        block.mlp.down_proj.weight = nn.Parameter(torch.zeros(48, 80))  # type: ignore[union-attr]
-
-    sweep(model, [[1, 2, 3, 4]], change)
-    again: list[Tensor] = []
-    sweep(tiny, [[1, 2, 3, 4]], lambda name, block, hessians: again.append(hessians["self_attn.q_proj"]))
-    assert torch.equal(inputs[0], again[0])
-    assert not torch.allclose(inputs[1], again[1]), "layers.1 saw what layers.0 made before it was changed"
-
-
 WRONG: dict[str, tuple[str, str, list[list[int]], str]] = {
     "nothing to choose": ("fp8-block", "gptq", [[1]], "method is 'gptq', which does not go with fp8-block"),
     "eight bits": ("fp8", "awq", [[1]], "method is 'awq', which does not go with fp8"),
@@ -464,22 +357,6 @@ def test_a_text_that_is_too_short() -> None:
         samples([1, 2, 3], 2, 4)
 
 
-def test_divergence_by_hand() -> None:
-    true = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
-    found = torch.tensor([[0.25, 0.75], [0.2, 0.8]]).log()
-    kl, nll, same = difference(true, found, torch.tensor([1, 0])).tolist()
-    assert kl == pytest.approx(0.1438 + 1.1457, abs=1e-3), "the divergence is weighed by the true model"
-    assert nll == pytest.approx(-torch.tensor([0.75, 0.2]).log().sum().item(), abs=1e-6)
-    assert same == 0 or same == 1
-    assert difference(true, true, torch.tensor([1, 0])).tolist()[0] == 0
-
-
-def test_a_tensor_may_be_put_where_a_buffer_was() -> None:
-    layer = QuantLinear.of(nn.Linear(32, 8), SCHEMES["int8"], "w")
-    assign(layer, "scale", torch.ones(8))
-    assert layer.scale.tolist() == [1] * 8
-
-
 # Quality by definition.
 
 
@@ -491,39 +368,6 @@ def test_layers_by_definition_are_dequantized_and_multiplied_in_float32(scheme: 
     want, found = layer.exact(x), defined_layer(layer)(x)
     worst = float((found - want).abs().max() / want.abs().max())
     assert worst < 2e-5, f"{scheme}: an output by definition differs by {worst:.1e} of the largest"
-
-
-def test_no_layer_of_a_model_by_definition_is_left_as_it_was(tiny: Model) -> None:
-    model = Quantize(SCHEMES["int8"], None).finish(clone(tiny))
-    layers = [part for part in defined(model).modules() if isinstance(part, QuantLinear | nn.Linear)]
-    assert not layers, f"{layers} would be multiplied by a device's own routine"
-    assert isinstance(model.lm_head, nn.Linear), "the model that is measured was changed"
-
-
-def test_a_product_in_parts_loses_nothing_that_matters() -> None:
-    layer = nn.Linear(512, 64).requires_grad_(False)
-    parts = DefinedLinear(layer.weight.data, torch.ones(1), layer.bias, None)
-    x = torch.randn(16, 512) * 3
-    want = (x.double() @ layer.weight.double().t() + layer.bias.double()).float()
-    worst = float((parts(x) - want).abs().max() / want.abs().max())
-    assert worst < 2e-5, f"a product in three parts is off by {worst:.1e}: a part was left out"
-
-
-def test_models_are_asked_for_one_after_the_other(tiny: Model) -> None:
-    """A way that is measured may be forgotten before the next is made; heads of one scheme are kept once."""
-    alive: list[weakref.ref[Model]] = []
-
-    def ways() -> Iterator[tuple[str, Model, RecomputeAttention]]:
-        for number in range(3):
-            gc.collect()
-            assert sum(ref() is not None for ref in alive) <= 1, f"way {number} is made beside all before it"
-            model = Quantize(SCHEMES["int8"], SCHEMES["int8"]).finish(clone(tiny))
-            alive.append(weakref.ref(model))
-            yield str(number), model, RecomputeAttention()
-
-    found = compare(tiny, ways(), list(range(64)), window=16)
-    assert found["reference"].kl == 0 and found["reference"].agreement == 1 and found["0"].tokens == 60
-    assert found["0"] == found["1"] == found["2"] and found["0"].kl > 0
 
 
 def test_quality_is_of_the_whole_text(tiny: Model) -> None:

@@ -12,10 +12,9 @@ import pytest
 import speculative
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
-from speculative import loops, ngram
+from speculative import loops
 from speculative.control import SAMPLES, Control
 from speculative.speculation import Source, Speculator, verify
 
@@ -93,40 +92,6 @@ def test_a_request_that_is_wrong_does_not_stop_the_others() -> None:
     assert most == 8 and none == 0
 
 
-def test_plain_steps_are_timed_before_anything_is_guessed() -> None:
-    machine = Machine()
-    machine.step(1.0, interrupted=30.0)  # the first replay of a graph
-    for _ in range(SAMPLES + 4):
-        machine.step(1.0)
-    assert machine.drafts[:SAMPLES] == [0] * SAMPLES and machine.drafts[SAMPLES : SAMPLES + 4] == [1, 2, 4, 8]
-    assert machine.control.cost(1).plain == 1.0, "the slow first step counts"
-
-
-def test_a_few_wrong_drafts_at_first_say_little() -> None:
-    machine = Machine(each=0.1)
-    for _ in range(SAMPLES + 4):
-        machine.step(0.0)
-    assert all(machine.drafts[SAMPLES:]), "guessing has lost less than four steps, and is off"
-
-
-def test_gains_may_not_be_gambled_away() -> None:
-    machine = Machine(each=0.5, fixed=1.0, most=1)
-    cost = machine.control.cost(1)
-    machine.run(1.0, 40)
-    for _ in range(1000):
-        cost.saw_drafts(1.0, 1, 4, 5)
-    assert cost.lost == -4.0 * cost.plain, "more than four plain steps are kept"
-
-
-def test_an_interrupted_step_is_forgotten() -> None:
-    machine = Machine()
-    machine.run(0.9, 60)
-    for _ in range(3):
-        machine.step(0.9, interrupted=50.0)
-        machine.run(0.9, 40)
-    assert machine.run(0.9, 400) < 0.3, "one moment in which the machine did something else stops guessing"
-
-
 def test_steps_grow_with_their_contexts() -> None:
     """Plain steps become four times as long; against those of the beginning, guessing would only lose."""
     machine = Machine(each=0.02, fixed=0.2)
@@ -144,24 +109,6 @@ def test_what_was_wrong_is_tried_again() -> None:
         machine.run(0.0, wrong)
         machine.run(0.9, 3000)
         assert machine.run(0.9, 500) < 0.6, f"after {wrong} wrong steps guessing has not begun again"
-
-
-def test_the_account_looks_back_some_thousand_steps() -> None:
-    """An engine that has served for days neither loses 2 % of them at once nor waits as long to try again."""
-    control = Control(4)
-    cost = control.cost(1)
-    for _ in range(40_000):
-        cost.saw_plain(1.0)
-        control.decide(1)
-    lost = waited = 0
-    while control.decide(1):
-        cost.saw_drafts(2.0, 1, 1, 1)
-        lost += 1
-    assert 40 < lost < 120, f"{lost} steps in vain, after 40,000 others, before guessing is off"
-    while not control.decide(1):
-        cost.saw_plain(1.0)
-        waited += 1
-    assert 1000 < waited < 8000, f"another try after {waited} steps"
 
 
 # With real engines, whose clock is a test's.
@@ -203,21 +150,6 @@ def clocked(
 
     engine.collect = timed  # type: ignore[method-assign]
     return engine, speculator, clock
-
-
-def test_real_steps_are_accounted_for_where_they_belong(model: Model) -> None:
-    """With the clock of a device that takes a second a step, and 0.1 more for each draft: overlap and all."""
-    engine, speculator, clock = clocked(
-        model,
-        Stubborn(9),
-        lambda pending: 1.0 + 0.1 * sum(len(work.drafts) for work in pending.works),
-    )
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
-    assert list(speculator.control.costs) == [1], "the steps of one request are booked for more"
-    cost = speculator.control.costs[1]
-    assert cost.plain == pytest.approx(1.0), "steps without drafts take a second"
-    assert cost.having + cost.each == pytest.approx(0.1, abs=0.02) and speculator.stats.steps > 0
-    assert clock.now < 1.05 * 91, "guessing in vain has cost more than it may"
 
 
 def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) -> None:
@@ -282,12 +214,3 @@ def test_a_source_that_watches_is_judged_by_steps_that_do_not_wait(model: Model,
         turned_on = sum(after and not before for before, after in pairwise(steps))
         assert not turned_on, f"request {6 + number}: guessing has begun in the middle of it"
     assert clock.now - before < 1.03 * 5 * 41, "guessing in vain has cost more than it may"
-
-
-def test_what_was_accepted_is_learned() -> None:
-    control = Control(4)
-    speculator = Speculator(ngram.NGrams(), control)
-    request = Request(0, [1, 2, 3], 2, 99, SamplingParams())
-    for _ in range(8):
-        speculator.landed(Work(request, 0, 2, 4, (7, 7, 7), (request,)), 0)
-    assert control.rates[request] < 0.5, "request 0: wrong drafts do not count"

@@ -180,23 +180,6 @@ def test_a_token_may_come_when_its_text_may(pattern: str, backend: AutomataBacke
     assert len(seen) == len(dfa.table), f"{pattern!r}: only the states {seen} were reached"
 
 
-def test_masks_are_made_once_a_state(backend: AutomataBackend) -> None:
-    grammar: Any = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "array"}}))
-    matcher = grammar.matcher()
-    for _ in range(2):
-        for token in tokenizer().encode("[[[[[[[["):
-            mask(matcher)
-            matcher.advance([token])
-        matcher = grammar.matcher()
-    first = grammar.masks.made
-    deep = grammar.matcher()
-    for _ in range(40):
-        mask(deep)
-        deep.advance(tokenizer().encode("["))
-    # A deeper stack has the mask of its upper part.
-    assert grammar.masks.made <= first + 8, (first, grammar.masks.made)
-
-
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_mask_says_exactly_what_can_be_read(name: str, backend: AutomataBackend) -> None:
     """Token by token, without the trie."""

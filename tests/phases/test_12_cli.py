@@ -12,7 +12,6 @@ from common.errors import UserError
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from phases import find_phase
-from phases.cli import main
 from phases.commands.grammars import check_grammar, chosen_grammar, show_trace
 from tests.structured_kit import tokenizer
 
@@ -59,18 +58,6 @@ def test_phases_before_have_none() -> None:
     with pytest.raises(UserError, match="shows one prompt, but there are 2"):
         check_grammar(this, bound, True, 2)
     check_grammar(this, bound, True, 1)
-
-
-def test_the_command_refuses_before_it_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, says in (
-        (["run", "09", "--regex", "a"], "phases from 12 on"),
-        (["run", "12", "--regex", "a", "--choice", "b"], "are both given"),
-        (["run", "12", "--json-schema", "/nowhere/s.json"], "cannot be read"),
-        (["run", "12", "--backend", "mine"], "backend is 'mine'"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(words)
-        assert stopped.value.code == 2 and says in capsys.readouterr().err, words
 
 
 @pytest.mark.parametrize(("most", "ends"), [(9, "the grammar is satisfied"), (2, "may be incomplete")])

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 import cuda_graphs
 import forward
@@ -19,13 +18,11 @@ from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed, Sampler
 from continuous.engine import MOST_LOOKS
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
 from structured.loop import TwoHalves
-from structured.masks import GrammarMasks
 from tests.fakes import OddOnly
 from tests.schedules import check
 from tests.structured_kit import (
@@ -118,14 +115,6 @@ def test_rows_without_a_grammar_are_as_ever(model: Model, engine: PagedEngine) -
         assert left.token_ids == right.token_ids, "a neighbour's grammar changes tokens"
         for one, other in zip(left.logprobs or [], right.logprobs or [], strict=True):
             assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
-
-
-def test_engines_without_grammars_ask_for_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(model)
-    monkeypatch.setattr(GrammarMasks, "fill", lambda *given: pytest.fail("masks are filled for nobody"))
-    engine.generate([PROMPT], SamplingParams(max_tokens=4))
-    assert engine.masks.pool.compiled == 0  # type: ignore[attr-defined]
-    assert engine.masks.pool._backend is None, "a tokenizer is prepared though nobody asked"  # type: ignore[attr-defined]
 
 
 def test_logprobs_are_raw(engine: PagedEngine) -> None:
@@ -221,20 +210,6 @@ def test_preemption_loses_no_place(
     assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
     assert [c.token_ids for c in left] == [c.token_ids for c in right]
     check(tight)
-
-
-def test_an_abort_leaves_the_others_alone(engine: PagedEngine) -> None:
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=5, grammar=GRAMMARS["person"])
-    (kept,) = engine.add(PROMPT, params)
-    (gone,) = engine.add([9], params)
-    for _ in range(4):
-        engine.step()
-    engine.abort(gone)
-    while not engine.idle:
-        engine.step()
-    (alone,) = engine.generate([PROMPT], params)
-    assert gone.finish_reason == "abort" and kept.output_ids == alone.token_ids
-    check(engine)
 
 
 def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model, make: Make) -> None:
@@ -393,23 +368,6 @@ def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "held")
 
 
-def test_who_has_ended_does_not_fail_as_well(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(model, speculate=False)
-    failed = engine.masks.take_failed
-    (request,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}")))
-    error = UserError("its grammar")
-
-    def twice() -> list[tuple[Request, Exception]]:
-        return [*failed(), *([(request, error)] * 2 if len(request.output_ids) > 3 else [])]
-
-    monkeypatch.setattr(engine.masks, "take_failed", twice)
-    ends = []
-    for _ in range(60):
-        ends += [output for output in engine.step() if output.finish_reason is not None]
-    assert len(ends) == 1 and request.error is error, f"request {request.id} has ended {len(ends)} times"
-    check(engine)
-
-
 def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None:
     engine = engine_of(model, grammar_cache_bytes=10_000)  # three of these
     pool = engine.masks.pool  # type: ignore[attr-defined]
@@ -429,15 +387,6 @@ def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None
     assert pool.compiled == 5, "b was forgotten, and yet it is not compiled again"
 
 
-def test_a_pool_without_room_still_serves(model: Model) -> None:
-    engine = engine_of(model, grammar_cache_bytes=0)
-    requests = [
-        engine.add(PROMPT, SamplingParams(max_tokens=4, grammar=Grammar.regex(c)))[0] for c in "abcabc"
-    ]
-    run(engine)
-    assert [tokenizer().decode(r.output_ids[:-1]) for r in requests] == list("abcabc")
-
-
 NAMES = ("counts", "counts of counts", "catastrophic", "blow-up", "deep", "many strings", "no base", "itself")
 HOSTILE: dict[str, Grammar] = {name: hostile()[name]() for name in NAMES}
 HOSTILE["wide"] = Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}})
@@ -445,22 +394,6 @@ HOSTILE["wide"] = Grammar.json_schema({"type": "object", "properties": {f"p{n}":
 
 def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
     must_harm_nobody(make(model, max_rows=16), HOSTILE)
-
-
-@pytest.mark.parametrize("wanted", [None, 1])
-def test_masks_for_some_places_leave_the_others(wanted: int | None) -> None:
-    sampler = Sampler(4, 40, "cpu")
-    for row in range(4):
-        sampler.set_row(row, SamplingParams(logprobs=wanted))
-    logits = torch.arange(40.0).repeat(4, 1)
-    words = torch.zeros(2, 2, dtype=torch.int32)
-    words[:, 0] = 1 << 5
-    before = logits.clone()
-    rows = torch.arange(4)
-    found = sampler.sample(logits, rows, [0, 1, 2, 3], rows * 0, allowed=Allowed(words, torch.tensor([1, 2])))
-    assert found.tokens.tolist() == [39, 5, 5, 39]
-    if wanted is not None:
-        assert torch.equal(logits, before), "log-probabilities need the logits as they were"
 
 
 def test_masked_steps_overlap(model: Model) -> None:

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import random
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +16,15 @@ import psutil
 import pytest
 import torch
 
-import cuda_graphs
-import kv_cache
-from benchmarks.one_at_a_time import OneAtATime
-from common.events import Logprob
-from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 from phases.appendix.server import whole_app
-from serving import endpoints, messages
+from serving import endpoints
 from serving.app import App
 from serving.http.limits import Limits
-from serving.messages import AbortCompletions, AddPrompt, StepReport
+from serving.messages import AbortCompletions, AddPrompt
 from serving.worker import Worker
 from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
@@ -42,22 +36,6 @@ from tests.serving_kit import make as make
 from tests.serving_kit import tokenizer as tokenizer
 
 # Messages.
-
-
-def test_messages_come_out_as_they_went_in():
-    params = SamplingParams(max_tokens=3, logit_bias={5: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2), n=2)
-    commands: list[Any] = [AddPrompt(7, [1, 2, 3], params, 5, "salt"), AbortCompletions([7, 8])]
-    commands += [messages.DrawEngine(), messages.Stop()]
-    assert messages.commands(messages.encode(commands)) == commands
-    step = StepReport(
-        [1, 2],
-        [30, 40],
-        [messages.End(2, "stop", "", 1)],
-        messages.StepStats(steps=4),
-        [(0, Logprob(-1.5, ((3, -0.5),)))],
-        [(1, "marks", ["draft"])],
-    )
-    assert messages.report(messages.encode(step)) == step
 
 
 # The loop.
@@ -155,30 +133,6 @@ def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
     for _ in range(6):
         worker.turn()
     assert {end.number for step in channel.steps for end in step.ends} == {0, 1}
-    assert leaks(engine) == ""
-
-
-def test_whoever_leaves_while_a_grammar_is_compiled_has_nothing(model, tokenizer, monkeypatch):
-    """The thread that compiles may go on; nobody waits for it, and nothing is held for the request."""
-    engine, channel, gate = load(model, max_rows=2, tokenizer=tokenizer), Lists(), threading.Event()
-    worker = Worker(engine, channel)
-    pool = engine.masks.pool
-    compile_ = pool.backend.compile
-    monkeypatch.setattr(pool.backend, "compile", lambda grammar: (gate.wait(20), compile_(grammar))[1])
-    slow = SamplingParams(max_tokens=5, grammar=Grammar.regex("a+"))
-    quick = SamplingParams(max_tokens=5, ignore_eos=True)
-    channel.commands = [AddPrompt(0, [5, 6], slow), AddPrompt(1, [5, 6], quick)]
-    while 1 not in {end.number for step in channel.steps for end in step.ends}:
-        worker.turn()
-    assert not any(0 in step.numbers for step in channel.steps), "a token came before its grammar"
-    assert free_after(worker, channel, engine, 0, 2), (
-        "a request that left while compiling still holds something"
-    )
-    assert engine.idle, "the engine still waits for the grammar of a request that has left"
-    gate.set()
-    channel.commands = [AddPrompt(2, [5, 6], slow)]
-    while 2 not in {end.number for step in channel.steps for end in step.ends}:
-        worker.turn()
     assert leaks(engine) == ""
 
 
@@ -365,37 +319,23 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "nested too deeply": (b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}", 400, "prompt", "`int`"),
     "no prompt": ({}, 400, "prompt", "prompt"),
     "empty prompt": ({"prompt": ""}, 400, "prompt", "at least 1 token"),
-    "no prompts": ({"prompt": []}, 400, "prompt", "at least 1"),
-    "mixed prompts": ({"prompt": ["a", 1]}, 400, "prompt", "mixed"),
     "long prompt": ({"prompt": "x" * 1024}, 400, "prompt", "1023"),
     "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
-    "negative token": ({"prompt": [-1]}, 400, "prompt", "between 0 and 256"),
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
-    "echo of no token": ({"prompt": [257], "echo": True}, 400, "prompt", "between 0 and 256"),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
     "temperature as text": ({"prompt": "a", "temperature": "hot"}, 400, "temperature", "float"),
     "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "range"),
-    "n": ({"prompt": "a", "n": 0}, 400, "n", "between 1"),
     "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
-    "empty stop": ({"prompt": "a", "stop": ""}, 400, "stop", "at least 1 character"),
-    "bias beyond": ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
-    "bias of a word": ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "`int`"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
-    "too much bias": ({"prompt": "a", "logit_bias": {str(n): 1 for n in range(301)}}, 400, "logit_bias",
-        "at most 300"),
-    "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "20"),
-    "seed": ({"prompt": "a", "seed": 1.5}, 400, "seed", "int"),
     "best_of": ({"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of", "best_of"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", ""),
-    "prompt_logprobs": ({"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs", "20"),
     "prompt_logprobs streamed": ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, 400,
         "prompt_logprobs", "echo"),
     "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
     "another model": ({"prompt": "a", "model": "gpt-9"}, 404, "model", "'tiny'"),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
-    "huge priority": ({"prompt": "a", "priority": 10**30}, 400, "priority", ""),
     "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", ">= 1"),
     "deadline of 400 digits": (b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}", 400, "deadline_ms",
         ""),
@@ -405,20 +345,6 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "large schema": ({"prompt": "a", "guided_json": {"title": "x" * 70_000}}, 400, "guided_json", "65,536"),
     "a format without a schema": ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400,
         "response_format", "schema"),
-    "a strange grammar": ({"prompt": "a", "structured_outputs": {"tree": 1}}, 400, "structured_outputs",
-        "tree"),
-    "a number as regex": ({"prompt": "a", "structured_outputs": {"regex": 3}}, 400, "structured_outputs",
-        "must be a string"),
-    "a number as choice": ({"prompt": "a", "structured_outputs": {"choice": 3}}, 400, "structured_outputs",
-        "a list of strings"),
-    "an object as choice": ({"prompt": "a", "structured_outputs": {"choice": {"b": 1}}}, 400,
-        "structured_outputs", "a list of strings"),
-    "a truth as grammar": ({"prompt": "a", "structured_outputs": {"grammar": True}}, 400,
-        "structured_outputs", "must be a string"),
-    "strange format": ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format",
-        "json_schema"),
-    "min above max": ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, 400, "min_tokens",
-        "at most max_tokens"),
 }  # fmt: skip
 
 
@@ -441,16 +367,10 @@ CHAT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "image_url": {"url": "file:///etc/passwd"}}]}]}, "messages"),
     "a template": ({"chat_template": "{{ 7*7 }}"}, "chat_template"),
     "a reserved variable": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    "another reserved variable": ({"chat_template_kwargs": {"add_special_tokens": True}},
-        "chat_template_kwargs"),
-    "audio": ({"messages": [{"role": "assistant", "content": None, "audio": {"id": "a"}}]}, "messages"),
     "goes on, and begins anew": ({"messages": [{"role": "assistant", "content": "x"}],
         "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     "top without logprobs": ({"top_logprobs": 2}, "top_logprobs"),
-    "too many top": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "too few tokens": ({"max_completion_tokens": -1}, "max_completion_tokens"),
     "a long conversation": ({"messages": [{"role": "user", "content": "x" * 1024}]}, "messages"),
-    "functions": ({"functions": []}, "functions"),
 }  # fmt: skip
 
 
@@ -606,7 +526,7 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
 
 
 @pytest.mark.parametrize(
-    "rounds", [pytest.param(8, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
+    "rounds", [pytest.param(4, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
 )
 def test_thousands_who_leave(make, rounds):
     """At every moment of a request's life, a hundred at a time; blocks come back, memory does not grow."""
@@ -820,42 +740,3 @@ async def test_metrics_are_what_happened(make):
     assert found["ladder:troubles_total"] == 1
     assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
     assert found["ladder:steps_total"] == app.engine.worker._steps
-
-
-def test_an_early_phase_behind_the_same_loop(model):
-    """Phase 02 serves one after the other: the same tokens, and whoever leaves makes room for the next."""
-    channel = Lists()
-    worker = Worker(OneAtATime(kv_cache.load(model)), channel)
-    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3)
-    channel.commands = [
-        AddPrompt(0, [5, 6, 7], replace(params, n=2)),
-        AddPrompt(2, [8], params),
-        AddPrompt(3, [9, 10], params),
-    ]
-    worker.turn()
-    channel.commands = [AbortCompletions([1, 2])]
-    while worker.live:
-        worker.turn()
-    got: dict[int, list[int]] = {}
-    for step in channel.steps:
-        for number, token in zip(step.numbers, step.tokens, strict=True):
-            got.setdefault(number, []).append(token)
-    oracle = cuda_graphs.load(model, max_rows=4).generate([[5, 6, 7], [9, 10]], params)
-    assert got == {0: oracle[0].token_ids, 3: oracle[1].token_ids}
-    ends = {end.number: end.reason for step in channel.steps for end in step.ends}
-    assert ends == {0: "length", 1: "abort", 2: "abort", 3: "length"}
-
-
-def test_a_grammar_is_not_checked_again_where_it_arrives(monkeypatch: pytest.MonkeyPatch):
-    """The engine's steps would wait while a large schema is read; the API process has read it."""
-    schema = Grammar.json_schema({"enum": list(range(100))})
-    data = messages.encode([AddPrompt(1, [1, 2], SamplingParams(grammar=schema))])
-
-    def read_again(*given: Any) -> Any:
-        raise AssertionError("a schema that was checked is read once more")
-
-    monkeypatch.setattr("common.sampling.grammar._read", read_again)
-    (received,) = messages.commands(data)
-    assert isinstance(received, AddPrompt) and received.params.grammar == schema, (
-        "a grammar has changed on its way"
-    )

@@ -31,14 +31,10 @@ from paged_cache.memory import weight_bytes
 from parallel import crew as crews
 from parallel.crew import RanksLost
 from parallel.launch import part
-from parallel.ranks import ENVIRONMENT, Ranks, device_of
 from parallel.shard import Shard, Slice
-from phases import phase_named
-from phases.registry import load_engine
 from tests import structured_kit
 from tests.guidance_kit import served
 from tests.ranks_kit import (
-    PARAMS,
     PLACE,
     PROMPTS,
     SIZES,
@@ -51,8 +47,6 @@ from tests.ranks_kit import (
     tokens_of,
     write_checkpoint,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,11 +102,6 @@ def test_a_shard_is_cut_where_its_shape_says() -> None:
     assert last.first_alone(name + "o_proj.bias") and not last.first_alone(name + "q_proj.bias")
 
 
-def test_one_rank_is_the_phase_below() -> None:
-    engine = parallel.load("random:tiny", **SMALL)
-    assert type(engine) is type(serving.load("random:tiny", **SMALL)), "one rank must be an engine as it was"
-
-
 def _own_weights(ranks: Any, model: str) -> dict[str, tuple[int, ...]]:
     from parallel.loading import load_part
 
@@ -142,7 +131,7 @@ def expected(llama: Path) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_give_the_tokens_of_one(llama: Path, expected: list[list[int]], size: int) -> None:
     same(in_ranks(str(llama), size, SMALL), expected, f"{size} ranks of files")
 
@@ -173,18 +162,6 @@ def test_every_feature_in_two_ranks(llama: Path, options: dict[str, Any]) -> Non
     same(in_ranks(model, 2, options), tokens_of(serving.load(model, **options)), "two ranks")
 
 
-FEW = PROMPTS[:3], [*PARAMS[:2], SamplingParams(max_tokens=3, seed=2, temperature=1.0, ignore_eos=True)]
-
-
-@pytest.mark.slow
-def test_kernels_in_two_ranks(llama: Path) -> None:
-    prompts, params = FEW
-    short = [SamplingParams(**{**vars(p), "max_tokens": 4}) for p in params]
-    given = SMALL | {"kernels": True, "max_len": 32}
-    wanted = tokens_of(serving.load(str(llama), **given), prompts, short)
-    same(in_ranks(str(llama), 2, given, prompts, short), wanted, "kernels")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
 def test_grammars_in_two_ranks(overlap: bool) -> None:
@@ -200,42 +177,6 @@ def test_grammars_in_two_ranks(overlap: bool) -> None:
     options = SMALL | {"tokenizer": structured_kit.tokenizer(), "overlap": overlap}
     wanted = tokens_of(served("random:tiny-window", **options), prompts, params)
     same(in_ranks("random:tiny-window", 2, options, prompts, params), wanted, "grammars")
-
-
-@pytest.mark.slow
-def test_prompts_have_the_log_probabilities_of_one_rank(llama: Path) -> None:
-    """Each rank has the logits of a part of the vocabulary."""
-    asks = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=2)
-    found: list[list[Any]] = []
-    for size in (1, 2):
-        engine: Any = load_engine(phase_named("14"), str(llama), tensor_parallel=size, **SMALL)
-        (request,) = engine.add(PROMPTS[1], asks)
-        while not engine.idle:
-            engine.step()
-        found.append(request.prompt_logprobs)
-        if size > 1:
-            engine.loop.close()
-    for place, (one, both) in enumerate(zip(*found, strict=True)):
-        if one is not None:
-            assert [token for token, _ in both.top] == [token for token, _ in one.top], f"token {place}"
-            assert both.chosen == pytest.approx(one.chosen, abs=1e-4) and both.rank == one.rank
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_masked_steps_are_no_graphs_where_ranks_talk() -> None:
-    """Rank 0 chooses and tells the others: in a graph nobody could."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs Triton's interpreter")
-    options = {"kernels": True, "graphs": True, "graph_tokens": 0, "max_rows": 1}
-    options |= {"max_len": 32, "cache_bytes": 1 << 20, "tokenizer": structured_kit.tokenizer()}
-    engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, **SMALL | options)
-    try:
-        kinds = [type(plan).__name__ for plan in engine.runner.plans]
-        assert "DecodePlan" in kinds and "MaskedPlan" not in kinds
-        assert engine.runner.sampler.chooser.gathered == 0, "logits were gathered while graphs were captured"
-    finally:
-        engine.loop.close()
 
 
 @pytest.mark.slow
@@ -353,56 +294,6 @@ def test_the_configuration_of_a_part() -> None:
 # What is only needed on GPUs, as far as a CPU can tell.
 
 
-def test_a_second_engine_does_not_end_the_first_ones_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one default group in a process, which engines on GPUs use."""
-    ended: list[str] = []
-    world = SimpleNamespace(WORLD=None)
-
-    def begin(*given: Any, **options: Any) -> None:
-        world.WORLD = object()
-
-    def end() -> None:
-        world.WORLD = None
-        ended.append("group")
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "group", world)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world.WORLD is not None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", begin)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", end)
-    gpu = torch.device("cuda", 0)
-    first = Ranks(0, 2, gpu, None)
-    with pytest.raises(UserError, match=r"close\(\) the other one first"):
-        Ranks(0, 2, gpu, None)
-    assert not ended, "the first engine's group was ended under it"
-    first.close()
-    second = Ranks(0, 2, gpu, None)
-    assert ended == ["group"]
-    second.leave()  # as when its crew is ended
-    third = Ranks(0, 2, gpu, None)
-    assert ended == ["group"] * 2, "what is left of an engine that was lost makes way"
-    third.close()
-    begin()  # by somebody else
-    with pytest.raises(UserError, match="one default group"):
-        Ranks(0, 2, gpu, None)
-
-
-def _environment(ranks: Any) -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in ENVIRONMENT}
-
-
-@pytest.mark.slow
-def test_multicast_is_off_in_every_process() -> None:
-    for rank, found in enumerate(parallel.together(2, _environment)):
-        assert found == ENVIRONMENT, f"rank {rank} has {found} when it meets the others"
-
-
-def test_a_rank_without_a_number_is_on_the_first_gpu() -> None:
-    assert [str(device_of("cuda", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
-    assert str(device_of("cuda:2", 1)) == "cuda:3" and str(device_of("cpu", 1)) == "cpu"
-
-
 def test_graphs_are_destroyed_before_the_ranks_part() -> None:
     """NCCL's communicators wait for the graphs that they are in."""
     seen: list[str] = []
@@ -416,20 +307,6 @@ def test_graphs_are_destroyed_before_the_ranks_part() -> None:
     assert seen == ["graph", "crew"], "a lost crew has nobody to part from, but its graphs end"
     capturer.let_go()
     assert seen.count("graph") == 1
-
-
-@pytest.mark.slow
-def test_whoever_waits_for_ever_does_not_stop_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaking off a sum may hang: the process has to end all the same."""
-    ended = threading.Event()
-    monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
-    monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
-    crew = crews.Crew(2)
-    crew.on_loss = threading.Event().wait  # type: ignore[assignment]
-    with crew.awaited():
-        crew.members[0].process.kill()
-        assert ended.wait(10), "rank 1 has ended, rank 0 waits for ever, and nothing ends it"
-    crew.kill()
 
 
 @pytest.mark.slow

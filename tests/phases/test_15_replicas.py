@@ -10,19 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cuda_graphs
 from benchmarks import handover
-from benchmarks import router as front
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from phases import ROOT
-from phases.cli import main
 from replicas.gate import GONE, KEY, NAME, Gate
 from replicas.options import ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of
@@ -276,22 +272,6 @@ def test_the_lessons_example_is_what_happens():
 def test_wrong_options(given, says):
     with pytest.raises(UserError, match=says):
         ReplicaOptions(**given)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--replicas 2 --route nearest", "route is 'nearest'"),
-        ("--replicas 2 --imbalances 3", "--imbalances"),
-        ("--queue 3", "queue is for replicas"),
-        ("--replicas many", "--replicas"),
-    ],
-)
-def test_wrong_flags(words, says, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "random:tiny", *words.split()])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and says in said and len(said.splitlines()) == 1, said
 
 
 def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
@@ -566,16 +546,6 @@ def test_what_has_ended_or_left_counts_no_more(router):
 
 
 @pytest.mark.slow
-def test_who_took_it_has_it(router):
-    (known,) = chains("abcdefgh")
-    request = pending("0", {"chain": known})
-    first = chosen(router, request, replicas("a", "b"))
-    other = "b" if first == "a" else "a"
-    router.on_request_routed(request, Id(other), None)
-    assert (router.in_flight.of(first), router.in_flight.of(other)) == (0, 1)
-
-
-@pytest.mark.slow
 def test_what_replicas_tell_of_themselves_counts(router):
     both = replicas("a", "b")
     router._told[both[0].replica_id] = 7  # another proxy's requests
@@ -592,100 +562,6 @@ def test_wishes_and_what_is_to_be_avoided(router):
 
 
 # The front without Ray.
-
-
-class Upstream:
-    """A server that answers with its name, or hangs up."""
-
-    def __init__(self, name: str, dies: bool = False) -> None:
-        self.name, self.dies, self.seen, self.port = name, dies, list[bytes](), 0
-
-    async def start(self) -> Upstream:
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        self.port = self.server.sockets[0].getsockname()[1]
-        return self
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(
-            (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0
-        )
-        self.seen.append(head + await reader.readexactly(length))
-        if not self.dies:
-            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(self.name)}\r\n\r\n{self.name}".encode())
-        writer.close()
-
-
-async def fronted(
-    upstreams: list[Upstream], route: str = "prefix", limits: Limits | None = None
-) -> tuple[int, Any]:
-    urls = [f"http://127.0.0.1:{upstream.port}" for upstream in upstreams]
-    servers = front.Servers(urls, make_policy(route, 8))
-    made = await asyncio.get_running_loop().create_server(
-        lambda: front.Front(servers, limits or Limits()), "127.0.0.1", 0
-    )
-    return made.sockets[0].getsockname()[1], servers
-
-
-async def get(port: int, data: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
-    )
-    answer = await reader.read()
-    writer.close()
-    return answer
-
-
-@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_front_sends_equal_beginnings_to_one_server(loop):
-    async def test() -> None:
-        both = [await Upstream("one").start(), await Upstream("two").start()]
-        port, servers = await fronted(both)
-        found = {
-            n: {(await get(port, body(letter * 900)))[-3:] for _ in range(3)}
-            for n, letter in enumerate("abcd")
-        }
-        assert all(len(names) == 1 for names in found.values()), f"a beginning went to two servers: {found}"
-        assert len(set.union(*found.values())) == 2
-        assert both[0].seen[0].endswith(b'"}') and b"connection: close" in both[0].seen[0]
-        assert all(servers.in_flight.of(name) == 0 for name in servers.addresses), (
-            "answered requests still count"
-        )
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        runner.run(asyncio.wait_for(test(), 20))
-
-
-@pytest.mark.parametrize("url", ["http://a:99999", "foo", "https://a", "http://[a", "http://:80"])
-def test_the_front_refuses_what_is_no_server(url, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["front", "http://a:1", url])
-    assert front.main() == 2
-    assert f"URL is {url!r}" in capsys.readouterr().err
-
-
-async def test_the_front_does_without_servers_that_are_not_there():
-    one, two = await Upstream("one").start(), await Upstream("two").start()
-    port, servers = await fronted([one, two], "round-robin")
-    two.server.close()
-    await two.server.wait_closed()
-    for n in range(3):
-        assert (await get(port, body("x"))).endswith(b"one"), (
-            f"request {n} was not given to the server that is left"
-        )
-    one.server.close()
-    answer = await get(port, body("x"))
-    assert answer.startswith(b"HTTP/1.1 503"), answer
-    assert servers.up == set()
-
-
-async def test_the_front_tells_of_a_server_that_dies_and_of_requests_that_are_none():
-    port, _ = await fronted([await Upstream("one", dies=True).start()], limits=Limits(max_body_bytes=1000))
-    assert b'"code":"died"' in await get(port, body("x"))
-    assert b"413" in await get(port, body("x" * 100_000))
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"\x16\x03\x01 what?\r\n\r\n")
-    assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
 
 # Blocks that change hands.
@@ -706,30 +582,6 @@ def tokens(engine: Any, prompt: list[int], salt: str = "") -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("length", [5, 16, 17, 100, 128])
-@pytest.mark.parametrize("index", ["radix", "hash"])
-def test_a_prompt_that_was_handed_over_gives_the_same_tokens(length, index):
-    alone = engines(index=index)[0]
-    there, here = engines(index=index)
-    prompt = [(7 * n) % 256 + 1 for n in range(length)]
-    expected = tokens(alone, prompt, "s")
-    blocks = handover.prefill(there, prompt, "s")
-    assert len(blocks.keys) == length // 16
-    assert handover.enter(here, blocks) == length // 16
-    before = here.stats.computed_tokens
-    found = tokens(here, prompt, "s")
-    assert found == expected, (
-        f"a prompt of {length} tokens was handed over, and token {shared(found, expected)} differs"
-    )
-    computed = here.stats.computed_tokens - before - 11
-    assert computed <= 16, (
-        f"{computed} of {length} tokens of the prompt were computed again, but its blocks are here"
-    )
-    for engine in (there, here):
-        engine.check_integrity()
-        assert engine.cache.free == engine.cache.allocator.count, "blocks leak"
-
-
 def test_blocks_that_are_known_are_not_taken_twice():
     there, here = engines()
     prompt = list(range(1, 101))
@@ -741,50 +593,3 @@ def test_blocks_that_are_known_are_not_taken_twice():
     assert tokens(here, prompt) == tokens(there, prompt), (
         "a block that came from outside is in another's place"
     )
-
-
-def test_a_full_cache_takes_what_fits():
-    model = load_model("random:tiny")
-    there = engines()[0]
-    here = cuda_graphs.load(
-        model,
-        max_rows=1,
-        max_len=64,
-        cache_bytes=4 * 16 * model.config.kv_bytes_per_token(model.dtype),
-        block_size=16,
-    )
-    assert handover.enter(here, handover.prefill(there, list(range(1, 201)))) == here.cache.allocator.count
-    here.check_integrity()
-    assert len(tokens(here, list(range(1, 33)))) == 12, (
-        "an engine whose cache was filled from outside serves no more"
-    )
-
-
-def test_blocks_of_another_kind_are_refused():
-    there, here = engines()
-    blocks = handover.prefill(there, list(range(1, 33)))
-    with pytest.raises(UserError, match="but this engine's are"):
-        handover.enter(here, blocks._replace(blocks=blocks.blocks.half()))
-    with pytest.raises(UserError, match="other scales"):
-        handover.enter(here, blocks._replace(scales=torch.ones(2, 2, 3)))
-    without = cuda_graphs.load(load_model("random:tiny"), prefix_cache=False, cache_bytes=2_000_000)
-    with pytest.raises(UserError, match="prefix_cache is off"):
-        handover.enter(without, blocks)
-
-
-def test_blocks_in_shared_memory_are_the_same_blocks():
-    there, here = engines()
-    prompt = list(range(1, 101))
-    blocks = handover.prefill(there, prompt)
-    memory, placed = handover.to_shared_memory(blocks)
-    try:
-        opened, found = handover.from_shared_memory(memory.name, placed.blocks.shape, placed.blocks.dtype)
-        assert torch.equal(found, blocks.blocks)
-        assert handover.enter(here, blocks._replace(blocks=found)) == 6
-        del found
-        opened.close()
-    finally:
-        del placed
-        memory.close()
-        memory.unlink()
-    assert tokens(here, prompt) == tokens(there, prompt)

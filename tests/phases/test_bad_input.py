@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -54,29 +53,6 @@ def test_a_request_that_is_refused_disturbs_nobody(
     assert request.output_ids == expected
 
 
-OPTIONS: Sequence[tuple[Sequence[ModuleType], str, object, str]] = (
-    (PHASES, "max_rows", 2.5, "max_rows is 2.5, but must be an integer, between 1 and 65536"),
-    (PHASES, "max_len", "long", "max_len is 'long', but must be an integer"),
-    (PHASES, "step_tokens", 16.0, "step_tokens is 16.0, but must be an integer, between 1 and"),
-    (PHASES, "cache_bytes", "1G", "cache_bytes is '1G', but must be an integer, at least 0"),
-    (PHASES[1:], "block_size", 1.5, "block_size is 1.5, but must be an integer, between 1 and"),
-    (PHASES[2:], "chunk_tokens", 2.5, "chunk_tokens is 2.5, but must be an integer, at least 1"),
-    (PHASES[4:], "graph_rows", 0, "graph_rows is 0, but must be at least 1"),
-)
-
-
-@pytest.mark.parametrize(
-    ("phase", "option", "value", "sentence"),
-    [(phase, *case) for phases, *case in OPTIONS for phase in phases],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_options_that_are_no_integers(
-    model: Model, phase: ModuleType, option: str, value: object, sentence: str
-) -> None:
-    with pytest.raises(UserError, match=sentence):
-        phase.load(model, **{option: value})
-
-
 @each_phase
 def test_a_stream_leaves_others_their_events(model: Model, phase: ModuleType) -> None:
     """A request was added by hand, and `generate` runs the steps: `step` tells of it all the same."""
@@ -125,21 +101,3 @@ def test_what_is_no_list_of_token_ids(model: Model, phase: ModuleType, prompts: 
     for call in (engine.stream, partial(generate, engine)):
         with pytest.raises(UserError, match=sentence):
             call(prompts, greedy(2))
-
-
-@pytest.mark.parametrize("params", [7, None, [7], ["greedy"]], ids=str)
-def test_what_is_no_params(model: Model, params: Any) -> None:
-    with pytest.raises(UserError, match=r"params is .*, but must be SamplingParams, or a list of them"):
-        forward.load(model).stream([[1]], params)
-    with pytest.raises(UserError, match=r"params is .*, but must be a SamplingParams"):
-        continuous.load(model).add([1], params)
-
-
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
-@pytest.mark.parametrize(
-    "option", ["max_rows", "max_len", "step_tokens", "cache_bytes", "policy", "overlap", "kernels"]
-)
-def test_options_of_5000_digits(model: Model, phase: ModuleType, option: str) -> None:
-    """Python refuses to write them out."""
-    with pytest.raises(UserError):
-        phase.load(model, **{option: 10**5000})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Literal
@@ -123,36 +122,6 @@ def test_parsed_answers_and_parsed_calls(client):
     assert isinstance(message.parsed, Verdict) or isinstance(
         message.tool_calls[0].function.parsed_arguments, Weather
     )
-
-
-async def test_the_asynchronous_client_streams_calls(server):
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-    async def one(seed: int) -> str:
-        stream = await client.chat.completions.create(
-            model=NAME,
-            messages=SAID,
-            tools=[TOOL],
-            tool_choice={"type": "function", "function": {"name": "weather"}},
-            parallel_tool_calls=False,
-            max_tokens=400,
-            stream=True,
-            stream_options={"include_usage": True},
-            seed=seed,
-        )
-        arguments, reason, usage = "", None, None
-        async for chunk in stream:
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                reason = choice.finish_reason or reason
-                for call in choice.delta.tool_calls or []:
-                    arguments += call.function.arguments
-        assert reason == "tool_calls" and usage.completion_tokens > 10
-        return arguments
-
-    for arguments in await asyncio.gather(*(one(seed) for seed in range(8))):
-        assert Weather.model_validate_json(arguments)
-    await client.close()
 
 
 def test_litellm(server):

@@ -6,9 +6,6 @@ They are the extra `clients`; without one its test is skipped by its name.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,10 +37,6 @@ TOOLS = [
     {"type": "function", "name": "read_file", "description": "Read a file", "parameters": READ},
     {"type": "function", "name": "add", "description": "Add two numbers", "parameters": ADD},
 ]
-CHAT_TOOLS = [
-    {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-    for tool in TOOLS
-]
 THEIRS = [
     {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
     for tool in TOOLS
@@ -60,40 +53,11 @@ def server() -> Iterator[Running]:
         running.settle()
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[Running]:
-    with Running("--access-log", "none", model="smollm2") as running:
-        yield running
-        running.settle()
-
-
 def call(folder: Path, name: str, arguments: dict[str, Any]) -> str:
     """What a tool answers."""
     if name == "read_file":
         return (folder / arguments["path"]).read_text()
     return str(arguments["a"] + arguments["b"])
-
-
-def chat_loop(url: str, model: str, folder: Path) -> list[str]:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    said: list[Any] = [{"role": "user", "content": TASK}]
-    answers = []
-    for name in ORDER:
-        choice = {"type": "function", "function": {"name": name}} if name else "none"
-        done = client.chat.completions.create(
-            model=model,
-            messages=said,
-            tools=CHAT_TOOLS,
-            tool_choice=choice,
-            parallel_tool_calls=False,
-            max_tokens=300,
-        )
-        said.append(done.choices[0].message)
-        for made in done.choices[0].message.tool_calls or []:
-            answers.append(call(folder, made.function.name, json.loads(made.function.arguments)))
-            said.append({"role": "tool", "tool_call_id": made.id, "content": answers[-1]})
-    assert said[-1].content is not None and not said[-1].tool_calls
-    return answers
 
 
 def responses_loop(url: str, model: str, folder: Path) -> list[str]:
@@ -148,7 +112,7 @@ def messages_loop(url: str, model: str, folder: Path) -> list[str]:
     return answers
 
 
-LOOPS = {"chat": chat_loop, "responses": responses_loop, "messages": messages_loop}
+LOOPS = {"responses": responses_loop, "messages": messages_loop}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -156,15 +120,6 @@ def test_an_agent_comes_to_its_end(server, tmp_path, loop):
     """Random weights: grammars alone make the calls."""
     (tmp_path / "numbers.txt").write_text("17 25")
     read, total = LOOPS[loop](server.url, NAME, tmp_path)
-    assert read == "17 25" and total.isdigit()
-
-
-@pytest.mark.weights
-@pytest.mark.parametrize("loop", LOOPS)
-def test_an_agent_comes_to_its_end_with_a_small_model(small, tmp_path, loop):
-    """Its template shows no tools: they are described to it."""
-    (tmp_path / "numbers.txt").write_text("17 25")
-    read, total = LOOPS[loop](small.url, "smollm2", tmp_path)
     assert read == "17 25" and total.isdigit()
 
 
@@ -200,38 +155,3 @@ def test_ollama(server):
     with pytest.raises(ollama.ResponseError, match=r"options\.top_p") as error:
         client.chat(model=model, messages=HELLO, options={"top_p": 7})
     assert error.value.status_code == 400
-
-
-def test_langchain(server):
-    langchain = pytest.importorskip("langchain_openai")
-    for newer in (False, True):
-        model = langchain.ChatOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", model=NAME, max_tokens=300, use_responses_api=newer
-        )
-        assert len(list(model.stream("Say hello."))) > 1
-        bound = model.bind_tools(CHAT_TOOLS, tool_choice="add", parallel_tool_calls=False)
-        (made,) = bound.invoke("17 and 25?").tool_calls
-        assert made["name"] == "add" and set(made["args"]) == {"a", "b"}
-
-
-def test_llama_index(server):
-    like = pytest.importorskip("llama_index.llms.openai_like")
-    model = like.OpenAILike(
-        api_base=f"{server.url}/v1", api_key="none", model=NAME, is_chat_model=True, max_tokens=6
-    )
-    assert model.complete("Say hello.").text is not None
-    assert list(model.stream_complete("Say hello."))
-
-
-def test_the_llm_tool(server, tmp_path):
-    pytest.importorskip("llm")
-    models = f"- model_id: ladder\n  model_name: '{NAME}'\n  api_base: {server.url}/v1\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(models)
-    done = subprocess.run(
-        [sys.executable, "-m", "llm", "-m", "ladder", "-o", "max_tokens", "6", "Say hello."],
-        env=os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -24,17 +22,8 @@ QUIET = [
     "--disable-sync",
     "--no-first-run",
 ]
-MOST_ROWS = """(() => {
-  const rows = document.getElementById("rows");
-  rows.dataset.most = 0;
-  const look = () => { rows.dataset.most = Math.max(rows.dataset.most, rows.children.length); };
-  new MutationObserver(look).observe(rows, { childList: true });
-})()"""
 """Counts, because a row may be gone before a test looks. What it counts is kept in the document:
 `wait_for_function` has the page evaluate a string, which the page's own policy forbids it."""
-SCHEMA = """{"type": "object", "required": ["name"], "additionalProperties": false,
-"properties": {"name": {"enum": ["Ada"]}}}"""
-LONG = '{"type": "string", "minLength": 1400}'
 
 
 def test_it_asks_nobody_else():
@@ -122,82 +111,6 @@ def test_a_chat_in_a_browser(visit, width, scheme):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
         "rgb(247, 246, 243)" if scheme == "light" else "rgb(20, 20, 18)"
     )
-
-
-@pytest.mark.slow
-def test_an_answer_without_text_says_so(visit):
-    from playwright.sync_api import expect
-
-    page, usage = visit(), '"usage": {"completion_tokens": 1}'
-    event = f'{{"choices": [{{"delta": {{"content": ""}}, "finish_reason": "stop"}}], {usage}}}'
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(
-        content_type="text/event-stream", body=f"data: {event}\n\ndata: [DONE]\n\n"))  # fmt: skip
-    page.keyboard.type("hello")
-    page.keyboard.press("Enter")
-    expect(page.locator("#speed")).to_contain_text("no text", timeout=20_000)
-    expect(page.locator(".turn.assistant")).to_have_count(0)
-    expect(page.locator("#send")).to_be_enabled()
-
-
-@pytest.mark.slow
-def test_the_engine_is_drawn(visit):
-    from playwright.sync_api import expect
-
-    page = visit()
-    page.evaluate(MOST_ROWS)
-    page.locator("summary").click()
-    page.fill("#schema", LONG)  # ten pictures a second are drawn: the request has to last for some
-    page.evaluate("document.getElementById('max_tokens').value = 1500")
-    page.fill("#say", "Why is the sky blue?")  # the button that asks this clears the schema
-    page.press("#say", "Enter")
-    expect(page.locator("#rows")).not_to_have_attribute("data-most", "0", timeout=20_000)
-    page.keyboard.press("Escape")
-    expect(page.locator("#running")).to_have_text("0", timeout=20_000)
-    most = page.locator("#rows").get_attribute("data-most")
-    assert most == "1", f"one request ran, and had to have one row, not {most}"
-    expect(page.locator("#tree_says")).to_contain_text("stretch", timeout=20_000)
-    expect(page.locator("#step")).to_contain_text("ms")
-    expect(page.locator("#total")).to_contain_text("of ")
-    for name in ("steps", "blocks", "tree"):  # something has been painted on each
-        colours = page.evaluate(
-            f"""(() => {{ const c = document.getElementById("{name}");
-            const d = new Uint32Array(c.getContext("2d").getImageData(0, 0, c.width, c.height).data.buffer);
-            return new Set(d).size; }})()"""
-        )
-        assert colours > 1, f"nothing is drawn in {name}"
-
-
-@pytest.mark.slow
-def test_tokens_are_tinted(visit):
-    """A grammar that leaves no choice: what it forced is in another colour, and the legend says so."""
-    from playwright.sync_api import expect
-
-    page = visit()
-    expect(page.locator("#tints")).to_be_hidden()
-    page.locator("summary").click()
-    page.fill("#schema", "{")
-    page.fill("#say", "who?")
-    page.press("#say", "Enter")
-    expect(page.locator("#speed")).to_contain_text("the schema is no JSON")
-    page.fill("#schema", SCHEMA)
-    page.press("#say", "Enter")
-    expect(page.locator("#speed")).to_contain_text("tokens", timeout=20_000)
-    said = page.locator(".turn.assistant .body").inner_text()
-    assert re.sub(r"\s", "", said) == '{"name":"Ada"}', f"the answer is {said!r}"
-    assert "Ada" in "".join(page.locator(".forced").all_inner_texts()), "forced tokens are not tinted"
-    expect(page.locator("#tints")).to_be_visible()
-
-
-@pytest.mark.slow
-def test_what_goes_wrong_is_said(visit):
-    from playwright.sync_api import expect
-
-    page = visit()
-    page.evaluate("document.getElementById('top_p').value = 7")
-    page.fill("#say", "hello")
-    page.press("#say", "Enter")
-    expect(page.locator(".turn.error")).to_contain_text("top_p", timeout=20_000)
-    expect(page.locator("#send")).to_be_enabled()
 
 
 def answers(page, *texts: str, marks: str = "") -> list[dict]:
@@ -316,43 +229,6 @@ def test_conversations_are_kept_in_the_browser(visit):
 
 
 @pytest.mark.slow
-def test_twenty_at_once_are_a_batch(visit):
-    from playwright.sync_api import expect
-
-    page = visit()
-    page.evaluate(MOST_ROWS)
-    page.locator("summary").click()
-    page.fill("#schema", LONG.replace("1400", "300"))  # so that no answer ends at its first token
-    page.evaluate("document.getElementById('max_tokens').value = 400")
-    page.click("#many")
-    expect(page.locator("#rows")).to_have_attribute("data-most", "8", timeout=30_000)
-    assert page.locator("#rows").bounding_box()["y"] < 600, "rows are below the fold"
-    expect(page.locator("#speed")).to_contain_text("20 answers", timeout=60_000)
-    expect(page.locator(".crowd .done")).to_have_count(20)
-    expect(page.locator("#send")).to_be_enabled()
-
-
-@pytest.mark.slow
-def test_a_slow_step_does_not_flatten_the_others(visit):
-    from playwright.sync_api import expect
-
-    page = visit()
-    steps = [[i, 5000.0 if i == 90 else 10.0, 1, 1, 1] for i in range(1, 101)]
-    known = dict.fromkeys(("waiting", "free", "total", "max_rows", "preemptions", "lookup", "hit"), 0)
-    event = known | {"state": "ready", "running": 1, "steps": steps, "picture": None}
-    page.route("**/events", lambda route: route.fulfill(
-        content_type="text/event-stream", body=f"data: {json.dumps(event)}\n\n"))  # fmt: skip
-    page.reload()
-    expect(page.locator("#step")).to_contain_text("10.0 ms")
-    filled = page.evaluate(
-        """(() => { const c = document.getElementById("steps"), middle = Math.round((50 * c.height) / 84);
-        const last = c.getContext("2d").getImageData(c.width - 20, middle, 20, 1).data;
-        return last.some((it) => it); })()"""
-    )
-    assert filled, "ordinary steps are lines at the bottom"
-
-
-@pytest.mark.slow
 def test_the_key_has_a_field(browser):
     from playwright.sync_api import expect
 
@@ -382,48 +258,3 @@ def test_the_key_has_a_field(browser):
             expect(page.locator("#routes")).to_contain_text("/v1/chat/completions")
         finally:
             page.close()
-
-
-ASKS = """async ([url, key]) => {
-  const headers = { "content-type": "application/json" };
-  if (key) headers.authorization = "Bearer " + key;
-  const body = JSON.stringify({ prompt: "abc", max_tokens: 3, stream: true, ignore_eos: true });
-  try {
-    const answer = await fetch(url + "/v1/completions", { method: "POST", headers, body });
-    return [answer.status, answer.headers.get("x-request-id"), await answer.text()];
-  } catch (error) {
-    return [0, null, String(error)];
-  }
-}"""
-
-
-class Elsewhere(http.server.BaseHTTPRequestHandler):
-    """An empty page."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("content-type", "text/html")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
-@pytest.mark.slow
-def test_pages_from_elsewhere_ask_if_they_are_allowed(server, browser):
-    """Another port is another origin; the key makes the browser ask beforehand."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        origin = f"http://127.0.0.1:{other.server_port}"
-        page = browser.new_page()
-        try:
-            page.goto(origin)
-            with Running("--allowed-origins", origin, "--api-key", "secret", "--max-rows", "8") as open_:
-                status, number, text = page.evaluate(ASKS, [open_.url, "secret"])
-                assert status == 200 and number.startswith("req-") and text.endswith("data: [DONE]\n\n")
-                status, _, text = page.evaluate(ASKS, [open_.url, ""])
-                assert status == 401 and "the key is missing" in text, "a page cannot read why it was refused"
-            assert page.evaluate(ASKS, [server.url, ""])[0] == 0, "a server that allows nobody was read"
-        finally:
-            page.close()
-            other.shutdown()

@@ -200,7 +200,7 @@ def test_who_leaves_is_let_go(server):
     wait_until(lambda: running() == 0, f"the client has left, and {name} computes its tokens", 10)
 
 
-@pytest.mark.parametrize("victim", ["replica", "engine"])
+@pytest.mark.parametrize("victim", ["replica", pytest.param("engine", marks=pytest.mark.long)])
 def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim):
     wait_until(lambda: both_serve(server), "there are no two replicas", 60)
     before = {process.pid for process in actors(server)}

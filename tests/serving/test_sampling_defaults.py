@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
-
 import pytest
 
 from benchmarks.made_up import write_tokenizer
@@ -13,7 +10,6 @@ from serving.endpoints import Endpoint, Prompts
 from serving.http.limits import Limits
 from serving.http.schema import CompletionBody
 from serving.messages import Ready
-from tests.servers import Running
 
 READY = Ready(64, 257, 4, 8, 16, "fcfs")
 
@@ -35,12 +31,3 @@ def test_what_a_request_says_comes_first(tokenizer):
     body.temperature = body.top_p = None
     neutral = Endpoint(Prompts(tokenizer), "tiny", Limits()).params(body, [1], READY, 16)
     assert (neutral.temperature, neutral.top_p) == (1.0, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "shown"), [((), True), (("--generation-config", "neutral"), False)])
-def test_models_show_what_holds(smollm2_folder, arguments, shown):
-    running = Running("--max-rows", "2", *arguments, model="smollm2")
-    with running as server, urllib.request.urlopen(f"{server.url}/v1/models") as answer:
-        (model,) = json.load(answer)["data"]
-    assert (model.get("default_sampling_params") == {"temperature": 0.2, "top_p": 0.9}) == shown

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # real processes
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 
-CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "500"))
+CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "180"))
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 POSTS += ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate")
 

@@ -6,7 +6,7 @@ is the simplest one there is: it sees the whole sequence at every call and remem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ class LayerSpec:
 
     ``sliding_window = w`` lets the query at position ``p`` see the keys ``p-w+1 .. p``.
     ``soft_cap = c`` replaces each score ``s`` by ``c * tanh(s / c)`` before masking (Gemma 2).
+    ``sinks [H]``, a seam: the score, for each query head, of one more key that every query sees, of value 0.
     """
 
     index: int
@@ -28,6 +29,7 @@ class LayerSpec:
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 class Attention(Protocol):
@@ -55,11 +57,19 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
     return mask if window is None else mask & (distance < window)
 
 
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys of `scores [..., KH, H / KH, S, L]`; with sinks, over theirs as well."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    column = sinks.float().view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+
+
 def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Scaled dot-product attention with grouped key/value heads, written out (arXiv 1706.03762, 2305.13245).
 
     Args:
-        layer: head counts, scale and soft cap.
+        layer: head counts, scale, soft cap and sinks.
         q: ``[..., H, S, D]``.
         k, v: ``[..., KH, L, D]``. Query head ``h`` reads key/value head ``h // (H / KH)``.
         mask: boolean, broadcastable to ``[..., 1, S, L]``, true where a key may be seen; ``None`` = all.
@@ -78,7 +88,7 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
-    weights = torch.softmax(scores, dim=-1).to(v.dtype)  # in float32: half precision loses the tail
+    weights = softmax(scores, layer.sinks).to(v.dtype)  # in float32: half precision loses the tail
     out = weights.flatten(-3, -2) @ v  # [..., KH, G*S, D]
     return out.view(*q.shape)
 

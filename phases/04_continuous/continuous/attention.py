@@ -128,9 +128,9 @@ def attend_masked(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     """`forward.attend` in one fused call, which never writes the scores to memory.
 
     `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
-    The fused call has no soft cap; layers with one take the long way.
+    The fused call has no soft cap and no sinks; layers with one of these take the long way.
     """
-    if layer.soft_cap is not None:
+    if layer.soft_cap is not None or layer.sinks is not None:
         return attend(layer, q, k, v, mask)
     heads = layer.num_heads // layer.num_kv_heads
     if heads > 1:  # the query heads of one key/value head become rows of one matrix, as in `attend`
@@ -167,7 +167,7 @@ def prompt_attention(plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Ten
     """Compute one of `prompt_groups` from this step's `q [T, H, D]`, `k` and `v [T, KH, D]` into `out`."""
     q, k, v = plan.take(q), plan.take(k), plan.take(v)
     window = layer.sliding_window
-    if layer.soft_cap is None and (window is None or window >= plan.queries):
+    if layer.soft_cap is None and layer.sinks is None and (window is None or window >= plan.queries):
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
     else:
         if window not in plan.masks:

@@ -54,9 +54,13 @@ class PagedAttention(ABC):
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
-        cache = self.pool.layers[layer.index]
+        cache, _ = self.place(layer)
         self.store(cache, k, v)
         return self.attend(layer, q, k, v, cache)
+
+    def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
+        """A layer's blocks, and the step's slots in them: a seam, for layers that keep different blocks."""
+        return self.pool.layers[layer.index], self.batch.slots
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
         """Write every token's key and value to its slot, all tokens at once."""

@@ -12,7 +12,6 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache.memory import plan_cache
 from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
-from paged_cache.pool import BlockPool
 
 
 def build(
@@ -92,7 +91,7 @@ def make(parts: Parts) -> None:
         rows, cache, step_tokens=parts.size("step_tokens"), policy=POLICIES[sizes.policy]
     )
     scheduler.drafter = parts.drafter
-    pool = BlockPool(
+    pool = parts.pool(
         model.config, ledger.blocks, ledger.block_size, device=model.device, dtype=model.dtype, kv=parts.kv
     )
     runner = parts.runner(model, parts.attention(pool), rows, cache, chooser=parts.chooser)

@@ -7,10 +7,14 @@ time, so at most the last block of a request is partly empty.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
+from continuous.work import Work
 from paged_cache.allocator import BlockAllocator
 
 
@@ -134,6 +138,9 @@ class PagedCache:
         """The blocks that have got a new owner since the last call; before the next step, and its copies."""
         fresh, self._fresh = self._fresh, []
         return fresh
+
+    def take_moves(self, works: Sequence[Work]) -> Any:
+        """A seam: what `BlockPool.regroup` has to know before these works run. One group: nothing."""
 
     def commit(self, request: Request, upto: int) -> None:
         """Nothing is shared by content here."""

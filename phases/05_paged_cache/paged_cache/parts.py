@@ -79,7 +79,7 @@ class Parts:
         call to a stage, or put another one in the place of this phase's.
     linears: a say in how linear layers keep their weights while the model is loaded.
     kv: how keys and values are stored.
-    cache, scheduler, attention, runner: what `make` calls to make each of them.
+    cache, scheduler, pool, attention, runner: what `make` calls to make each of them.
     chooser: of the sampler's tokens.
     loops: called in this order with the new engine; each makes its loop, perhaps around the one it has.
     plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepPlan`.
@@ -98,6 +98,7 @@ class Parts:
     kv: KVFormat = KVFormat()
     cache: Callable[..., PagedCache] = PagedCache
     scheduler: Callable[..., PagedScheduler] = PagedScheduler
+    pool: Callable[..., BlockPool] = BlockPool
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
     chooser: Chooser = TORCH
     runner: Callable[..., PagedRunner] = PagedRunner

@@ -113,6 +113,9 @@ class BlockPool:
         """Bytes that one block takes in the model's own dtype; see `KVFormat.bytes_per_block`."""
         return KVFormat().bytes_per_block(config, block_size, dtype)
 
+    def regroup(self, moves: Any) -> None:
+        """A seam: groups of layers may keep different blocks. Here there is one group, and nothing moves."""
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, `(source, target)`, in every layer."""
         sources, targets = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))

@@ -39,6 +39,7 @@ class PagedRunner(Runner):
     def refresh(self, works: Sequence[Work]) -> None:
         """Also: do the copies that the step's writes depend on, and wipe what NaN may have been left in."""
         super().refresh(works)
+        self.attention.pool.regroup(self.cache.take_moves(works))
         if (fresh := self.cache.take_fresh()) and self.attention.pool.stained:
             self.attention.pool.wipe(fresh)
         if copies := self.cache.take_copies():

@@ -129,6 +129,7 @@ class TritonPagedAttention(PagedAttention):
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
+                sinks=layer.sinks,
                 query_starts=None if one_each else batch.query_starts,
                 max_queries=self._max_queries,
                 requests=self._only,
@@ -144,6 +145,7 @@ class TritonPagedAttention(PagedAttention):
                 scale=layer.scale,
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
+                sinks=layer.sinks,
                 out=out,
                 config=for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
             )

@@ -24,7 +24,7 @@ from torch import Tensor
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import describe, layout_of
 from triton_paged_attention.tables import DECODE, DecodeConfig, DecodeKey
-from triton_paged_attention.tiles import combine
+from triton_paged_attention.tiles import LOG2_E, combine
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads
@@ -62,13 +62,13 @@ def combine_rows(
 def decode_kernel(
     out, q,  # [T, H, D]
     k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse, arrived,
-    k_scale, v_scale,  # [KH]
+    k_scale, v_scale, sinks,  # [KH], [KH], [H]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr,
-    SCALED: tl.constexpr, ATTEND: tl.constexpr,
+    SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
     kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -103,6 +103,9 @@ def decode_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if SINKS and split == 0:  # a key of value 0 that every row sees
+        m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
         scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = ATTEND(
@@ -156,6 +159,7 @@ def paged_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [H], see `LayerSpec`
     query_starts: Tensor | None = None,  # [B + 1] int32; None: one token per request, T == B
     max_queries: int = 1,
     requests: Tensor | None = None,  # [R] int32: only these requests of the batch; None: all
@@ -196,14 +200,15 @@ def paged_decode(
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
         context_lens if requests is None else requests,
         *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
-        *(cache[2:4] if cache.scaled else (out, out)),
+        *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled, ATTEND=layout.attend,
+        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled, SINKS=sinks is not None,
+        ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -97,7 +97,7 @@ class FusedAttention(nn.Module):
         if not self.fused:
             out = self._apart(qkv, cos_sin, attention)
         elif isinstance(attention, TritonPagedAttention) and attention.stores_early:
-            cache, slots = attention.pool.layers[spec.index], attention.batch.slots
+            cache, slots = attention.place(spec)
             angles = self._flat(cos_sin)
             q, _, _ = norm_rope(
                 qkv.flatten(0, -2),

@@ -23,6 +23,7 @@ from torch import Tensor
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import describe, layout_of
 from triton_paged_attention.tables import PREFILL, PrefillConfig, PrefillKey
+from triton_paged_attention.tiles import LOG2_E
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -30,11 +31,11 @@ def prefill_kernel(
     out, q,  # [T, H, D]
     k_cache, v_cache, block_tables,
     tiles,  # [number of tiles, 4], see query_tiles
-    k_scale, v_scale,  # [KH]
+    k_scale, v_scale, sinks,  # [KH], [KH], [H]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, SCALED: tl.constexpr, ATTEND: tl.constexpr,
+    TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per query tile and key/value head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -65,6 +66,9 @@ def prefill_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    if SINKS:  # see decode.py
+        m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:  # see decode.py
         scale = scale * tl.load(k_scale + kv_head)
     if TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
@@ -124,6 +128,7 @@ def paged_prefill(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
@@ -142,11 +147,12 @@ def paged_prefill(
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
-        *(cache[2:4] if cache.scaled else (out, out)),
+        *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled, ATTEND=layout.attend,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled, SINKS=sinks is not None,
+        ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out

@@ -59,7 +59,7 @@ class OneCall:
         self.model = cast(Any, runner.model)
         self.kept: list[Tensor] = []
         self.config = config = runner.model.config
-        named = config.family in FAMILIES and config.activation in ACTIVATIONS
+        named = config.experts is None and config.family in FAMILIES and config.activation in ACTIVATIONS
         exact = self.model.dtype in PRODUCTS and self.pool.exact and config.head_dim % WIDTH == 0
         if not (named and exact) or config.attention_soft_cap or config.final_soft_cap:
             raise NotImplementedError

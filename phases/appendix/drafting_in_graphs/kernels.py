@@ -130,7 +130,7 @@ def side_by_side_kernel(
 
 
 class Places(NamedTuple):
-    """The places of a step; one number a request, or `[B * (K + 1)]` for all its places.
+    """Positions of everything in a step; one number a request, or `[B * (K + 1)]` for all its places.
 
     The order is `places_kernel`'s. at, token_at and small_at: positions, -1 for padding.
     """
@@ -148,7 +148,7 @@ class Places(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The places that drafts come from; the last three are for all drafts but the first: `[(K - 1) * B]`."""
+    """Sources of the drafts; the last three are for all drafts but the first: `[(K - 1) * B]`."""
 
     picked: Tensor  # [B] int64, where among the places the last right one is
     draft_steps: Tensor  # [K, B] int64, the step number of each draft

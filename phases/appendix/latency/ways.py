@@ -198,6 +198,7 @@ def whole(block: FusedBlock) -> bool:
         and isinstance(mlp, FusedMLP)
         and attend.fused
         and mlp.fused
+        and attend.spec.sinks is None
         and not any(
             isinstance(fused.linear, SideBySide)
             for fused in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 
 from common.events import TextStream, TokenEvent
 from common.sampling.params import SamplingParams
-from common.text.stop_checker import StopChecker
-from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 
@@ -38,52 +35,23 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
     return None
 
 
-def longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """The reference: how much of the text's end may be the beginning of a stop string."""
-    sizes = range(min(len(text), max(map(len, stops), default=0)), 0, -1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
-
-
-@pytest.mark.parametrize("letters", ["ab", "abc"])
 @settings(max_examples=500, deadline=None)
-@given(data=st.data())
-def test_the_automaton_finds_what_a_search_finds(letters: str, data: st.DataObject) -> None:
-    stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=6), max_size=8))
-    pieces = data.draw(st.lists(st.text(letters, max_size=5), max_size=10))
-    strings, state, read = StopStrings(stops), 0, ""
-    for piece in pieces:
-        expected = first_stop(read + piece, stops)
-        state, end, size = strings.search(state, piece)
-        found = (len(read) + end - size, len(read) + end) if size else None
-        assert found == expected, f"{stops} in {read + piece!r}"
-        read += piece
-        if found:
-            return
-        assert strings.depth[state] == longest_beginning(read, stops), f"{stops} after {read!r}"
-
-
-@settings(max_examples=200, deadline=None)
 @given(text=st.text("ab", max_size=25), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
-def test_nothing_given_out_is_taken_back(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
-    checker, given_out = StopChecker(tokenizer, SamplingParams(stop=tuple(stops))), ""
+def test_nothing_is_shown_that_may_begin_a_stop_string(
+    tokenizer: Tokenizer, text: str, stops: list[str]
+) -> None:
+    stream = TextStream(tokenizer, SamplingParams(stop=tuple(stops)))
     for read, letter in enumerate(text, 1):
-        if checker.push(tokenizer.encode(letter)[0]):
+        reason, _ = stream.advance(tokenizer.encode(letter)[0], None)
+        if reason is not None:
             break
-        given_out += checker.take()
-        assert given_out + checker.held == text[:read]
+        held = text[len(stream.text) : read]
+        assert stream.text + held == text[:read]
+        assert not held or any(stop.startswith(held) for stop in stops)
+    else:
+        stream.advance(None, "length")
     found = first_stop(text, stops)
-    final = text if found is None else text[: found[0]]
-    assert checker.finish() == final
-    assert given_out + checker.take() == final
-    assert checker.take() == ""
-
-
-def test_states_are_made_only_where_the_text_leads() -> None:
-    stops = ["".join(random.Random(seed).choices("abcdef", k=1024)) for seed in range(64)]
-    strings = StopStrings(stops)
-    state = strings.search(0, "xyz" * 1000 + stops[0][:100])[0]
-    assert strings.depth[state] == 100
-    assert len(strings.depth) < 2000, "states were made for text that was never read"
+    assert stream.text == (text if found is None else text[: found[0]])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""A dense model's MLPs cut into experts, with a router fitted to what the model itself computes.
+
+`down(a)`, `a = act(gate(x)) * up(x)`, is a sum over neurons, so an MLP is a sum of eight smaller ones, each
+of an eighth of them: with all eight, and weights of 1, the dense model's output. With fewer, those that add
+little should be left out. So neurons that are large for the same tokens go into one expert (MoEfication,
+arXiv 2110.01786), and a router learns to predict from `x` how large each expert's part is.
+
+Nothing is trained by gradients: it takes one pass over some thousand tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.files import whole
+from common.models.config import ExpertConfig
+from common.paths import cache_home
+from experts.layer import Experts
+from forward.attention import RecomputeAttention
+from forward.layers import GatedMLP
+from forward.model import Model
+from quant.loading import replace_layer
+
+COUNT = 8
+"""Experts that an MLP is cut into."""
+PIECES, LENGTH = 8, 512
+"""Of the text that is looked at: its last `PIECES` pieces of `LENGTH` tokens."""
+ROUNDS = 8
+"""In which neurons may change their expert."""
+RIDGE = 0.01
+FORMAT = 1
+"""Raise it when other experts are made of the same model, and those kept before are made anew."""
+
+
+class Slices(NamedTuple):
+    """An MLP's experts. neurons: `[E, I / E]` int64, those of each. router: `[E, hidden]` float32."""
+
+    neurons: Tensor
+    router: Tensor
+
+
+def cut(model: Model, tokens: Sequence[int], top_k: int) -> None:
+    """Put `Experts` in the places of a model's MLPs, of which a token goes through `top_k`.
+
+    Args:
+        tokens: a text. What is found for it is kept in the cache folder.
+
+    Raises:
+        UserError: a model's MLPs are not `GatedMLP`s of plain weights, or `COUNT` does not divide them.
+    """
+    names = [name for name, layer in model.named_modules() if isinstance(layer, GatedMLP)]
+    size = model.config.intermediate_size
+    if not names or size % COUNT or not all(_plain(model.get_submodule(name)) for name in names):
+        raise UserError(
+            f"active_experts cuts MLPs of gate, up and down in {COUNT} experts, but this model's have "
+            f"{size} neurons, biases, or few bits, or no gate"
+        )
+    found = kept(model, names, tokens)
+    facts = ExpertConfig(COUNT, top_k, size // COUNT, normalize=False, weighted=False)
+    model.config = replace(model.config, experts=facts)
+    for name, slices in zip(names, found, strict=True):
+        old = model.get_submodule(name)
+        assert isinstance(old, GatedMLP)
+        replace_layer(model, name, experts_of(old, slices, model))
+
+
+def _plain(mlp: nn.Module) -> bool:
+    return all(isinstance(part, nn.Linear) and part.bias is None for part in mlp.children())
+
+
+def experts_of(mlp: GatedMLP, slices: Slices, model: Model) -> Experts:
+    """Return the MLP's neurons as experts."""
+    with torch.device("meta"):
+        layer = Experts(model.config)
+    neurons = slices.neurons.to(model.device)
+    layer.gate.weight = _fixed(slices.router.to(model.device, model.dtype))
+    for own, expert in zip(neurons, layer.experts, strict=True):
+        assert isinstance(expert, GatedMLP)
+        expert.gate_proj.weight = _fixed(mlp.gate_proj.weight[own])
+        expert.up_proj.weight = _fixed(mlp.up_proj.weight[own])
+        expert.down_proj.weight = _fixed(mlp.down_proj.weight[:, own])
+    return layer
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def kept(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slices]:
+    """Return the slices of every MLP, from the cache folder if they were made before."""
+    digest = hashlib.sha256(f"{FORMAT} {COUNT} {list(tokens)[-PIECES * LENGTH :]}".encode())
+    for name in names:
+        row = model.get_submodule(name).get_parameter("gate_proj.weight")[0]
+        digest.update(row.float().cpu().numpy().tobytes())
+    path = cache_home() / "experts" / f"{digest.hexdigest()[:24]}.safetensors"
+    if path.is_file():
+        stored = load_file(path)
+        return [Slices(*each) for each in zip(stored["neurons"], stored["router"], strict=True)]
+    found = look(model, names, tokens)
+    keep(path, found)
+    return found
+
+
+def keep(path: Path, found: Sequence[Slices]) -> None:
+    """Write the slices of every MLP to a file."""
+    columns = zip(Slices._fields, zip(*found, strict=True), strict=True)
+    with whole(path) as scratch:
+        save_file({name: torch.stack(column) for name, column in columns}, scratch)
+
+
+@torch.no_grad()
+def look(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slices]:
+    """Run the model once over the text's end, and cut each MLP by what it computes there."""
+    length = min(LENGTH, model.max_len, len(tokens))
+    ids = torch.tensor(tokens[-(len(tokens) // length) * length :][-PIECES * length :], device=model.device)
+    ids = ids.view(-1, length)
+    inputs: list[Tensor] = []
+    found: list[Slices] = []
+
+    def made(down: nn.Module, given: tuple[Tensor]) -> None:
+        found.append(divide(inputs.pop().flatten(0, -2), given[0].flatten(0, -2), down.weight))  # type: ignore[arg-type]
+
+    hooks = []
+    for name in names:
+        mlp = model.get_submodule(name)
+        hooks += [
+            mlp.register_forward_pre_hook(lambda _, given: inputs.append(given[0])),
+            mlp.get_submodule("down_proj").register_forward_pre_hook(made),
+        ]
+    model(ids, torch.arange(length, device=model.device).expand(ids.shape), RecomputeAttention())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def divide(x: Tensor, neurons: Tensor, down: Tensor) -> Slices:
+    """Return an MLP's experts and their router.
+
+    Args:
+        x: `[T, hidden]`, the MLP's inputs. neurons: `[T, I]`, what `down [hidden, I]` is multiplied with.
+    """
+    x, neurons, down = x.float().cpu(), neurons.float().cpu(), down.float().cpu()
+    owner = alike(F.normalize((neurons.abs() * down.norm(dim=0)).t(), dim=1))
+    own = torch.stack([(owner == expert).nonzero()[:, 0] for expert in range(COUNT)])
+    sizes = torch.stack([(neurons[:, mine] @ down[:, mine].t()).norm(dim=1) for mine in own], dim=1)
+    return Slices(own, fit(x, sizes))
+
+
+def alike(directions: Tensor) -> Tensor:
+    """Put rows of like direction together, in `COUNT` groups of one size: balanced k-means.
+
+    Args:
+        directions: `[I, T]`, of length 1.
+
+    Returns:
+        `[I]`, each row's group.
+    """
+    count = len(directions)
+    middles = directions[torch.linspace(0, count - 1, COUNT).long()]
+    owner = torch.full((count,), -1)
+    for _ in range(ROUNDS):
+        nearest = (directions @ middles.t()).flatten().argsort(descending=True).tolist()
+        groups, room = [-1] * count, [count // COUNT] * COUNT
+        for row, group in (divmod(place, COUNT) for place in nearest):  # the nearest pair first
+            if groups[row] < 0 and room[group]:
+                groups[row] = group
+                room[group] -= 1
+        owner = torch.tensor(groups)
+        middles = torch.stack(
+            [F.normalize(directions[owner == group].mean(0), dim=0) for group in range(COUNT)]
+        )
+    return owner
+
+
+def fit(x: Tensor, sizes: Tensor) -> Tensor:
+    """Fit a router to the sizes `[T, E]` of the experts' parts: least squares of their logarithms.
+
+    What all experts have in common decides nothing between them, so each token's mean is taken off.
+    """
+    wanted = sizes.clamp_min(1e-9).log()
+    wanted -= wanted.mean(dim=1, keepdim=True)
+    square = x.t() @ x
+    square += torch.eye(len(square)) * square.diagonal().mean() * RIDGE
+    return torch.linalg.solve(square, x.t() @ wanted).t().contiguous()

@@ -1,0 +1,88 @@
+"""Choices sorted by expert, and the tiles of a grouped product: made on the device, which nobody waits for.
+
+A choice is `token * k + place`. Sorted, the choices of expert 0 come first, in the order of tokens. A tile is
+some rows of one expert. How many tiles there are depends on the routing, so there is room for the most that
+can be, and those left over have no rows: a graph is recorded once for a number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
+    """One program per expert: how often it was chosen."""
+    i = tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, choices, BLOCK):
+        expert = tl.load(chosen + start + i, mask=start + i < choices, other=-1)
+        found += (expert == tl.program_id(0)).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(found, axis=0))
+
+
+@triton.jit
+def place_kernel(
+    order, tiles, counts, chosen, choices, most,
+    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program per expert, which writes its places of `order` and its tiles, and one for empty tiles."""
+    own = tl.program_id(0)
+    e = tl.arange(0, E_PAD)
+    count = tl.load(counts + e, mask=e < E, other=0)
+    here = tl.sum(tl.where(e == own, count, 0), axis=0)
+    begin = tl.sum(tl.where(e < own, count, 0), axis=0)
+    tile_0 = tl.sum(tl.where(e < own, (count + ROWS - 1) // ROWS, 0), axis=0)
+    tile_end = tl.where(own == E, most, tile_0 + (here + ROWS - 1) // ROWS)
+    t = tl.arange(0, TILES)
+    for tile in range(tile_0, tile_end, TILES):
+        row = (tile - tile_0 + t) * ROWS
+        inside = tile + t < tile_end
+        tl.store(tiles + tile + t, own, mask=inside)
+        tl.store(tiles + most + tile + t, begin + row, mask=inside)
+        tl.store(tiles + 2 * most + tile + t, tl.maximum(tl.minimum(here - row, ROWS), 0), mask=inside)
+    if own < E:
+        i = tl.arange(0, BLOCK)
+        for start in range(0, choices, BLOCK):
+            expert = tl.load(chosen + start + i, mask=start + i < choices, other=-1)
+            hit = (expert == own).to(tl.int32)
+            tl.store(order + begin + tl.cumsum(hit, axis=0) - 1, start + i, mask=hit > 0)
+            begin += tl.sum(hit, axis=0)
+
+
+class Tiles(NamedTuple):
+    """Choices sorted by expert, in tiles.
+
+    order: `[T k]` int32; what lies behind the choices of the experts that are here is undefined.
+    table: `[3, most]` int32: of each tile the expert, its first place of `order`, and its rows.
+    """
+
+    order: Tensor
+    table: Tensor
+
+
+def most_tiles(choices: int, experts: int, rows: int) -> int:
+    """Return how many tiles there can be: each expert that was chosen has one that is not full."""
+    return (choices - min(choices, experts)) // rows + min(choices, experts)
+
+
+def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
+    """Sort the choices `chosen [T, k]` of experts below `experts`; leave out all others, of other ranks."""
+    choices, device = chosen.numel(), chosen.device
+    most = most_tiles(choices, experts, rows)
+    order = torch.empty(choices, dtype=torch.int32, device=device)
+    table = torch.empty(3, most, dtype=torch.int32, device=device)
+    counts = torch.empty(experts, dtype=torch.int32, device=device)
+    block = min(2048, max(16, triton.next_power_of_2(choices)))
+    warps = max(1, block // 256)
+    count_kernel[(experts,)](counts, chosen, choices, BLOCK=block, num_warps=warps)
+    place_kernel[(experts + 1,)](
+        order, table, counts, chosen, choices, most,
+        E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64, num_warps=warps,
+    )  # fmt: skip
+    return Tiles(order, table)

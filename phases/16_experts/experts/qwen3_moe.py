@@ -1,0 +1,50 @@
+"""Qwen3-MoE (arXiv 2505.09388) and its relations: a dense family with `Experts` where the MLP was."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from common.models.config import ModelConfig
+from experts.layer import Experts
+from forward.attention import LayerSpec
+from forward.models.llama import Llama, LlamaAttention, LlamaBlock
+from forward.models.qwen2 import Qwen2Attention
+from forward.models.qwen3 import Qwen3Attention
+
+
+class SparseBlock(LlamaBlock):
+    """A Llama block with `Experts`, in the layers that have them."""
+
+    mlp: nn.Module  # type: ignore[assignment]  # `LlamaBlock` has one kind only
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__(config, spec)
+        assert config.experts is not None
+        if spec.index not in config.experts.dense_layers:
+            self.mlp = Experts(config)
+
+
+class Qwen2MoeBlock(SparseBlock):
+    """A sparse block around `Qwen2Attention`."""
+
+    attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
+
+
+class Qwen3MoeBlock(SparseBlock):
+    """A sparse block around `Qwen3Attention`."""
+
+    attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
+
+
+class Qwen2Moe(Llama):
+    """A Llama of `Qwen2MoeBlock`; it has a shared expert."""
+
+    block_class: ClassVar[type[LlamaBlock]] = Qwen2MoeBlock
+
+
+class Qwen3Moe(Llama):
+    """A Llama of `Qwen3MoeBlock`."""
+
+    block_class: ClassVar[type[LlamaBlock]] = Qwen3MoeBlock

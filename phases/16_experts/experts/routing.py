@@ -1,0 +1,56 @@
+"""Routing: which experts a token goes to, with which weights, and which tokens an expert gets.
+
+Everything here has a shape that does not depend on the outcome, and nothing waits for the device: it can be
+recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts: the `top_k` of highest probability, of equal ones the lowest number.
+
+    The order is by probability and then by number, whatever else is in the batch. `torch.topk` promises
+    nothing about ties.
+
+    Args:
+        logits: `[T, E]` of the router.
+        normalize: let a token's weights sum to 1.
+
+    Returns:
+        weights: `[T, k]` float32, the probabilities of the chosen.
+        chosen: `[T, k]` int64.
+    """
+    probabilities = torch.softmax(logits.float(), dim=-1)  # [T, E]
+    ranked, experts = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    weights, chosen = ranked[:, :top_k], experts[:, :top_k]
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen
+
+
+class Sorted(NamedTuple):
+    """A batch's choices, expert by expert. A choice is a number `token * k + place`.
+
+    order: `[T k]` int64, the choices of expert 0 first; those of one expert in the order of tokens.
+    offsets: `[E + 1]` int64; expert `e` has the places `offsets[e] : offsets[e + 1]` of `order`.
+    """
+
+    order: Tensor
+    offsets: Tensor
+
+
+def sort_by_expert(chosen: Tensor, count: int) -> Sorted:
+    """Sort the choices `[T, k]` of a batch by expert.
+
+    Args:
+        count: how many experts there are. One that no token chose has no places.
+    """
+    experts, order = torch.sort(chosen.flatten(), stable=True)
+    edges = torch.arange(count + 1, device=chosen.device)
+    return Sorted(order, torch.searchsorted(experts, edges))

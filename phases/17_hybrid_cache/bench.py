@@ -1,0 +1,205 @@
+"""Phase 17 against phase 08: requests in flight in the same memory, and the speed of their decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import engine_of
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.roofline import ceilings, summarize_generation
+from benchmarks.targets import load_target
+from benchmarks.workloads import Workload, uniform
+from chunked_prefill import ChunkedScheduler
+from common.events import generate
+from common.models.config import ModelConfig
+from common.request import Request
+from common.sampling.params import SamplingParams
+from continuous.rows import Rows
+from continuous.scheduler import Scheduler
+from hybrid_cache import HybridCache, LayerGroups
+from paged_cache import PagedCache, PagedEngine
+from prefix_cache import PrefixCache, RadixIndex
+
+PHASE, BEFORE, SERVED = "17_hybrid_cache", "08_prefix_cache", "13_serving"
+MODEL = "gemma3-270m"
+"""Its weights are small, and of its 18 layers 15 have a window of 512 tokens."""
+CONTEXTS = (1024, 2048, 4096, 8192, 16_384)
+BLOCK, STEP_TOKENS, OUTPUT, ROWS = 16, 256, 256, 384
+FULL = 16
+"""Requests of the longest context for which phase 08 has room in the counted runs."""
+
+
+def run(options: BenchOptions) -> Evidence:
+    """Count requests in flight by the books of each cache, then time decodes of equal batches."""
+    target = options if options.model is not None else replace(options, model=MODEL)
+    bench = Bench(target)
+    runs = bench.counted() + bench.decodes()
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+
+
+class Bench:
+    """One model and how its engines are measured."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.config, self.dtype = self.model.config, self.model.dtype
+        self.top = ceilings(options.device, options.dtype)
+        self.on_cpu = options.device.type == "cpu"
+
+    # Counted.
+
+    def counted(self) -> list[Run]:
+        """Twice as many requests as could run, all of one length, into the same bytes: nothing is computed.
+
+        The schedulers and caches are those of the engines, and decide as with a model behind them.
+        """
+        per_block = BLOCK * self.config.kv_bytes_per_token(self.dtype)
+        blocks = FULL * CONTEXTS[-1] // BLOCK
+        runs = []
+        for context in CONTEXTS[: 2 if self.options.quick else None]:
+            if context > self.config.max_position_embeddings:
+                break
+            work = uniform(f"in-flight-{context}", ROWS, context - OUTPUT, OUTPUT, vocab=8)
+            caches: dict[str, Callable[[], PagedCache]] = {
+                BEFORE: partial(plain, context, blocks),
+                PHASE: partial(hybrid, self.config, context, blocks),
+            }
+            for variant, make in caches.items():
+                samples = [serve(make(), context) for _ in range(self.options.repeats)]
+                for sample in samples:
+                    sample["kv_cache_bytes"] = float(blocks * per_block)
+                runs.append(
+                    summarize(
+                        variant,
+                        work,
+                        Samples(samples),
+                        model=self.name,
+                        dtype=self.dtype,
+                        options={"context": context, "same": "bytes"},
+                    )
+                )
+        return runs
+
+    # Timed.
+
+    def decodes(self) -> list[Run]:
+        """The same batch for each engine, with room for all of it: what groups cost a step."""
+        shapes = ((2, 1024, 48),) if self.on_cpu else ((1, 8192, 256), (32, 8192, 128))
+        if self.options.quick:
+            shapes = ((2, 64, 8),)
+        runs = []
+        for count, context, output in shapes:
+            work = uniform(f"decode-{count}x{context}+{output}", count, context, output)
+            phases = {BEFORE: "08", PHASE: "17"} if self.on_cpu else {BEFORE: "08", SERVED: "13", PHASE: "17"}
+            # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
+            alike: dict[str, Any] = {"drafter": "none"} | ({"overlap": False} if self.on_cpu else {})
+            size = (count + 2) * (context + output + 64) * self.config.kv_bytes_per_token(self.dtype)
+            engines = {
+                name: engine_of(
+                    number,
+                    self.model,
+                    max_rows=max(2, count),
+                    max_len=context + output + 16,
+                    cache_bytes=size,
+                    **({} if name == BEFORE else alike),
+                )
+                for name, number in phases.items()
+            }
+            samples = alternate(
+                {name: partial(self.sample, engine, work) for name, engine in engines.items()},
+                self.options.repeats,
+                warm={name: self.warm(engine) for name, engine in engines.items()},
+            )
+            runs += [
+                summarize_generation(
+                    name,
+                    work,
+                    kept,
+                    model=self.name,
+                    config=self.config,
+                    dtype=self.dtype,
+                    top=self.top,
+                    batch=count,
+                    options={"requests": count},
+                )
+                for name, kept in samples.items()
+            ]
+            del engines
+        return runs
+
+    def sample(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
+        """Time one batch of prompts that no request has had before."""
+        return time_generation(engine, work.cold(repeat), self.options.device)
+
+    @staticmethod
+    def warm(engine: PagedEngine) -> Callable[[], object]:
+        """A few tokens, so that kernels are compiled."""
+        short = uniform("warm-up", 2, 16, 4)
+        return lambda: generate(engine, short.prompts, short.params)
+
+
+def plain(context: int, blocks: int) -> PrefixCache:
+    """Phase 08's cache of so many blocks."""
+    return PrefixCache(ROWS, context, blocks, BLOCK, RadixIndex())
+
+
+def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
+    """The hybrid cache of a model in the memory of so many blocks of all layers."""
+    layout = LayerGroups.of(config)
+    own = layout.blocks(blocks)
+    return HybridCache(ROWS, context, own, BLOCK, RadixIndex(), layout, step_tokens=STEP_TOKENS)
+
+
+def serve(cache: PagedCache, context: int) -> Sample:
+    """Let requests of one length run through a cache by its scheduler; returns what ran at once.
+
+    Prompts have nothing in common. A step has tokens for a chunk of every request, so that memory alone is
+    the limit. A request counts as in flight while it decodes.
+    """
+    rows = Rows(ROWS, 1)
+    scheduler = ChunkedScheduler(rows, cache, step_tokens=STEP_TOKENS * ROWS, chunk_tokens=STEP_TOKENS)
+    for number in range(ROWS):
+        prompt = context - OUTPUT
+        tokens = [number] * prompt
+        request = Request(number, tokens, prompt, context, SamplingParams(max_tokens=OUTPUT, ignore_eos=True))
+        scheduler.add([request])
+    most = steps = 0
+    while not scheduler.idle and steps < ROWS:
+        step(scheduler)
+        steps += 1
+        most = max(most, sum(not request.prefilling for request in scheduler.running))
+    return {"requests_in_flight": float(most), "preemptions": float(scheduler.preemptions)}
+
+
+def step(scheduler: Scheduler) -> None:
+    """Schedule a step, and land it with any token."""
+    for work in scheduler.schedule():
+        for request in work.takers:
+            request.tokens.append(0)
+        scheduler.land(work)
+        for request in work.takers:
+            if len(request.tokens) == request.limit:
+                request.finish_reason = "length"
+                scheduler.leave(request)
+
+
+def draw(evidence: Evidence, out: Path) -> None:
+    """Requests in flight over the context, and tokens a second of equal batches."""
+    figure, (flight, speed) = panels(2)
+    runs = evidence.find(same="bytes")
+    lines(runs, x="context", metric="requests_in_flight", axes=flight, log_x=True, log_y=True)
+    longest = max(run.options["context"] for run in runs)
+    new, old = (evidence.one(name, same="bytes", context=longest) for name in (PHASE, BEFORE))
+    factor = new.median("requests_in_flight") / old.median("requests_in_flight")
+    flight.set_title(f"At {longest:,} tokens {factor:.1f} times the requests in the same bytes")
+    flight.set_xlabel("tokens of a request")
+    timed = [run for run in evidence.runs if run.workload.startswith("decode-")]
+    bars(timed, "output_tokens_per_s", axes=speed, label=lambda run: f"{run.variant}\n{run.workload}")
+    speed.set_title("Output tokens a second of equal batches, prompts included")
+    save(figure, out, evidence)

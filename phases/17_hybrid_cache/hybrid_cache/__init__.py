@@ -1,0 +1,26 @@
+"""Phase 17: the hybrid cache. Layers that remember differently share one pool of blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from common.text import llm
+from hybrid_cache.cache import HybridCache
+from hybrid_cache.feature import Hybrid
+from hybrid_cache.layout import LayerGroups
+from hybrid_cache.managers import Manager, WindowManager
+from hybrid_cache.pool import HybridPool
+from parallel import PRESET as BELOW
+
+__all__ = [
+    "LLM", "PRESET", "Hybrid", "HybridCache", "HybridPool", "LayerGroups", "Manager", "WindowManager", "load"
+]  # fmt: skip
+
+PRESET = BELOW.plus(on=[Hybrid])
+"""Everything below, and the hybrid cache, which leaves a model of one kind of layers as it was."""
+
+load = PRESET.load
+"""Make this phase's engine for a model's name or a loaded model."""
+
+LLM = partial(llm.LLM, load=load)
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

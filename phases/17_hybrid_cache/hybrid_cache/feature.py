@@ -1,0 +1,87 @@
+"""The hybrid cache as a feature of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from chunked_prefill import Chunked
+from common.errors import UserError
+from forward.loading import config_of
+from forward.model import Model
+from hybrid_cache.attention import GroupedTorch
+from hybrid_cache.cache import HybridCache
+from hybrid_cache.layout import LayerGroups
+from hybrid_cache.pool import HybridPool
+from hybrid_cache.state import slot_count
+from hybrid_cache.state_pool import StatePool
+from paged_cache import Feature, PagedAttention, Parts
+from prefix_cache import INDEXES, Prefix
+from speculative import Speculate
+from triton_paged_attention import Kernels
+
+
+@dataclass(frozen=True)
+class Hybrid(Feature):
+    """Layers with a window give back the blocks that no query of theirs will see again."""
+
+    name: ClassVar[str] = "hybrid_cache"
+    phase: ClassVar[int] = 17
+
+    def prepare(self, parts: Parts) -> None:
+        """Guess nothing for a model with states, unless the caller asks for it, which `install` refuses."""
+        asked, given = parts.recipe, parts.recipe.model
+        config = given.config if isinstance(given, Model) else config_of(given)
+        if config.delta is not None:
+            features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
+            parts.recipe = replace(asked, features=tuple(features))
+
+    def install(self, parts: Parts) -> None:
+        """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
+        layout = LayerGroups.of(parts.model.config)
+        if layout.plain:
+            return
+        if layout.states is not None:
+            if parts.features.get("speculate", NO_GUESSES) != NO_GUESSES:
+                raise UserError(
+                    "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state "
+                    "cannot give back a guess that was wrong"
+                )
+            each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
+            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
+        parts.wrap(
+            self,
+            pool=lambda plain: partial(_pool, parts, layout),
+            cache=lambda plain: partial(_cache, parts, layout),
+            attention=lambda plain: self._attention(parts),
+        )
+
+    def _attention(self, parts: Parts) -> Callable[[Any], PagedAttention]:
+        kernels = parts.features.get("kernels")
+        if not isinstance(kernels, Kernels):
+            return GroupedTorch
+        from hybrid_cache.kernels import GroupedTriton
+
+        return kernels.attention_of(GroupedTriton, parts.model)
+
+
+NO_GUESSES = Speculate(drafter="none")
+
+
+def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:
+    length = parts.sizes.context(parts.model)
+    return HybridPool(*args, **options, layout=layout, rows=parts.size("max_rows"), max_len=length)
+
+
+def _cache(
+    parts: Parts, layout: LayerGroups, rows: int, max_len: int, blocks: int, block_size: int
+) -> HybridCache:
+    prefix = parts.features.get("prefix_cache")
+    index = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else None
+    own = layout.blocks(blocks)
+    chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
+    if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:
+        most = min(most, chunked.chunk_tokens)
+    return HybridCache(rows, max_len, own, block_size, index, layout, step_tokens=most)

@@ -1,0 +1,89 @@
+"""The second operator that mixes tokens: a seam beside attention, for layers that keep a state.
+
+A layer of Gated DeltaNet hands its inputs to a `Mixer`, as a layer of attention hands queries, keys and
+values to an `Attention`. The object of a phase is both, or the model says which phase it needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from common.models.config import DeltaConfig
+from forward.attention import Attention, RecomputeAttention
+from hybrid_cache.delta_rule import DeltaTokens, causal_conv, recurrence, unit
+
+
+class DeltaInputs(NamedTuple):
+    """A layer's inputs, each token's by itself so far.
+
+    layer: its index among all. config: of its heads.
+    conv: `[C, W]`, the weights of the convolution.
+    mixed: `[..., C]`, queries, keys and values before the convolution.
+    decay: `[..., H]` float32; beta: `[..., H]`; see `DeltaTokens`.
+    """
+
+    layer: int
+    config: DeltaConfig
+    conv: Tensor
+    mixed: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    def take(self, tokens: slice | Tensor) -> DeltaInputs:
+        """Some tokens of a ragged batch: a slice, or indices of any shape."""
+        mixed, decay, beta = (part[tokens] for part in self[3:])
+        return self._replace(mixed=mixed, decay=decay, beta=beta)
+
+    def tokens(self, mixed: Tensor) -> DeltaTokens:
+        """Return the rule's inputs, given what the convolution has made of `self.mixed`.
+
+        Value head `h` has the query and the key of key head `h // groups`.
+        """
+        shape, leading = self.config, mixed.shape[:-1]
+        keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
+        q, k, v = torch.split(mixed, [keys, keys, values], -1)
+        q, k = (unit(x.reshape(*leading, shape.key_heads, shape.key_dim)) for x in (q, k))
+        groups = shape.value_heads // shape.key_heads
+        q, k = q.repeat_interleave(groups, -2), k.repeat_interleave(groups, -2)
+        v = v.reshape(*leading, shape.value_heads, shape.value_dim).float()
+        return DeltaTokens(q * shape.key_dim**-0.5, k, v, self.decay, self.beta.float())
+
+
+class Mixer(ABC):
+    """Maps a Gated DeltaNet layer's inputs to its outputs."""
+
+    @abstractmethod
+    def mix(self, inputs: DeltaInputs) -> Tensor:
+        """Return `[..., H, Dv]` in the dtype of `inputs.mixed`."""
+
+
+class WholeSequence(Mixer):
+    """Sees the whole sequence at every call and remembers nothing, as `RecomputeAttention` does."""
+
+    def mix(self, inputs: DeltaInputs) -> Tensor:
+        """See `Mixer.mix`; the sequence is the dimension before the last."""
+        x, config = inputs.mixed, inputs.config
+        mixed, _ = causal_conv(x, inputs.conv, x.new_zeros(*x.shape[:-2], *config.conv_shape))
+        empty = torch.zeros(*x.shape[:-2], *config.state_shape, device=x.device)
+        return recurrence(empty, inputs.tokens(mixed))[0].to(x.dtype)
+
+
+def mixer_of(attention: Attention) -> Mixer:
+    """Return the mixer that belongs to a phase's attention.
+
+    Raises:
+        UserError: the phase has none.
+    """
+    if isinstance(attention, Mixer):
+        return attention
+    if isinstance(attention, RecomputeAttention):
+        return WholeSequence()
+    raise UserError(
+        "the model has layers of Gated DeltaNet, which keep a state: phase 01 computes it without a cache, "
+        "phase 17 with one, and the phases between do not"
+    )

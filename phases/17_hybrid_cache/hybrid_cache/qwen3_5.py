@@ -1,0 +1,148 @@
+"""Qwen3.5's text model: of every four layers three keep a state, and one keeps keys and values.
+
+Three layers of Gated DeltaNet (`delta_rule`) and one of attention that a gate of its own scales, with RoPE on
+the first quarter of each head. All norms but the one inside Gated DeltaNet multiply by ``1 + weight``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.models.config import DeltaConfig, ModelConfig
+from forward.attention import Attention, LayerSpec
+from forward.layers import GatedMLP, RMSNorm
+from forward.model import Model
+from forward.models.gemma3 import Gemma3RMSNorm
+from forward.rope import Rope, apply_rope
+from forward.rope_scaling import sharpness
+from hybrid_cache.mixer import DeltaInputs, Mixer, mixer_of
+
+
+class GatedAttention(nn.Module):
+    """Attention with every number of its output under a gate, which the query's projection makes as well."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, 2 * queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_norm = Gemma3RMSNorm(spec.head_dim, config.norm_eps)
+        self.k_norm = Gemma3RMSNorm(spec.head_dim, config.norm_eps)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """``[..., hidden]`` -> ``[..., hidden]``."""
+        heads, keys, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        q, gate = self.q_proj(x).unflatten(-1, (heads, 2 * size)).chunk(2, -1)  # [..., H, D] each
+        k = self.k_proj(x).unflatten(-1, (keys, size))
+        v = self.v_proj(x).unflatten(-1, (keys, size))
+        q, k = turn_share(self.q_norm(q), cos_sin), turn_share(self.k_norm(k), cos_sin)
+        out = attention(self.spec, q, k, v) * torch.sigmoid(gate)
+        return self.o_proj(out.flatten(-2))
+
+
+def turn_share(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first dimensions of every head, as many as there are angles for: ``x [..., H, D]``."""
+    turned = cos_sin[0].shape[-1]
+    return torch.cat((apply_rope(x[..., :turned], cos_sin), x[..., turned:]), -1)
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections, decay and gate around the mixer."""
+
+    def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
+        super().__init__()
+        self.delta, self.layer = delta, layer
+        hidden, channels, values = config.hidden_size, delta.channels, delta.value_heads * delta.value_dim
+        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden, values, bias=False)
+        self.in_proj_b = nn.Linear(hidden, delta.value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, delta.value_heads, bias=False)
+        # Holds the weights as checkpoints do, `[C, 1, W]`; the mixer applies them.
+        self.conv1d = nn.Conv1d(channels, channels, delta.conv_width, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.zeros(delta.value_heads))
+        self.A_log = nn.Parameter(torch.zeros(delta.value_heads))
+        self.norm = RMSNorm(delta.value_dim, config.norm_eps)
+        self.out_proj = nn.Linear(values, hidden, bias=False)
+
+    def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
+        """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``mixer``."""
+        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        beta, conv = torch.sigmoid(self.in_proj_b(x)), self.conv1d.weight.squeeze(1)
+        mixed = mixer.mix(DeltaInputs(self.layer, self.delta, conv, self.in_proj_qkv(x), decay, beta))
+        out = self.norm(mixed)  # [..., H, Dv]
+        gate = self.in_proj_z(x).view_as(out)
+        return self.out_proj((out * F.silu(gate.float())).to(x.dtype).flatten(-2))
+
+
+class Qwen35Block(nn.Module):
+    """One layer: attention or Gated DeltaNet, then the MLP, each on a normalized copy and added back."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        assert config.delta is not None
+        self.input_layernorm = Gemma3RMSNorm(config.hidden_size, config.norm_eps)
+        if config.delta.layers[spec.index]:
+            self.linear_attn = GatedDeltaNet(config, config.delta, spec.index)
+        else:
+            self.self_attn = GatedAttention(config, spec)
+        self.keeps_state = config.delta.layers[spec.index]
+        self.post_attention_layernorm = Gemma3RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation)
+
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention, mixer: Mixer
+    ) -> Tensor:
+        """``[..., hidden]`` -> ``[..., hidden]``."""
+        normed = self.input_layernorm(x)
+        if self.keeps_state:
+            x = x + self.linear_attn(normed, mixer)
+        else:
+            x = x + self.self_attn(normed, cos_sin, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Qwen35(Model):
+    """The text model; what sees images, and the layer that guesses a token further, are ignored."""
+
+    TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        assert config.rope is not None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rope = Rope(config.rope, int(config.rope.share * config.head_dim))
+        # A longer context sharpens what turns; the scale of `Model` would sharpen what does not as well.
+        self.sharpness = sharpness(config, 0) ** 0.5
+        self.layer_specs = tuple(replace(spec, scale=config.attention_scale) for spec in self.layer_specs)
+        self.layers = nn.ModuleList(Qwen35Block(config, spec) for spec in self.layer_specs)
+        self.norm = Gemma3RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """See `Model.forward`."""
+        mixer = mixer_of(attention)
+        x = self.embed_tokens(input_ids)  # [..., hidden]
+        cos, sin = self.rope(positions)
+        cos_sin = cos * self.sharpness, sin * self.sharpness
+        for layer in self.layers:
+            x = layer(x, cos_sin, attention, mixer)
+        return self.norm(x)
+
+    @staticmethod
+    def rename(name: str) -> str | None:
+        """Text-only and multimodal checkpoints wrap the same names differently."""
+        if name.startswith(("mtp.", "model.visual.", "visual.")):
+            return None
+        for prefix in ("model.language_model.", "language_model.", "model."):
+            name = name.removeprefix(prefix)
+        return name

@@ -1,0 +1,170 @@
+"""Phase 16: a dense model cut into experts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import experts
+import forward
+from common.errors import UserError
+from common.events import generate
+from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from experts import cut
+from experts.feature import TEXT
+from experts.layer import Experts
+from experts.stacked import StackedExperts
+from forward.attention import RecomputeAttention
+from forward.loading import load_model
+from forward.model import Model
+from forward.surgery import clone
+from phases import phase_named
+from phases.registry import load_engine
+from tests.equivalence.compare import assert_all_same
+from tests.schedules import check
+
+SMALL: dict[str, Any] = {"max_rows": 4, "max_len": 96, "step_tokens": 40, "block_size": 4}
+PROMPTS = [[5, 6, 7, 8] * 5, [5, 6, 7, 8] * 5 + [9], [3], list(range(1, 40))]
+PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.8, 0, 0)]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """An empty cache folder, but for tests with real weights."""
+    if "smollm2_folder" not in request.fixturenames:
+        monkeypatch.setenv("LADDER_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return load_model("random:tiny", device="cpu", dtype="float32")
+
+
+def logits_of(model: Model, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model.logits(model(ids, torch.arange(len(ids)), RecomputeAttention()))
+
+
+@pytest.mark.parametrize("name", ["random:tiny", "random:tiny-window"])
+def test_all_experts_are_the_dense_model(name: str) -> None:
+    dense = load_model(name, device="cpu", dtype="float32")
+    expected = generate(forward.load(dense), PROMPTS, PARAMS)
+    engine = experts.load(dense, active_experts=8, **SMALL)
+    layers = [layer for layer in engine.runner.model.modules() if isinstance(layer, StackedExperts)]
+    assert len(layers) == dense.config.num_layers
+    assert_all_same(dense, expected, generate(engine, PROMPTS, PARAMS), PARAMS)
+    check(engine)
+
+
+def test_what_the_appendix_adds_leaves_experts_alone(tiny: Model) -> None:
+    """A step of one call knows MLPs, and must not take a layer of experts for one."""
+    expected = generate(forward.load(tiny), PROMPTS, PARAMS)
+    engine: Any = load_engine(phase_named("16"), tiny, active_experts=8, **SMALL)
+    assert_all_same(tiny, expected, generate(engine, PROMPTS, PARAMS), PARAMS)
+
+
+def test_fewer_experts_are_nearer_the_more_there_are(tiny: Model) -> None:
+    ids = torch.randint(0, 257, (80,))
+    exact = logits_of(tiny, ids)
+    off = []
+    for count in (1, 4, 7, 8):
+        model = experts.load(tiny, active_experts=count, **SMALL).runner.model
+        off.append(float((logits_of(model, ids) - exact).square().mean()))
+    assert off[0] > off[1] > off[2] > 1e-6 > off[3]
+
+
+def test_every_neuron_is_in_one_expert(tiny: Model) -> None:
+    model = clone(tiny)
+    cut.cut(model, list(range(257)) * 4, 8)
+    for name in ("layers.0.mlp", "layers.1.mlp"):
+        layer, mlp = model.get_submodule(name), tiny.get_submodule(name)
+        assert isinstance(layer, Experts)
+        rows = torch.cat([expert.gate_proj.weight for expert in layer.experts])  # type: ignore[union-attr]
+        whole = mlp.get_parameter("gate_proj.weight")
+        assert len(rows) == len(whole) == 80
+        assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, whole.tolist()))
+
+
+def test_neurons_that_fire_together_go_together() -> None:
+    """Eight kinds of tokens, eight groups of neurons, each large for one kind, dealt out at random."""
+    kind = torch.arange(64) % cut.COUNT
+    group = torch.randperm(48) % cut.COUNT
+    neurons = (kind[:, None] == group).float() * 5 + torch.rand(64, 48)
+    x = F.one_hot(kind, cut.COUNT).float()
+    found = cut.divide(x, neurons, torch.randn(20, 48))
+    assert sorted(found.neurons.flatten().tolist()) == list(range(48))
+    for own in found.neurons:
+        assert len(own) == 6 and len(set(group[own].tolist())) == 1
+    # And the router sends a kind of token to its own group.
+    best = (x @ found.router.t()).argmax(dim=1)
+    assert [group[found.neurons[e][0]].item() for e in best.tolist()] == kind.tolist()
+
+
+def test_a_router_learns_which_part_is_large() -> None:
+    x, plan = torch.randn(2000, 12), torch.randn(5, 12)
+    sizes = (x @ plan.t() + torch.randn(2000, 1)).exp()  # what all have in common says nothing
+    router = cut.fit(x, sizes)
+    agree = (x @ router.t()).argmax(1) == sizes.argmax(1)
+    assert agree.float().mean() > 0.95
+
+
+def test_what_was_found_is_kept(tiny: Model, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = experts.load(tiny, active_experts=4, **SMALL).runner.model
+    assert len([*home.rglob("*.safetensors")]) == 1
+    monkeypatch.setattr(cut, "look", None)  # a second look would fail
+    second = experts.load(tiny, active_experts=3, **SMALL).runner.model
+    for one, other in zip(first.buffers(), second.buffers(), strict=True):
+        assert torch.equal(one, other)
+    other = load_model("random:tiny", device="cpu", dtype="float32", seed=1)
+    with pytest.raises(TypeError):  # another model is looked at anew
+        experts.load(other, active_experts=4, **SMALL)
+
+
+def test_a_mixture_has_its_own_experts() -> None:
+    model = load_model("random:tiny-moe", device="cpu", dtype="float32")
+    engine = experts.load(model, active_experts=2, **SMALL)
+    layer = engine.runner.model.get_submodule("layers.0.mlp")
+    assert isinstance(layer, StackedExperts) and layer.facts.top_k == 2 and layer.facts.count == 7
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "nine": ("random:tiny", {"active_experts": 9}, "active_experts is 9, but a layer has 8"),
+    "none": ("random:tiny", {"active_experts": 0}, "active_experts is 0"),
+    "all of seven": ("random:tiny-moe", {"active_experts": 8}, "active_experts is 8, but a layer has 7"),
+    "few bits": ("random:tiny", {"active_experts": 4, "quantization": "int8"}, "or few bits"),
+    "off": ("random:tiny", {"active_experts": 4, "experts": False}, "experts is off"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_cut(case: str) -> None:
+    name, options, says = WRONG[case]
+    with pytest.raises(UserError, match=says):
+        experts.load(name, device="cpu", dtype="float32", **options, **SMALL)
+
+
+@pytest.mark.slow
+def test_smollm2_in_experts(smollm2_folder: Path) -> None:
+    """All eight: the dense model's tokens. Six: a text is less likely, but far from random."""
+    model, tokenizer = load_model(smollm2_folder, device="cpu", dtype="float32"), Tokenizer(smollm2_folder)
+    text = tokenizer.encode(TEXT.read_text(encoding="utf-8")[:2000])
+    ids = torch.tensor(text)
+    params = [SamplingParams(max_tokens=12, ignore_eos=True)]
+    expected = generate(forward.load(model), [text[:40]], params)
+    sizes: dict[str, Any] = {"max_rows": 2, "max_len": 128, "tokenizer": tokenizer}
+    engine = experts.load(model, active_experts=8, **sizes)
+    assert_all_same(model, expected, generate(engine, [text[:40]], params), params)
+
+    def surprise(of: Model) -> float:
+        return float(F.cross_entropy(logits_of(of, ids)[:-1], ids[1:]))
+
+    whole, six = surprise(model), surprise(experts.load(model, active_experts=6, **sizes).runner.model)
+    assert whole < six < whole + 1.5 < math.log(49_152)

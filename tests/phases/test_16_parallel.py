@@ -1,0 +1,228 @@
+"""Experts over ranks: the tokens of one rank, from a part of the weights each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import experts
+import parallel
+from common.errors import UserError
+from common.models.config import ModelConfig
+from common.sampling.params import SamplingParams
+from experts.expert_parallel import (
+    Traffic,
+    cut_inside,
+    first_experts,
+    imbalance,
+    rows_of_ranks,
+    some_of,
+    traffic,
+)
+from experts.kernels.stack import ExpertStack, Swiglu, stacked
+from forward.loading import random_model
+from quant.formats import FP8, FP8_BLOCK
+from quant.linear import QuantLinear
+from quant.weights import QuantizedWeight
+from tests.ranks_kit import KERNELS, SMALL, agree, end_crews, same, tokens_of
+
+CHOSEN = torch.tensor([[0, 1], [0, 6], [5, 6], [0, 3]])
+"""Of seven experts: 0 to 2 are rank 0's of two ranks, 3 to 6 rank 1's; tokens 0 and 1 live on rank 0."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_crews() -> Iterator[None]:
+    yield
+    end_crews()
+
+
+def test_every_expert_is_on_one_rank() -> None:
+    assert first_experts(7, 2) == [0, 3, 7]
+    assert first_experts(128, 8) == list(range(0, 129, 16))
+
+
+def test_balance_is_counted_in_rows() -> None:
+    assert rows_of_ranks(CHOSEN, 7, 2) == [4, 4] and imbalance([4, 4]) == 1.0
+    assert rows_of_ranks(CHOSEN, 7, 7) == [3, 1, 0, 1, 0, 1, 2]
+    assert imbalance([3, 1, 0, 1, 0, 1, 2]) == pytest.approx(3 / (8 / 7)), "seven ranks wait for the first"
+    assert rows_of_ranks(CHOSEN[:0], 7, 2) == [0, 0] and imbalance([0, 0]) == 0.0
+
+
+def test_bytes_of_both_ways_are_counted() -> None:
+    """Token 1 visits rank 1, and token 3 rank 0; tokens 0 and 2 stay where they are."""
+    assert traffic(CHOSEN, 7, 2, token_bytes=10) == Traffic(all_reduce=2 * 4 * 10, all_to_all=2 * 2 * 10)
+    spread = traffic(torch.arange(8)[None].expand(64, 8), 8, 8, token_bytes=1)
+    assert spread.all_to_all == spread.all_reduce, "a token with an expert on each rank goes everywhere"
+
+
+class _Rank:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def dequantized(stack: ExpertStack) -> Tensor:
+    """The last expert's weight."""
+    if stack.scheme is None or stack.scale is None:
+        return stack.data[-1]
+    return QuantizedWeight(stack.scheme, stack.data[-1], stack.scale[-1]).dequantize()
+
+
+def _stacks(scheme: Any, hidden: int, inside: int) -> tuple[ExpertStack, ExpertStack]:
+    layers = [
+        [torch.nn.Linear(hidden, inside), torch.nn.Linear(hidden, inside), torch.nn.Linear(inside, hidden)]
+        for _ in range(2)
+    ]
+    if scheme is not None:
+        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]  # type: ignore[misc]
+    return stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
+
+
+@pytest.mark.parametrize(("scheme", "sizes"), [(None, (6, 8)), (FP8, (6, 8)), (FP8_BLOCK, (130, 512))])
+def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int, int]) -> None:
+    up, down = _stacks(scheme, *sizes)
+    parts: list[tuple[ExpertStack, ExpertStack]] = []
+    for rank in range(2):
+        ranks: Any = _Rank(rank, 2)
+        parts.append((cut_inside(up, ranks, Swiglu()), cut_inside(down, ranks, None)))
+    half = sizes[1] // 2
+
+    def gates(stack: ExpertStack) -> list[Tensor]:
+        return list(dequantized(stack).chunk(2))
+
+    (gate, linear), (first, second) = gates(up), (gates(part) for part, _ in parts)
+    assert torch.equal(torch.cat([first[0], second[0]]), gate) and len(first[0]) == half
+    assert torch.equal(torch.cat([first[1], second[1]]), linear)
+    assert torch.equal(torch.cat([dequantized(part) for _, part in parts], 1), dequantized(down))
+    biases = [part.bias for _, part in parts]
+    assert down.bias is not None and biases[0] is not None and biases[1] is not None
+    assert torch.equal(biases[0] + biases[1], down.bias), "the bias is added once"
+
+
+def test_interleaved_gates_keep_their_ups() -> None:
+    whole = torch.arange(2 * 12 * 3.0).view(2, 12, 3)
+    for rank in range(3):
+        ranks: Any = _Rank(rank, 3)
+        part = cut_inside(ExpertStack(whole, bias=whole[..., 0]), ranks, Swiglu(interleaved=True))
+        assert torch.equal(part.data, whole[:, 4 * rank : 4 * rank + 4]), "gate, up, gate, up"
+        assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
+
+
+def test_some_experts_are_a_copy() -> None:
+    up, _ = _stacks(FP8, 6, 8)
+    found = some_of(up, range(1, 2))
+    assert torch.equal(dequantized(found), dequantized(up)) and len(found.data) == 1
+    assert found.bias is not None and up.bias is not None and torch.equal(found.bias[0], up.bias[1])
+    assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), "the rest can go"
+
+
+def test_an_inside_that_cannot_be_cut_is_refused() -> None:
+    ranks: Any = _Rank(0, 3)
+    with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
+        cut_inside(_stacks(None, 6, 8)[0], ranks, Swiglu())
+    ranks = _Rank(0, 4)
+    with pytest.raises(UserError, match="an expert's inside is 384"):
+        cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, None)
+    with pytest.raises(UserError, match="cut is 'columns', but"):
+        experts.load("random:tiny-moe", cut="columns", **SMALL)
+    with pytest.raises(UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"):
+        experts.load("random:tiny-moe", tensor_parallel=9, **SMALL)
+    with pytest.raises(UserError, match="active_experts cuts a dense model on one GPU"):
+        experts.load("random:tiny", tensor_parallel=3, active_experts=4, **SMALL)
+
+
+# The same tokens.
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in files: 7 experts, 2 key/value heads, a dense layer."""
+    folder = tmp_path_factory.mktemp("mixture")
+    raw = {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 259,
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 7,
+        "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 0,
+        "tie_word_embeddings": False, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    model = random_model(ModelConfig.from_folder(folder), device="cpu", dtype=torch.float32, seed=4)
+    state = {
+        ("" if name.startswith("lm_head") else "model.") + name: tensor.clone().contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(mixture: Path) -> list[list[int]]:
+    return tokens_of(experts.load(str(mixture), **SMALL))
+
+
+def _in_ranks(model: Path, *given: Any, **options: Any) -> list[list[int]]:
+    """Tokens of two ranks, which compare at every step what they did."""
+    engine: Any = experts.load(str(model), tensor_parallel=2, rank_check=1, **SMALL | options)
+    try:
+        found = tokens_of(engine, *given)
+        agree(engine.loop)
+        engine.check_integrity()
+        assert engine.cache.free == engine.cache.allocator.count, "blocks are lost in ranks"
+        return found
+    finally:
+        engine.loop.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["experts", "inside"])
+def test_ranks_give_the_tokens_of_one(mixture: Path, expected: list[list[int]], cut: str) -> None:
+    same(_in_ranks(mixture, cut=cut), expected, f"two ranks, {cut}")
+
+
+@pytest.mark.slow
+def test_experts_of_few_bits_are_those_of_one_rank(mixture: Path) -> None:
+    """Without kernels they are not stacked, and every rank computes all of them."""
+    options = {"quantization": "int4", "group_size": 16}
+    wanted = tokens_of(experts.load(str(mixture), **SMALL | options))
+    same(_in_ranks(mixture, **options), wanted, "two ranks, int4")
+
+
+@pytest.mark.slow
+def test_kernels_in_ranks_give_the_tokens_of_one(mixture: Path) -> None:
+    short = [SamplingParams(max_tokens=3, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8)]
+    given = ([[3], [5, 6, 7, 8, 9, 10]], short)
+    options = SMALL | KERNELS | {"quantization": "fp8-weights"}
+    wanted = tokens_of(experts.load(str(mixture), **options), *given)
+    same(_in_ranks(mixture, *given, **options), wanted, "two ranks, kernels, fp8")
+
+
+def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]:
+    """Shapes of what a rank keeps of each layer's second product."""
+    from experts.expert_parallel import Sharing
+    from experts.stacked import StackedExperts, Stacking
+    from parallel.loading import load_part
+    from quant.loading import Quantize
+
+    linears = Sharing(Stacking(Quantize()), ranks, cut)
+    part = load_part(model, device="cpu", dtype="float32", linears=linears, ranks=ranks)
+    layers = (layer.mlp for layer in part.layers)  # type: ignore[union-attr]
+    return {
+        index: tuple(layer.down.data.shape)
+        for index, layer in enumerate(layers)
+        if isinstance(layer, StackedExperts)
+    }
+
+
+@pytest.mark.slow
+def test_no_rank_holds_the_whole(mixture: Path) -> None:
+    first, second = parallel.together(2, _own_experts, str(mixture), "experts")
+    assert first == {0: (3, 64, 48), 2: (3, 64, 48)} and second == {0: (4, 64, 48), 2: (4, 64, 48)}
+    both = parallel.together(2, _own_experts, str(mixture), "inside")
+    assert both == [{0: (7, 64, 24), 2: (7, 64, 24)}] * 2

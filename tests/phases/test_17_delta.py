@@ -1,0 +1,493 @@
+"""Phase 17: Qwen3.5's model and the gated delta rule, against transformers and against sums."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hybrid_cache
+import kv_cache
+from chunked_prefill import ChunkedScheduler
+from common.errors import UserError
+from common.events import TokenEvent
+from common.models.config import DeltaConfig, ModelConfig
+from common.sampling.params import SamplingParams
+from continuous.engine import Engine
+from continuous.policies import POLICIES
+from continuous.rows import Rows
+from continuous.work import Work
+from forward import Generator, load_model
+from forward.attention import RecomputeAttention
+from forward.loading import random_model
+from forward.model import Model
+from forward.models import family_of
+from forward.shapes import SHAPES
+from hybrid_cache import HybridCache, LayerGroups
+from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
+from hybrid_cache.mixer import DeltaInputs
+from hybrid_cache.state_pool import StatePool
+from paged_cache import PagedBatch
+from paged_cache.scheduler import PagedScheduler
+from prefix_cache import RadixIndex
+from tests.fakes import FakeRunner, OneAhead, fingerprint, must
+from tests.paged_batches import DEVICE
+from tests.phases.test_17_hybrid_cache import GroupRunner, nothing_leaks, smallest_pool
+from tests.schedules import MAX_LEN, play, random_script
+
+AWKWARD = {
+    "vocab_size": 97,
+    "hidden_size": 72,
+    "intermediate_size": 56,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 24,  # not hidden / heads
+    "max_position_embeddings": 256,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+ORACLES: dict[str, dict[str, Any]] = {
+    "every-fourth": {"tie_word_embeddings": True},
+    "own-layers": {"layer_types": [FULL, LINEAR, LINEAR, FULL, LINEAR], "attention_bias": True},
+    "one-head-each": {"linear_num_key_heads": 6, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 7},
+    "half-turned": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5}},
+    "long": {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0,
+        "factor": 4.0, "original_max_position_embeddings": 128, "partial_rotary_factor": 0.25}},
+}  # fmt: skip
+
+
+def oracle(name: str, folder: Path) -> Any:
+    """A transformers model of random weights, also written to `folder`."""
+    options: dict[str, Any] = {**AWKWARD, **ORACLES[name], "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**options))
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms start at 0 and 1: make them matter
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def our_logits(model: Model, ids: Tensor) -> Tensor:
+    positions = torch.arange(ids.shape[-1]).expand(ids.shape)
+    with torch.inference_mode():
+        return model.logits(model(ids, positions, RecomputeAttention()))
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = oracle(name, tmp_path)
+    ids = torch.randint(0, 97, (2, 70), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    off = (our_logits(model, ids) - expected).abs().amax(-1)  # [B, S]
+    wrong = (~(off <= 1e-4)).nonzero().tolist()  # NaN is wrong as well
+    assert not wrong, f"{name}: {len(wrong)} of 140 tokens, first {wrong[0]}: off by {off.max():.1e}"
+
+
+def test_half_precision_stays_close(tmp_path: Path) -> None:
+    """No further from float32 than transformers is."""
+    reference = oracle("every-fourth", tmp_path)
+    ids = torch.randint(0, 97, (1, 70))
+    half = our_logits(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
+    with torch.inference_mode():
+        exact, theirs = reference(ids).logits, reference.bfloat16()(ids).logits.float()
+    assert half.dtype == torch.float32
+    assert (half - exact).norm() < 1.1 * (theirs - exact).norm()
+
+
+def test_a_multimodal_checkpoint_is_its_text_model(tmp_path: Path) -> None:
+    """Image weights and the layer of further tokens are left out."""
+    reference = oracle("every-fourth", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors |= {"model.visual.patch_embed.proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
+    outer = {"model_type": "qwen3_5", "text_config": raw, "vision_config": {}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = torch.randint(0, 97, (1, 30))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate is False, but only True"),
+        ({"linear_num_value_heads": 4}, "not a multiple of linear_num_key_heads 3"),
+        ({"layer_types": [LINEAR, "full_attention"]}, "layer_types has 2 entries for 5 layers"),
+        ({"layer_types": ["sliding_attention"] * 5}, "'sliding_attention' is not supported, only linear"),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "at another"),
+        ({"partial_rotary_factor": 1.5}, "must be a number between 0.001 and 1"),
+        ({"head_dim": 12}, "head_dim is 12, but rotary embeddings turn pairs"),
+    ],
+)
+def test_what_is_not_computed_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ModelConfig.from_hf({**RAW, **change})
+
+
+def test_published_size() -> None:
+    """Qwen3.5-0.8B without the tower that sees: 752 million parameters, of which 254 embed tokens."""
+    with torch.device("meta"):
+        model = family_of("qwen3_5")(SHAPES["qwen3.5-0.8b"])
+    assert sum(p.numel() for p in model.parameters()) == 752_393_024
+
+
+def test_phases_without_a_state_refuse_the_model_by_name() -> None:
+    generator = kv_cache.load("random:tiny-delta", device="cpu", dtype="float32")
+    with pytest.raises(UserError, match="phase 17"):
+        list(generator.stream([[1, 2]], SamplingParams()))
+
+
+def tokens(length: int, *, leading: tuple[int, ...] = (), slow: bool = True, seed: int = 0) -> DeltaTokens:
+    """Random inputs of a layer of 3 heads; `slow`: the state stays for long."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k = (unit(torch.randn(*leading, length, 3, 8, generator=rng)) for _ in range(2))
+    v = torch.randn(*leading, length, 3, 5, generator=rng)
+    decay = -torch.rand(*leading, length, 3, generator=rng) * (0.02 if slow else 30.0)
+    beta = torch.rand(*leading, length, 3, generator=rng)
+    return DeltaTokens(q, k, v, decay, beta)
+
+
+def test_one_token_writes_what_the_state_gets_wrong() -> None:
+    """Two heads of 1: keys and values are numbers, so the rule can be followed by hand."""
+    state = torch.tensor([4.0, 4.0]).view(2, 1, 1)
+    ones = torch.ones(1, 2, 1)
+    beta = torch.tensor([[1.0, 0.5]])
+    given = DeltaTokens(3 * ones, ones, 10 * ones, torch.full((1, 2), 0.5).log(), beta)
+    out, after = recurrence(state, given)
+    assert after.flatten().tolist() == [10.0, 6.0], "half of 4 is 2; 8 is missing, of which beta is written"
+    assert out.flatten().tolist() == [30.0, 18.0]
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["slow", "fast"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_scan_equals_recurrence(length: int, slow: bool) -> None:
+    given = tokens(length, leading=(2,), slow=slow)
+    state = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(1))
+    expected, after = recurrence(state, given)
+    out, end = scan(state, given)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(end, after, atol=1e-5, rtol=0)
+
+
+def test_a_scan_in_parts_is_one_scan() -> None:
+    given, state = tokens(50), torch.zeros(3, 8, 5)
+    expected, after = recurrence(state, given)
+    parts = []
+    for first, last in [(0, 7), (7, 8), (8, 50)]:
+        out, state = scan(state, given.cut(first, last), chunk=16)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(state, after, atol=1e-5, rtol=0)
+
+
+def test_the_same_key_twice_is_overwritten() -> None:
+    """With full strength and no decay the state keeps the last value of a key, within a chunk as well."""
+    k = unit(torch.tensor([[3.0, 4.0], [3.0, 4.0]])).view(2, 1, 2)
+    v = torch.tensor([5.0, 7.0]).view(2, 1, 1)
+    given = DeltaTokens(k, k, v, torch.zeros(2, 1), torch.ones(2, 1))
+    out, _ = one_chunk(torch.zeros(1, 2, 1), given)
+    assert out.flatten().tolist() == pytest.approx([5.0, 7.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("cuts", [[0, 9], [0, 1, 2, 9], [0, 5, 6, 9]])
+def test_convolution_in_parts(cuts: list[int]) -> None:
+    """Its state is the inputs of the last tokens; at the beginning of a text they are zeros."""
+    x, weight = torch.randn(9, 6), torch.randn(6, 4)
+    padded = torch.cat((torch.zeros(3, 6), x)).T.unsqueeze(0)
+    expected = torch.nn.functional.conv1d(padded, weight.unsqueeze(1), groups=6)[0].T
+    expected = torch.nn.functional.silu(expected)
+    before, parts = torch.zeros(3, 6), []
+    for first, last in pairwise(cuts):
+        out, before = causal_conv(x[first:last], weight, before)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(before, x[-3:])
+
+
+def test_random_models_are_stable() -> None:
+    model = random_model(SHAPES["tiny-delta"], device="cpu", dtype=torch.float32)
+    logits = our_logits(model, torch.randint(0, 257, (200,)))
+    assert bool(logits.isfinite().all()) and float(logits.std()) < 20
+
+
+# Engines.
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """Its states decay slowly, so that a wrong one is seen long after."""
+    made = random_model(SHAPES["tiny-delta"], device="cpu", dtype=torch.float32)
+    for name, parameter in made.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(-4.0)
+    return made
+
+
+def outputs(events: Iterable[TokenEvent]) -> dict[tuple[int, int], list[int | None]]:
+    found: dict[tuple[int, int], list[int | None]] = {}
+    for event in events:
+        found.setdefault((event.index, event.sample), []).append(event.token_id)
+    return found
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, 257) for _ in range(length)] for length in lengths]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=25)
+AT_ONCE = prompts_of(5, 33, 70, 1, 16, 17, 50, 64)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> dict[tuple[int, int], list[int | None]]:
+    """Phase 01's: the recurrence over the whole sequence, for every token again."""
+    return outputs(Generator(model).stream(AT_ONCE, GREEDY))
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "chunks": {"step_tokens": 7, "block_size": 4, "max_rows": 3},
+    "chunks-longer-than-pages": {"step_tokens": 37, "block_size": 3},
+    "few-blocks": {"block_size": 4, "cache_bytes": 45 * 4 * 512},
+    "no-prefix-cache": {"prefix_cache": False, "block_size": 8},
+    "no-overlap": {"overlap": False, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_gives_the_tokens_of_phase_01(
+    name: str, model: Model, expected: dict[tuple[int, int], list[int | None]]
+) -> None:
+    """Twice: the second time prompts begin behind snapshots, and in slots that others have used."""
+    engine = hybrid_cache.load(model, **ENGINES[name])
+    for time in ("first", "second"):
+        found = outputs(engine.stream(AT_ONCE, GREEDY))
+        wrong = [index for index, _ in expected if found[index, 0] != expected[index, 0]]
+        assert not wrong, f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
+        engine.scheduler.check_integrity()
+    cache = engine.scheduler.cache
+    assert isinstance(cache, hybrid_cache.HybridCache)
+    if name == "few-blocks":
+        assert engine.scheduler.preemptions
+    if name == "usual":
+        assert cache.stats.hit_tokens > 100
+
+
+def test_samples_of_one_prompt_part_with_copies_of_its_state(model: Model) -> None:
+    """In the middle of a block and at its end: 19 and 20 tokens in blocks of 4."""
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=3, seed=5)
+    prompts = prompts_of(19, 20, seed=1)
+    wanted = outputs(Generator(model).stream(prompts, params))
+    engine = hybrid_cache.load(model, block_size=4)
+    assert outputs(engine.stream(prompts, params)) == wanted
+    assert len({tuple(tokens) for tokens in wanted.values()}) == 6
+    engine.scheduler.check_integrity()
+
+
+def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
+    """The second prompt begins with the first and its answer; what is found need not be computed."""
+    engine = hybrid_cache.load(model, block_size=4)
+    (first,) = prompts_of(30, seed=2)
+    answer = [token for token in outputs(engine.stream([first], GREEDY))[0, 0] if token is not None]
+    second = first + answer + prompts_of(9, seed=3)[0]
+    cache = engine.scheduler.cache
+    assert isinstance(cache, hybrid_cache.HybridCache)
+    before = cache.stats.hit_tokens
+    found = outputs(engine.stream([second], GREEDY))
+    assert found == outputs(Generator(model).stream([second], GREEDY))
+    assert cache.stats.hit_tokens - before >= 48, "decodes leave a snapshot at each block's end"
+
+
+def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
+    """In the interpreter, or on a GPU inside graphs."""
+    own = ("norms", "rope", "activation", "projections")
+    options: dict[str, Any] = {} if DEVICE == "cuda" else dict.fromkeys(own, "torch") | {"kernels": True}
+    on_device = copy.deepcopy(model).to(DEVICE)
+    engine = hybrid_cache.load(on_device, block_size=16, step_tokens=60, **options)
+    few = AT_ONCE[1:3]
+    found = outputs(engine.stream(few, SamplingParams(temperature=0.0, max_tokens=4)))
+    for at, index in enumerate((1, 2)):
+        assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
+
+
+def test_guesses_are_refused_by_name(model: Model) -> None:
+    with pytest.raises(UserError, match="speculate is on, but must be off"):
+        hybrid_cache.load(model, drafter="ngram", draft_length=2)
+
+
+@pytest.mark.parametrize(
+    ("width", "works", "block_size"),
+    [
+        (4, [(0, 1), (5, 1), (8, 1)], 4),
+        (2, [(0, 7), (6, 9), (8, 1)], 4),
+        (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
+        (4, [(0, 65), (64, 3)], 8),
+    ],
+)
+def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
+    from hybrid_cache.delta_kernels import mix_by_kernels
+
+    rng = torch.Generator().manual_seed(0)
+    config = DeltaConfig(3, 6, 12, 20, width, (True, False))
+    starts, counts = (np.array(column) for column in zip(*works, strict=True))
+    contexts, total = starts + counts, int(counts.sum())
+    places = -(-int(contexts.max()) // block_size)
+    pools = []
+    for _ in range(2):
+        pool = StatePool(config, 40, 64, block_size, device=torch.device(DEVICE), dtype=torch.float32)
+        rng.manual_seed(1)
+        for part in (pool.recurrent, pool.conv):
+            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
+        pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[: len(works) * places].int()
+        pools.append(pool)
+    ends = np.cumsum(counts)
+    batch = cast(PagedBatch, SimpleNamespace(
+        host=SimpleNamespace(query_lens=counts, query_starts=np.r_[0, ends], context_lens=contexts),
+        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32, device=DEVICE),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+        block_tables=torch.arange(len(works) * places, dtype=torch.int32, device=DEVICE).view(-1, places),
+    ))  # fmt: skip
+    inputs = DeltaInputs(
+        0,
+        config,
+        torch.randn(config.channels, width, generator=rng).to(DEVICE),
+        torch.randn(total, config.channels, generator=rng).to(DEVICE),
+        -0.3 * torch.rand(total, 6, generator=rng).to(DEVICE),
+        torch.rand(total, 6, generator=rng).to(DEVICE),
+    )
+    by_torch, by_kernels = pools
+    by_torch.begin(batch)
+    wanted = by_torch.mix(inputs)
+    by_kernels.begin(batch)
+    found = mix_by_kernels(by_kernels, inputs, decodes=bool((counts == 1).all()))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
+
+
+# Any schedule.
+
+
+class StateRunner(GroupRunner):
+    """A `GroupRunner` whose states are fingerprints of the tokens that they have seen.
+
+    It finds slots as the device does. A work must find the state behind the tokens before its own, and no
+    work of a step may write what another one reads or writes.
+    """
+
+    def __init__(self, rows: Rows, cache: HybridCache) -> None:
+        super().__init__(rows, cache)
+        assert cache.states is not None
+        self.null, self.snapshots = cache.states.null, 0
+        self.slot_of = np.full(len(cache.states.slots), self.null)
+        self.states: dict[int, int] = {self.null: 0}
+        self.reads: dict[int, Work] = {}
+        self.writes: dict[int, Work] = {}
+
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> Any:
+        self.reads, self.writes = {}, {}
+        if not self.fail_run and (moves := self.cache.take_moves(works)) is not None:
+            self.places[:, moves.pages] = moves.blocks
+            if moves.states is not None:
+                self.slot_of[moves.states.pages] = moves.states.slots
+                copies = moves.states.copies.tolist()
+                self.states |= {target: self.states[source] for source, target in copies}
+        return FakeRunner.forward(self, works, masked=masked)
+
+    def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
+        chosen = super()._compute(work, written)
+        name, size, end = f"request {work.request.id}", self.cache.block_size, work.start + work.count
+        states, state = [0], 0
+        for position in range(end):
+            state = fingerprint(state, self.tokens[work.row][position])
+            states.append(state)
+        table, last = self.cache.tables[work.row], (end - 1) // size
+        source = self.slot_of[table[(work.start - 1) // size]] if work.start else self.null
+        right = self.states.get(int(source)) == states[work.start]
+        must(right, f"{name}: slot {source} has not the state behind {work.start} tokens")
+        must(self.writes.get(int(source), work) is work, f"{name} reads slot {source}, which others write")
+        self.reads[int(source)] = work
+        into = int(self.slot_of[table[last]])
+        must(into != self.null, f"{name}: nowhere to write the state behind {end} tokens")
+        self._write(name, work, into, states[end])
+        if last * size > work.start and (boundary := int(self.slot_of[table[last - 1]])) != self.null:
+            self.snapshots += 1
+            self._write(name, work, boundary, states[last * size])
+        return chosen
+
+    def _write(self, name: str, work: Work, slot: int, state: int) -> None:
+        for others in (self.reads, self.writes):
+            must(others.get(slot, work) is work, f"{name} writes slot {slot}, which another work uses")
+        self.writes[slot], self.states[slot] = work, state
+
+
+def stateful(rng: random.Random) -> tuple[Engine, StateRunner]:
+    """A random engine of layers with keys and of layers with states."""
+    rows, block_size, step_tokens = rng.randrange(2, 6), rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
+    kinds: Any = rng.choice([{None: [[1]]}, {5: [[0]], None: [[1]]}])
+    layout = LayerGroups(1, kinds, DeltaConfig(1, 1, 1, 1, 2, (False, False, True)))
+    index = rng.choice([RadixIndex(), None])
+    table, chunked = Rows(rows, MAX_LEN), rng.random() < 0.8
+    step_tokens = step_tokens if chunked else MAX_LEN
+    least = smallest_pool(layout, block_size, step_tokens)
+    blocks = least + rng.randrange(20)
+    cache = HybridCache(rows, MAX_LEN, blocks, block_size, index, layout, step_tokens=step_tokens)
+    kind: Any = ChunkedScheduler if chunked else PagedScheduler
+    scheduler = kind(table, cache, step_tokens=step_tokens, policy=POLICIES[rng.choice(list(POLICIES))])
+    runner = StateRunner(table, cache)
+    engine = Engine(scheduler, runner)  # type: ignore[arg-type]
+    if rng.random() < 0.5:
+        engine.loop = OneAhead()
+    return engine, runner
+
+
+def test_any_schedule_reads_the_right_states() -> None:
+    snapshots = hits = preemptions = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        engine, runner = stateful(rng)
+        try:
+            play(engine, runner, random_script(rng))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        hits += runner.cache.stats.hit_tokens
+        nothing_leaks(engine)
+        states = runner.cache.states
+        assert states is not None and len(states._free) == states.null, "slots are lost"
+        snapshots += runner.snapshots
+        preemptions += engine.scheduler.preemptions
+    assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
