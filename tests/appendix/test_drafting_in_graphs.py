@@ -27,8 +27,8 @@ from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
-from phases.appendix.latency import attention
-from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency import ways as attention
+from phases.appendix.latency.ways import LatencyBlock
 from phases.registry import load_engine
 from speculative import head
 from speculative.head import HeadSource
@@ -206,7 +206,7 @@ def test_drafting_inside_the_graph_changes_no_token(
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests in rows of their own, and padding; what the row held before is still behind the text."""
-    from phases.appendix.drafting_in_graphs import lookup
+    from phases.appendix.drafting_in_graphs import kernels as lookup
 
     monkeypatch.setattr(lookup, "AT_ONCE", at_once)
     rng, k, found = random.Random(3), 3, 0
