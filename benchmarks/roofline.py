@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Ceilings:
 class Cost:
     """What one stretch of computation needs, whoever computes it.
 
-    weight_bytes, kv_bytes: bytes read. flops: multiplications and additions, counted separately.
+    weight_bytes, kv_bytes: bytes read; a state, which is written as well, counts twice as keys and values.
+    flops: multiplications and additions, counted separately.
     """
 
     weight_bytes: float
@@ -78,13 +80,34 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
     gated = 2 if config.family == "gpt2" else 3  # GPT-2's MLP has two matrices, the others a gate as well
+    mixers = _mixer_parameters(config, attention)
     dense, facts = gated * config.hidden_size * config.intermediate_size, config.experts
     if facts is None:
-        return config.num_layers * (attention + dense)
+        return mixers + config.num_layers * dense
     inside = facts.intermediate_size * (facts.count if experts is None else experts) + facts.shared_size
     sparse = config.hidden_size * (3 * inside + facts.count)
     plain = len([layer for layer in facts.dense_layers if layer < config.num_layers])
-    return config.num_layers * attention + plain * dense + (config.num_layers - plain) * sparse
+    return mixers + plain * dense + (config.num_layers - plain) * sparse
+
+
+def _mixer_parameters(config: ModelConfig, attention: int) -> int:
+    """Weights around what mixes tokens, in all layers. attention: those of a layer of plain attention."""
+    delta, states = config.delta, _state_layers(config)
+    if delta is None:
+        return config.num_layers * attention
+    values = delta.value_heads * delta.value_dim  # into the gate, out of it, and two numbers a head
+    mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
+    attention += config.hidden_size * config.num_heads * config.head_dim  # here attention has a gate as well
+    return (config.num_layers - states) * attention + states * mixer
+
+
+def state_bytes(config: ModelConfig) -> float:
+    """Bytes of all layers' states of one request, in float32; each token reads them and writes them back."""
+    return 0 if config.delta is None else 4 * _state_layers(config) * prod(config.delta.state_shape)
+
+
+def _state_layers(config: ModelConfig) -> int:
+    return sum(config.delta.layers) if config.delta is not None else 0
 
 
 def experts_read(config: ModelConfig, tokens: float) -> float | None:
@@ -109,7 +132,8 @@ def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: fl
     read = layer_parameters(config, experts_read(config, batch)) + head
     return Cost(
         weight_bytes=read * dtype.itemsize,
-        kv_bytes=batch * _keys(config, context) * _kv_bytes_per_key(config, dtype),
+        kv_bytes=batch
+        * (_keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)),
         flops=2.0 * batch * (parameters_of_a_token(config) + head)
         + batch * _keys(config, context) * _flops_per_key(config),
     )
@@ -164,7 +188,7 @@ def generation_work(
         Cost(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
         Cost(
             weight_bytes=decode_work(config, dtype, batch, 0).weight_bytes * steps,
-            kv_bytes=keys * _kv_bytes_per_key(config, dtype),
+            kv_bytes=keys * _kv_bytes_per_key(config, dtype) + sum(decodes) * one.kv_bytes,
             flops=one.flops * sum(decodes) + keys * _flops_per_key(config),
         ),
     ]
@@ -216,13 +240,21 @@ def summarize_generation(
 
 def _keys(config: ModelConfig, context: float) -> float:
     """Keys that one query reads, summed over the layers: `context`, or less in sliding-window layers."""
-    return sum(context if window is None else min(context, window) for window in config.sliding_windows)
+    return sum(context if window is None else min(context, window) for window in _windows(config))
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    """The window of each layer of attention."""
+    keys = (
+        [True] * config.num_layers if config.delta is None else [not state for state in config.delta.layers]
+    )
+    return [window for window, has in zip(config.sliding_windows, keys, strict=True) if has]
 
 
 def _pairs(config: ModelConfig, length: int) -> float:
     """Query-key pairs of one causal prompt, summed over the layers."""
     total = 0.0
-    for window in config.sliding_windows:
+    for window in _windows(config):
         seen = length if window is None else min(length, window)
         total += seen * (seen + 1) / 2 + (length - seen) * seen
     return total

@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, else phase 09's for a few
-tokens.
+`--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, with `--masks` those of
+phase 12, with `--experts` those of phase 16, else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -25,10 +25,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
+from experts.kernels.choosing import route_kernel
+from experts.kernels.few import SHAPES, few_kernel
+from experts.kernels.grouped import LARGE, TABLE, add_choices_kernel, grouped_kernel
+from experts.kernels.sorting import count_kernel, place_kernel
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.lookup import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
 from phases.appendix.latency.tables import LoneKey, lone_few_config
+from phases.appendix.masked_graphs.kernel import masked_best_kernel, masked_race_kernel
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
@@ -87,7 +92,7 @@ def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
     for capability in map(int, filter(str.isdigit, wanted)):
-        kinds = {"--quant": few_bits, "--ahead": drafting}
+        kinds = {"--quant": few_bits, "--ahead": drafting, "--masks": masking, "--experts": experts}
         next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)(capability)
 
 
@@ -159,6 +164,60 @@ def drafting(capability: int) -> None:
         ("look_up", look_up_kernel, {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}, 8, numbers),
     ):  # fmt: skip
         lost = spills(kernel, capability, constants, warps=warps, types=types)
+        print(f"sm_{capability} {name}: spills {lost}", flush=True)
+
+
+def masking(capability: int) -> None:
+    """What chooses under masks, for 256 rows of Qwen3's vocabulary."""
+    types = {
+        "best": "*fp32",
+        "races": "*fp32",
+        "ids": "*i32",
+        "words": "*i32",
+        "places": "*i64",
+        "rows": "*i64",
+    }
+    types |= {"steps": "*i64", "floats": "*fp32", "ints": "*i64", "M": "i32"}
+    types |= dict.fromkeys(("row_stride", "word_stride", "float_stride", "int_stride"), "i32")
+    cut = {"V": 151_936, "BLOCK": 4096, "CHUNKS": 38}
+    for name, kernel, more in (
+        ("masked_best", masked_best_kernel, {}),
+        ("masked_race", masked_race_kernel, {"NATIVE": True}),
+    ):
+        lost = spills(kernel, capability, cut | more, warps=4, types=types)
+        print(f"sm_{capability} {name}: spills {lost}", flush=True)
+
+
+def experts(capability: int) -> None:
+    """Both products of Qwen3-30B-A3B's experts by every tile, plain and in e4m3; and what stands around."""
+    types = dict.fromkeys(("order", "table", "tiles", "counts"), "*i32")
+    types |= dict.fromkeys(("weights", "x_scale", "logits"), "*fp32") | {"chosen": "*i64"}
+    types |= dict.fromkeys(("most", "choices", "E"), "i32")
+    early = capability >= HOPPER
+    route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "K_PAD": 8, "NORMALIZE": True, "PDL": early}
+    place_by = {"E": 128, "E_PAD": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
+    found: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = [
+        ("route", route_kernel, route_by, 1, 1, {}),
+        ("count", count_kernel, {"BLOCK": 2048}, 8, 1, {}),
+        ("place", place_kernel, place_by, 8, 1, {}),
+        ("add", add_choices_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK_N": 1024}, 4, 1, {}),
+    ]
+    for eight in (False, True) if capability >= ADA else (False,):
+        numbers = dict.fromkeys(("x", "data"), "*fp8e4nv") if eight else {}
+        for up, (block_n, block_k, warps) in zip((True, False), SHAPES, strict=True):
+            around: dict[str, Any] = {
+                "N": 768 if up else 2048, "K": 2048 if up else 768, "TOP_K": 8, "UP": up, "KIND": 0,
+                "LIMIT": 0.0, "INTERLEAVED": False, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
+                "ROUNDED": eight,
+            }  # fmt: skip
+            few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
+            found.append((f"few, {up=}, {eight=}", few_kernel, few, warps, 1, numbers))
+            for tile in (*(tile for _, tile in TABLE), LARGE):
+                cut = {"ROWS": tile.rows, "BLOCK_N": tile.block_n // (1 + up), "BLOCK_K": tile.block_k}
+                name, how = f"{tile.rows} rows, {up=}, {eight=}", (tile.num_warps, tile.num_stages)
+                found.append((name, grouped_kernel, around | cut, *how, numbers))
+    for name, kernel, constants, warps, stages, more in found:
+        lost = spills(kernel, capability, constants, warps=warps, stages=stages, types=types | more)
         print(f"sm_{capability} {name}: spills {lost}", flush=True)
 
 

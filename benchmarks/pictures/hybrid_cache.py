@@ -11,7 +11,6 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import Rows
 from hybrid_cache import HybridCache, LayerGroups
-from hybrid_cache.index import NoIndex
 
 P, STEP_TOKENS, BLOCKS = 4, 8, 43
 """Tokens in a page, tokens of a step, and blocks of the pool, the null block included."""
@@ -42,7 +41,7 @@ class Moment:
 
 def record() -> list[Moment]:
     """Schedule three requests to their ends, and note every step; no model is needed for that."""
-    cache = HybridCache(3, 64, BLOCKS, P, NoIndex(), LAYOUT, step_tokens=STEP_TOKENS)
+    cache = HybridCache(3, 64, BLOCKS, P, None, LAYOUT, step_tokens=STEP_TOKENS)
     scheduler = ChunkedScheduler(Rows(3, 64), cache, step_tokens=STEP_TOKENS)
     requests: dict[str, Request] = {}
     for at, (name, length) in enumerate(PROMPTS.items()):

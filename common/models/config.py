@@ -102,6 +102,23 @@ class DeltaConfig:
                 f"linear_num_value_heads is {self.value_heads}, which is not a multiple of "
                 f"linear_num_key_heads {self.key_heads}"
             )
+        if all(self.layers):
+            raise UserError("layer_types has no full_attention, but a model needs a layer of attention")
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that the convolution mixes: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """A matrix for each value head: the state of a request in a layer."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """And the inputs that the next token's convolution sees."""
+        return self.conv_width - 1, self.channels
 
 
 @dataclass(frozen=True)

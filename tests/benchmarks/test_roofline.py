@@ -12,6 +12,7 @@ from benchmarks.roofline import (
     ideal_seconds,
     layer_parameters,
     prefill_work,
+    state_bytes,
 )
 from common.models.config import ModelConfig
 from forward.shapes import SHAPES
@@ -45,8 +46,19 @@ def test_decode_work_by_hand():
     assert work.flops == 2 * 3 * weights + 3 * 10 * 2 * (4 * 2 * 4)
 
 
-def test_generation_is_the_sum_of_its_steps():
-    config, prompts, outputs = small(), [5, 9], [4, 2]
+def test_states_are_read_and_written():
+    """Qwen3.5-0.8B: 18 MiB of states, and its weights without the embedding that is the head as well."""
+    config = SHAPES["qwen3.5-0.8b"]
+    assert state_bytes(config) == 18 << 20
+    one = decode_work(config, BF16, batch=1, context=0)
+    assert one.kv_bytes == 36 << 20
+    assert one.weight_bytes == pytest.approx(2 * 752_393_024, rel=1e-3)
+    assert decode_work(config, BF16, batch=1, context=10).kv_bytes - one.kv_bytes == 10 * 12_288
+
+
+@pytest.mark.parametrize("config", [small(), SHAPES["tiny-delta"]], ids=["keys", "states"])
+def test_generation_is_the_sum_of_its_steps(config):
+    prompts, outputs = [5, 9], [4, 2]
     prefill, decode = generation_work(config, BF16, prompts, outputs, batch=2)
     first = prefill_work(config, BF16, prompts)
     # 3 steps: both sequences in the first, then the longer one alone

@@ -11,6 +11,7 @@ import continuous
 import cuda_graphs
 import experts
 import forward
+import hybrid_cache
 import kv_cache
 import paged_cache
 import prefix_cache
@@ -76,5 +77,7 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "12 structured": lambda model: structured.load(model, max_rows=8, step_tokens=64),
     "16 experts": lambda model: experts.load(model, max_rows=8, step_tokens=64),
     "16 preempting": tight(experts.load, step_tokens=50),
+    "17 hybrid_cache": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=64),
+    "17 small blocks": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=50, block_size=3),
 }
 """Engines with `add`, `step` and `abort`."""

@@ -223,6 +223,8 @@ def test_an_expert_computes_the_tokens_that_chose_it() -> None:
 
 
 def test_half_precision_sums_in_float32() -> None:
+    parts = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bfloat16
+    assert combine(parts, torch.arange(3), torch.ones(1, 3)).tolist() == [[258.0]]
     layer, x = layer_of(), torch.randn(40, 48).bfloat16()
     exact = written_out(layer.bfloat16(), x)
     for form in (layer, StackedExperts(layer, "silu")):

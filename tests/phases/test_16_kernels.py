@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from experts.kernels.choosing import route_at_once
-from experts.kernels.few import few_mlp
-from experts.kernels.grouped import LARGE, TABLE, Tile, grouped_mlp
+from experts.kernels.few import FEW, GatheredWay
+from experts.kernels.grouped import LARGE, TABLE, GroupedWay, Tile, tile_for
 from experts.kernels.sorting import most_tiles, sort_in_tiles
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
 from quant.formats import FP8, FP8_BLOCK, FP8_WEIGHTS, INT4, INT8, Scheme
 from quant.linear import QuantLinear
+from tests.compiling import spilled
 from tests.quant_layers import DEVICE, DTYPE, assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -109,10 +109,12 @@ def test_a_router_chooses_in_one_kernel(
 PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5, interleaved=True)
 
 
-def compute(way: str, x: Tensor, up: ExpertStack, down: ExpertStack, *more: Any) -> Tensor:
+def compute(
+    way: str, x: Tensor, up: ExpertStack, down: ExpertStack, weights: Tensor, chosen: Tensor, act: Swiglu
+) -> Tensor:
     if way == "few":
-        return few_mlp(x, up, down, *more, shapes=((32, 128, 4), (16, 64, 4)))
-    return grouped_mlp(x, up, down, *more, tile=SMALL)
+        return GatheredWay(up, down, act, shapes=((32, 128, 4), (16, 64, 4)))(x, weights, chosen)
+    return GroupedWay(up, down, act, SMALL)(x, weights, chosen)
 
 
 @pytest.mark.parametrize("way", ["grouped", "few"])
@@ -181,6 +183,15 @@ def test_a_token_does_not_depend_on_the_others(way: str, rng: torch.Generator) -
         assert torch.equal(part, whole[rows]), f"{len(rows)} of {count} tokens, in another order"
 
 
+def test_ways_and_tiles_are_chosen_by_the_number_of_tokens(rng: torch.Generator) -> None:
+    few, grouped = GatheredWay(*stacks(rng), PLAIN), GroupedWay(*stacks(rng), PLAIN)
+    assert [few.takes(tokens) for tokens in (1, FEW, FEW + 1)] == [True, True, False]
+    assert grouped.takes(1) and grouped.takes(10_000)
+    most = [tile_for(rows * E, E).rows for rows, _ in TABLE]
+    assert most == sorted(most) and tile_for(E, E) == TABLE[0][1]
+    assert tile_for(TABLE[-1][0] * E + 1, E) == LARGE, "more rows an expert take larger tiles"
+
+
 def test_one_size_cuts_every_sum() -> None:
     assert len({tile.block_k for tile in (LARGE, *(tile for _, tile in TABLE))}) == 1
 
@@ -229,3 +240,10 @@ def test_a_graph_holds_any_routing(way: str, rng: torch.Generator) -> None:
         graph.replay()
         wanted = loop(x, up, down, *route(logits, TOP, True), PLAIN)
         assert_close(out, wanted, f"{way}, {kind}, in a graph")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+def test_kernels_of_experts_compile_for_a_gpu(capability: int) -> None:
+    found = spilled(capability, "--experts")
+    assert found and max(found) <= 64, "what a program works with stays in registers"

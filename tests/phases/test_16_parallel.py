@@ -17,7 +17,15 @@ import parallel
 from common.errors import UserError
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
-from experts.expert_parallel import Traffic, cut_inside, first_experts, imbalance, rows_of_ranks, traffic
+from experts.expert_parallel import (
+    Traffic,
+    cut_inside,
+    first_experts,
+    imbalance,
+    rows_of_ranks,
+    some_of,
+    traffic,
+)
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from forward.loading import random_model
 from quant.formats import FP8, FP8_BLOCK
@@ -104,6 +112,14 @@ def test_interleaved_gates_keep_their_ups() -> None:
         part = cut_inside(ExpertStack(whole, bias=whole[..., 0]), ranks, Swiglu(interleaved=True))
         assert torch.equal(part.data, whole[:, 4 * rank : 4 * rank + 4]), "gate, up, gate, up"
         assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
+
+
+def test_some_experts_are_a_copy() -> None:
+    up, _ = _stacks(FP8, 6, 8)
+    found = some_of(up, range(1, 2))
+    assert torch.equal(dequantized(found), dequantized(up)) and len(found.data) == 1
+    assert found.bias is not None and up.bias is not None and torch.equal(found.bias[0], up.bias[1])
+    assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), "the rest can go"
 
 
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:

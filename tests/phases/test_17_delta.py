@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -36,13 +37,13 @@ from forward.models import family_of
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
-from hybrid_cache.index import NoIndex
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec
+from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import RadixIndex
 from tests.fakes import FakeRunner, OneAhead, fingerprint, must
+from tests.paged_batches import DEVICE
 from tests.phases.test_17_hybrid_cache import GroupRunner, nothing_leaks, smallest_pool
 from tests.schedules import MAX_LEN, play, random_script
 
@@ -143,7 +144,7 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
     [
         ({"attn_output_gate": False}, "attn_output_gate is False, but only True"),
         ({"linear_num_value_heads": 4}, "not a multiple of linear_num_key_heads 3"),
-        ({"layer_types": [LINEAR]}, "layer_types has 1 entries for 5 layers"),
+        ({"layer_types": [LINEAR, "full_attention"]}, "layer_types has 2 entries for 5 layers"),
         ({"layer_types": ["sliding_attention"] * 5}, "'sliding_attention' is not supported, only linear"),
         ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "at another"),
         ({"partial_rotary_factor": 1.5}, "must be a number between 0.001 and 1"),
@@ -331,8 +332,11 @@ def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
 
 
 def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
-    by_torch = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
-    engine = hybrid_cache.load(model, kernels=True, block_size=16, step_tokens=60, **by_torch)
+    """In the interpreter, or on a GPU inside graphs."""
+    own = ("norms", "rope", "activation", "projections")
+    options: dict[str, Any] = {} if DEVICE == "cuda" else dict.fromkeys(own, "torch") | {"kernels": True}
+    on_device = copy.deepcopy(model).to(DEVICE)
+    engine = hybrid_cache.load(on_device, block_size=16, step_tokens=60, **options)
     few = AT_ONCE[1:3]
     found = outputs(engine.stream(few, SamplingParams(temperature=0.0, max_tokens=4)))
     for at, index in enumerate((1, 2)):
@@ -355,42 +359,42 @@ def test_guesses_are_refused_by_name(model: Model) -> None:
 )
 def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
     """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
-    from hybrid_cache.delta_kernels import KernelMixer
+    from hybrid_cache.delta_kernels import mix_by_kernels
 
     rng = torch.Generator().manual_seed(0)
-    config = DeltaConfig(3, 6, 12, 20, width, (True,))
-    spec = DeltaSpec.of(config, 0)
+    config = DeltaConfig(3, 6, 12, 20, width, (True, False))
     starts, counts = (np.array(column) for column in zip(*works, strict=True))
     contexts, total = starts + counts, int(counts.sum())
     places = -(-int(contexts.max()) // block_size)
     pools = []
     for _ in range(2):
-        pool = StatePool(config, 40, 64, block_size, device=torch.device("cpu"), dtype=torch.float32)
+        pool = StatePool(config, 40, 64, block_size, device=torch.device(DEVICE), dtype=torch.float32)
         rng.manual_seed(1)
         for part in (pool.recurrent, pool.conv):
-            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng)
+            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
         pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[: len(works) * places].int()
         pools.append(pool)
     ends = np.cumsum(counts)
     batch = cast(PagedBatch, SimpleNamespace(
         host=SimpleNamespace(query_lens=counts, query_starts=np.r_[0, ends], context_lens=contexts),
-        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        block_tables=torch.arange(len(works) * places, dtype=torch.int32).view(len(works), places),
-        positions=torch.zeros(total), input_ids=torch.zeros(total),
+        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32, device=DEVICE),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+        block_tables=torch.arange(len(works) * places, dtype=torch.int32, device=DEVICE).view(-1, places),
     ))  # fmt: skip
     inputs = DeltaInputs(
-        torch.randn(total, spec.channels, generator=rng),
-        -0.3 * torch.rand(total, 6, generator=rng),
-        torch.rand(total, 6, generator=rng),
-        torch.randn(spec.channels, width, generator=rng),
+        0,
+        config,
+        torch.randn(config.channels, width, generator=rng).to(DEVICE),
+        torch.randn(total, config.channels, generator=rng).to(DEVICE),
+        -0.3 * torch.rand(total, 6, generator=rng).to(DEVICE),
+        torch.rand(total, 6, generator=rng).to(DEVICE),
     )
     by_torch, by_kernels = pools
     by_torch.begin(batch)
-    wanted = by_torch.mix(spec, inputs)
-    mixer = KernelMixer(by_kernels)
-    mixer.begin(batch, decodes=bool((counts == 1).all()))
-    torch.testing.assert_close(mixer.mix(spec, inputs), wanted, atol=1e-5, rtol=1e-5)
+    wanted = by_torch.mix(inputs)
+    by_kernels.begin(batch)
+    found = mix_by_kernels(by_kernels, inputs, decodes=bool((counts == 1).all()))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
 
@@ -420,10 +424,8 @@ class StateRunner(GroupRunner):
             self.places[:, moves.pages] = moves.blocks
             if moves.states is not None:
                 self.slot_of[moves.states.pages] = moves.states.slots
-                copied = [self.states[source] for source, _ in moves.states.copies]
-                self.states |= {
-                    pair[1]: state for pair, state in zip(moves.states.copies, copied, strict=True)
-                }
+                copies = moves.states.copies.tolist()
+                self.states |= {target: self.states[source] for source, target in copies}
         return FakeRunner.forward(self, works, masked=masked)
 
     def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
@@ -458,7 +460,7 @@ def stateful(rng: random.Random) -> tuple[Engine, StateRunner]:
     rows, block_size, step_tokens = rng.randrange(2, 6), rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
     kinds: Any = rng.choice([{None: [[1]]}, {5: [[0]], None: [[1]]}])
     layout = LayerGroups(1, kinds, DeltaConfig(1, 1, 1, 1, 2, (False, False, True)))
-    index = rng.choice([RadixIndex, NoIndex])()
+    index = rng.choice([RadixIndex(), None])
     table, chunked = Rows(rows, MAX_LEN), rng.random() < 0.8
     step_tokens = step_tokens if chunked else MAX_LEN
     least = smallest_pool(layout, block_size, step_tokens)

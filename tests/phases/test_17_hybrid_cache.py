@@ -28,20 +28,20 @@ from cuda_graphs import Graphs, Overlap
 from forward.loading import load_model, random_model
 from forward.model import Model
 from hybrid_cache import Hybrid, HybridCache, HybridPool, LayerGroups
-from hybrid_cache.index import NoIndex
 from hybrid_cache.managers import Manager, WindowManager
 from paged_cache import BlockPool, KVFormat, PagedSizes, build
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
 from speculative import Speculate
-from tests.equivalence.compare import assert_all_same
+from tests.equivalence.compare import TIE, assert_all_same
 from tests.fakes import NOTHING, FakeDrafter, FakeRunner, OneAhead, fingerprint, must
+from tests.ranks_kit import end_crews
 from tests.schedules import MAX_LEN, SCHEDULES, operations, play, play_seeds
 from triton_paged_attention import Kernels
 
 pytestmark = pytest.mark.timeout(120)
 
-INDEXES: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "none": NoIndex}
+INDEXES: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "none": lambda: None}
 LAYOUTS = {
     "like gemma": LayerGroups(1, {5: [[0], [1]], None: [[2]]}),
     "windows only": LayerGroups(2, {7: [[0, 1]]}),
@@ -134,7 +134,7 @@ def fake(
 
 def smallest_pool(layout: LayerGroups, block_size: int, step_tokens: int) -> int:
     """Blocks that just hold the longest request, the null block included."""
-    cache = HybridCache(1, MAX_LEN, 4000, block_size, NoIndex(), layout, step_tokens=step_tokens)
+    cache = HybridCache(1, MAX_LEN, 4000, block_size, None, layout, step_tokens=step_tokens)
     return sum(manager.most(MAX_LEN) for manager in cache.managers) + 1
 
 
@@ -320,20 +320,41 @@ def test_a_model_without_windows_keeps_the_cache_it_has(model: Model) -> None:
 
 
 @pytest.mark.slow
+@torch.inference_mode()
 def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
-    """2,100 tokens are four windows of 512: the same tokens as phase 05, which keeps everything."""
+    """2,100 tokens are four windows of 512: after every prefix transformers chooses the same token."""
+    transformers = pytest.importorskip("transformers")
     model = load_model(str(gemma3_folder), device="cpu", dtype="float32")
     rng = random.Random(0)
     prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    sizes = PagedSizes(max_rows=2, max_len=2200)
-    (plain,) = generate(build(model, sizes), [prompt], params)
-    engine = build(model, sizes, [Chunked(), Prefix(), Hybrid()])
-    for _ in range(2):  # the second time the prompt is found
-        assert_all_same(model, [plain], generate(engine, [prompt], params), [params])
-    assert isinstance(engine.cache, HybridCache) and engine.cache.stats.hit_tokens == 2096
+    engine = build(model, PagedSizes(max_rows=2, max_len=2200), [Chunked(), Prefix(), Hybrid()])
+    first, again = (generate(engine, [prompt], params)[0].token_ids for _ in range(2))
+    assert first == again and isinstance(engine.cache, HybridCache)
+    assert engine.cache.stats.hit_tokens == 2096, "the second time the prompt is found"
     layout = LayerGroups.of(model.config)
     assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(gemma3_folder, dtype=torch.float32).eval()
+    logits = oracle(torch.tensor([prompt + first[:-1]]), logits_to_keep=len(first)).logits[0]
+    chosen = logits.gather(1, torch.tensor(first).unsqueeze(1)).squeeze(1)
+    assert (logits.amax(dim=1) - chosen <= TIE).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_keep_the_same_blocks() -> None:
+    """Every rank schedules alike, so each gives back the same pages of its own heads."""
+    try:
+        options: dict[str, Any] = {"max_rows": 4, "max_len": 128, "step_tokens": 40, "block_size": 4}
+        options |= {"device": "cpu", "dtype": "float32", "drafter": "none"}
+        prompts, params = [[9] * 70, list(range(1, 60))], SamplingParams(max_tokens=20, ignore_eos=True)
+        engine = hybrid_cache.load("random:tiny-window", tensor_parallel=2, **options)
+        found = [one.token_ids for one in engine.generate(prompts, params)]
+        assert isinstance(engine.cache, HybridCache)
+        alone = hybrid_cache.load("random:tiny-window", **options)
+        assert found == [one.token_ids for one in alone.generate(prompts, params)]
+    finally:
+        end_crews()
 
 
 # Rules, one by one: pages of 4 tokens, a window of 6, and all keys.
@@ -344,9 +365,9 @@ RULES = LayerGroups(1, {6: [[0], [1]], None: [[2]]})
 class Books:
     """A cache, and requests whose steps land at once."""
 
-    def __init__(self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = None) -> None:
+    def __init__(self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = RadixIndex) -> None:
         self.rows = Rows(4, 64)
-        self.cache = HybridCache(4, 64, blocks, 4, index or RadixIndex(), layout, step_tokens=8)
+        self.cache = HybridCache(4, 64, blocks, 4, index and index(), layout, step_tokens=8)
 
     def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
         request = Request(0, list(tokens), len(tokens), limit, SamplingParams(ignore_eos=True))
@@ -465,7 +486,7 @@ def test_an_agreement_is_asked_for_until_it_holds() -> None:
 
 
 def test_pages_before_the_window_stay_for_hits_only() -> None:
-    books, alone = Books(), Books(index=NoIndex())
+    books, alone = Books(), Books(index=None)
     for one in (books, alone):
         request = one.add([1] * 32)
         one.compute(request, 32)

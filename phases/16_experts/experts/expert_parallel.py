@@ -113,9 +113,12 @@ def cut_inside(stack: ExpertStack, ranks: Ranks, act: Swiglu | None) -> ExpertSt
 
 def some_of(stack: ExpertStack, own: range) -> ExpertStack:
     """Return the stack of some experts, copied, so that the others are let go of."""
-    tensors = (stack.data, stack.scale, stack.bias)
-    found = (None if t is None else t[own.start : own.stop].clone() for t in tensors)
-    return ExpertStack(*found, stack.scheme)  # type: ignore[arg-type]
+
+    def part(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[own.start : own.stop].clone()
+
+    data = stack.data[own.start : own.stop].clone()
+    return replace(stack, data=data, scale=part(stack.scale), bias=part(stack.bias))
 
 
 class OverRanks:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from continuous.batch import Batch
 from forward.attention import LayerSpec
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec, Mixer
+from hybrid_cache.mixer import DeltaInputs, Mixer
 from hybrid_cache.pool import HybridPool
 from paged_cache.attention import TorchPagedAttention
 from paged_cache.pool import LayerBlocks
@@ -35,7 +35,7 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         self.batch, self._others = self.batches[group], self._tables[group]
         return self.pool.layers[layer.index], self.batch.slots
 
-    def mix(self, layer: DeltaSpec, inputs: DeltaInputs) -> Tensor:
+    def mix(self, inputs: DeltaInputs) -> Tensor:
         """See `Mixer.mix`."""
         assert self.pool.states is not None
-        return self.pool.states.mix(layer, inputs)
+        return self.pool.states.mix(inputs)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from common.request import Request
 from continuous.work import Work
-from hybrid_cache.index import NoIndex
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.managers import FullManager, Manager, ManagerSizes, WindowManager
 from hybrid_cache.state import StateManager, StateMoves
@@ -19,6 +18,7 @@ from hybrid_cache.stock import Stock
 from paged_cache.allocator import BlockAllocator
 from prefix_cache.cache import PrefixCache
 from prefix_cache.index import Match, PrefixIndex
+from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
@@ -54,7 +54,8 @@ class HybridCache(PrefixCache):
     state is larger than a block.
 
     Args:
-        rows, max_len, block_size, index, watermark: see `PrefixCache`.
+        rows, max_len, block_size, watermark: see `PrefixCache`.
+        index: see there; None: nothing outlives its request.
         blocks: blocks of the pool, of one group's layers each, the null block included.
         layout: groups of layers.
         step_tokens: tokens of one request in a step, at most.
@@ -66,14 +67,15 @@ class HybridCache(PrefixCache):
         max_len: int,
         blocks: int,
         block_size: int,
-        index: PrefixIndex,
+        index: PrefixIndex | None,
         layout: LayerGroups,
         *,
         step_tokens: int,
         watermark: float = 0.01,
     ) -> None:
         pages = page_count(layout, blocks, rows, -(-max_len // block_size))
-        super().__init__(rows, max_len, pages, block_size, index, watermark=watermark)
+        super().__init__(rows, max_len, pages, block_size, index or RadixIndex(), watermark=watermark)
+        self._keeps = index is not None
         self.allocator = Pages(pages, self._died)
         self.stock = Stock(blocks - 1)
         self.blocks: NDArray[np.int32] = np.zeros((len(layout.groups), pages), np.int32)
@@ -89,31 +91,21 @@ class HybridCache(PrefixCache):
             self.managers.append(manager(groups, self.stock, own, self._changed, limits))
         self.states = None if layout.states is None else StateManager(limits, pages, self.stock, self.tables)
         self.managers += [] if self.states is None else [self.states]
-        self.stocks = list(dict.fromkeys(manager.stock for manager in self.managers))
 
     # Room, in blocks.
 
     def holds(self, tokens: int) -> bool:
         """See `PagedCache.holds`."""
-        most = self._by_stock(lambda manager: manager.most(tokens))
-        fit = all(count <= stock.books.count for stock, count in most.items())
-        return fit and self.blocks_for(tokens) <= self.tables.shape[1]
-
-    def _by_stock(self, wanted: Callable[[Manager], int]) -> dict[Stock, int]:
-        """Add up what managers want of each stock."""
-        found = dict.fromkeys(self.stocks, 0)
-        for manager in self.managers:
-            found[manager.stock] += wanted(manager)
-        return found
+        most = sum(manager.most(tokens) for manager in self.managers)
+        return most <= self.stock.books.count and self.blocks_for(tokens) <= self.tables.shape[1]
 
     def fits(self, request: Request) -> bool:
         """Return True if all managers find the blocks that the request pins when it begins."""
-        if any(stock.spare < 1 for stock in self.stocks):
+        if self.stock.spare < 1:
             return False
         pages = self._match(request).blocks
         start, upto = len(pages) * self.block_size, len(request.tokens)
-        cost = self._by_stock(lambda manager: manager.cost(pages, start, upto))
-        return all(count <= stock.spare for stock, count in cost.items())
+        return sum(manager.cost(pages, start, upto) for manager in self.managers) <= self.stock.spare
 
     def _match(self, request: Request) -> Match:
         """Find as much as the index knows and all managers agree on."""
@@ -141,8 +133,8 @@ class HybridCache(PrefixCache):
             table = self.tables[row]
             for manager in self.managers:
                 manager.slide(row, table, start, self._committed[row])
-            lacking = self._lacking(row, start, upto, self._shared_page(row))
-            if any(count > stock.available for stock, count in lacking.items()):
+            copied = len(self.blocks) if self._shared_page(row) else 0
+            if self._lacking(row, start, upto) + copied > self.stock.available:
                 return False
         if not super().grow(request, upto):
             return False
@@ -151,41 +143,37 @@ class HybridCache(PrefixCache):
             for manager in self.managers:
                 manager.attach(row, table, start)
         for source, target in super().take_copies():
-            self._make_room(self._by_stock(lambda manager: manager.width))
+            self._make_room(len(self.blocks))
             pairs = [pair for manager in self.managers for pair in manager.copy(source, target)]
             self._block_copies.append((target, pairs))
         self._make_room(self._lacking(row, start, upto))
         self._writable[row] = min(manager.grow(row, table, start, upto) for manager in self.managers)
         return True
 
-    def _lacking(self, row: int, start: int, upto: int, copy: bool = False) -> dict[Stock, int]:
-        """Return the blocks that the managers take, with or without the copy of a page."""
-        return self._by_stock(lambda manager: manager.lacks(row, start, upto) + copy * manager.width)
+    def _lacking(self, row: int, start: int, upto: int) -> int:
+        """Return the blocks that the managers take."""
+        return sum(manager.lacks(row, start, upto) for manager in self.managers)
 
     def _shared_page(self, row: int) -> bool:
         """Return True if the page that is written next has another user, see `PagedCache.grow`."""
         place = self._writable[row] // self.block_size
         return place < self._owned[row] and self.allocator.refs[int(self.tables[row, place])] > 1
 
-    def _make_room(self, wanted: dict[Stock, int]) -> None:
-        """Free blocks that no running request needs, until as many are free as are wanted.
+    def _make_room(self, count: int) -> None:
+        """Free blocks that no running request needs, until so many are free.
 
         There are two kinds: of pages that a window has slid past, which only a hit that ends there would
         want, and of the ends of cached sequences. The kind of which there are more pages gives the oldest.
         """
-        for stock, count in wanted.items():
-            while stock.books.free < count:
-                self._free_one(stock)
-
-    def _free_one(self, stock: Stock) -> None:
-        """Free the blocks of one page."""
-        if stock.slid and len(stock.slid) >= self.index.evictable:
-            stock.lose_oldest(stock.slid)
-        elif pages := self.index.evict(1):
-            self.stats.evicted_blocks += len(pages)
-            self.allocator.release(pages)
-        else:
-            stock.lose_oldest(stock.slid or stock.ends)
+        stock = self.stock
+        while stock.books.free < count:
+            if stock.slid and len(stock.slid) >= self.index.evictable:
+                stock.lose_oldest(stock.slid)
+            elif pages := self.index.evict(1):
+                self.stats.evicted_blocks += len(pages)
+                self.allocator.release(pages)
+            else:
+                stock.lose_oldest(stock.slid or stock.ends)
 
     def _died(self, page: int) -> None:
         for manager in self.managers:
@@ -201,9 +189,11 @@ class HybridCache(PrefixCache):
 
     def commit(self, request: Request, upto: int) -> None:
         """See `PrefixCache.commit`. A page of the index without blocks gets those of its twin."""
+        if not self._keeps:
+            return
         row, first = request.row, self._committed[request.row]
         own: list[int] = self.tables[row, first : upto // self.block_size].tolist()
-        if not own or isinstance(self.index, NoIndex):  # nothing is kept for a hit
+        if not own:
             return
         self.allocator.retain(own)  # a page that dies takes its blocks along
         super().commit(request, upto)
@@ -250,11 +240,7 @@ class HybridCache(PrefixCache):
     def check(self) -> None:
         """Also: every block in use is of one page and group, and all that requests need is there."""
         super().check()
-        used: dict[Stock, list[int]] = {stock: [] for stock in self.stocks}
-        for manager in self.managers:
-            used[manager.stock] += manager.check()
-        for stock, blocks in used.items():
-            stock.books.check(blocks)
+        self.stock.books.check(block for manager in self.managers for block in manager.check())
         for manager in self.managers:
             held = [0] * self.allocator.count
             for row, (first, end) in enumerate(manager.held):

@@ -13,14 +13,12 @@ from forward.loading import config_of
 from forward.model import Model
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
-from hybrid_cache.index import NoIndex
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.pool import HybridPool
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
 from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
-from prefix_cache.index import PrefixIndex
 from speculative import Speculate
 from triton_paged_attention import Kernels
 
@@ -46,7 +44,11 @@ class Hybrid(Feature):
         if layout.plain:
             return
         if layout.states is not None:
-            _refuse_states(parts)
+            if parts.features.get("speculate", NO_GUESSES) != NO_GUESSES:
+                raise UserError(
+                    "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state "
+                    "cannot give back a guess that was wrong"
+                )
             each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
             parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
         parts.wrap(
@@ -65,16 +67,6 @@ class Hybrid(Feature):
         return kernels.attention_of(GroupedTriton, parts.model)
 
 
-def _refuse_states(parts: Parts) -> None:
-    """Refuse features that would need a part of a state, or an earlier one."""
-    drafts = parts.features.get("speculate", NO_GUESSES)
-    if drafts != NO_GUESSES:
-        raise UserError(
-            "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state cannot "
-            "give back a guess that was wrong"
-        )
-
-
 NO_GUESSES = Speculate(drafter="none")
 
 
@@ -87,7 +79,7 @@ def _cache(
     parts: Parts, layout: LayerGroups, rows: int, max_len: int, blocks: int, block_size: int
 ) -> HybridCache:
     prefix = parts.features.get("prefix_cache")
-    index: PrefixIndex = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else NoIndex()
+    index = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else None
     own = layout.blocks(blocks)
     chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
     if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from continuous.batch import Batch
 from forward.attention import LayerSpec
 from hybrid_cache.attention import GroupedTorch
-from hybrid_cache.delta_kernels import KernelMixer
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec, Mixer
+from hybrid_cache.delta_kernels import mix_by_kernels
+from hybrid_cache.mixer import DeltaInputs, Mixer
 from hybrid_cache.pool import HybridPool
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import LayerBlocks
@@ -28,21 +28,22 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     def __init__(self, pool: HybridPool, num_heads: int, **options: Any) -> None:
         super().__init__(pool, num_heads, **options)
         self._torch = GroupedTorch(pool)
-        self._mixer = None if pool.states is None else KernelMixer(pool.states)
 
     def begin(self, batch: Batch) -> None:
         """See `PagedAttention.begin`."""
         super().begin(batch)
         self.batches = self.pool.split(self.batch)
-        if self._mixer is not None:
-            self._mixer.begin(self.batch, decodes=bool((self.batch.host.query_lens == 1).all()))
+        self._decodes = bool((self.batch.host.query_lens == 1).all())
+        if self.pool.states is not None:
+            self.pool.states.begin(self.batch)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`."""
         super().begin_sorted(batch, members, tiles)
         self.batches = self.pool.split(batch)
-        if self._mixer is not None:
-            self._mixer.begin(batch, decodes=False)
+        self._decodes = False
+        if self.pool.states is not None:
+            self.pool.states.begin(batch)
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
         """See `PagedAttention.place`; from here on the step is that of the layer's group."""
@@ -51,7 +52,7 @@ class GroupedTriton(TritonPagedAttention, Mixer):
             self._torch.place(layer)
         return self.pool.layers[layer.index], self.batch.slots
 
-    def mix(self, layer: DeltaSpec, inputs: DeltaInputs) -> Tensor:
+    def mix(self, inputs: DeltaInputs) -> Tensor:
         """See `Mixer.mix`."""
-        assert self._mixer is not None
-        return self._mixer.mix(layer, inputs)
+        assert self.pool.states is not None
+        return mix_by_kernels(self.pool.states, inputs, self._decodes)

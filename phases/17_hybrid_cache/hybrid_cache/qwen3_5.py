@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.models.config import ModelConfig
+from common.models.config import DeltaConfig, ModelConfig
 from forward.attention import Attention, LayerSpec
 from forward.layers import GatedMLP, RMSNorm
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
 from forward.rope_scaling import sharpness
-from hybrid_cache.mixer import DeltaInputs, DeltaSpec, Mixer, mixer_of
+from hybrid_cache.mixer import DeltaInputs, Mixer, mixer_of
 
 
 class GatedAttention(nn.Module):
@@ -58,28 +58,27 @@ def turn_share(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """Projections, decay and gate around the mixer."""
 
-    def __init__(self, config: ModelConfig, spec: DeltaSpec) -> None:
+    def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
         super().__init__()
-        self.spec = spec
-        hidden, values = config.hidden_size, spec.value_heads * spec.value_dim
-        self.in_proj_qkv = nn.Linear(hidden, spec.channels, bias=False)
+        self.delta, self.layer = delta, layer
+        hidden, channels, values = config.hidden_size, delta.channels, delta.value_heads * delta.value_dim
+        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
-        self.in_proj_b = nn.Linear(hidden, spec.value_heads, bias=False)
-        self.in_proj_a = nn.Linear(hidden, spec.value_heads, bias=False)
-        self.conv1d = nn.Conv1d(
-            spec.channels, spec.channels, spec.conv_width, groups=spec.channels, bias=False
-        )  # holds the weights as checkpoints do, `[C, 1, W]`; the mixer applies them
-        self.dt_bias = nn.Parameter(torch.zeros(spec.value_heads))
-        self.A_log = nn.Parameter(torch.zeros(spec.value_heads))
-        self.norm = RMSNorm(spec.value_dim, config.norm_eps)
+        self.in_proj_b = nn.Linear(hidden, delta.value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, delta.value_heads, bias=False)
+        # Holds the weights as checkpoints do, `[C, 1, W]`; the mixer applies them.
+        self.conv1d = nn.Conv1d(channels, channels, delta.conv_width, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.zeros(delta.value_heads))
+        self.A_log = nn.Parameter(torch.zeros(delta.value_heads))
+        self.norm = RMSNorm(delta.value_dim, config.norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``mixer``."""
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        beta = torch.sigmoid(self.in_proj_b(x))
-        inputs = DeltaInputs(self.in_proj_qkv(x), decay, beta, self.conv1d.weight.squeeze(1))
-        out = self.norm(mixer.mix(self.spec, inputs))  # [..., H, Dv]
+        beta, conv = torch.sigmoid(self.in_proj_b(x)), self.conv1d.weight.squeeze(1)
+        mixed = mixer.mix(DeltaInputs(self.layer, self.delta, conv, self.in_proj_qkv(x), decay, beta))
+        out = self.norm(mixed)  # [..., H, Dv]
         gate = self.in_proj_z(x).view_as(out)
         return self.out_proj((out * F.silu(gate.float())).to(x.dtype).flatten(-2))
 
@@ -92,7 +91,7 @@ class Qwen35Block(nn.Module):
         assert config.delta is not None
         self.input_layernorm = Gemma3RMSNorm(config.hidden_size, config.norm_eps)
         if config.delta.layers[spec.index]:
-            self.linear_attn = GatedDeltaNet(config, DeltaSpec.of(config.delta, spec.index))
+            self.linear_attn = GatedDeltaNet(config, config.delta, spec.index)
         else:
             self.self_attn = GatedAttention(config, spec)
         self.keeps_state = config.delta.layers[spec.index]

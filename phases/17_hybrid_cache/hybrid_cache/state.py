@@ -24,12 +24,12 @@ from hybrid_cache.stock import Stock
 class StateMoves(NamedTuple):
     """Changes on the device before a step: pages whose slots are others now, and slots to copy.
 
-    pages: `[n]` int64; slots: `[n]` int32; copies: pairs `(source, target)`.
+    pages: `[n]` int64; slots: `[n]` int32; copies: `[n, 2]` int64, each a source and its target.
     """
 
     pages: NDArray[np.int64]
     slots: NDArray[np.int32]
-    copies: list[tuple[int, int]]
+    copies: NDArray[np.int64]
 
 
 def slot_count(rows: int) -> int:
@@ -166,8 +166,8 @@ class StateManager(Manager):
             self.seen[page] = size  # where it has one: the work may have begun within this page
         pages = np.array(sorted(self.changed), np.int64)
         self.changed.clear()
-        self._moves = StateMoves(pages, self.slots[pages], self._copies)
-        self._copies = []
+        copies, self._copies = np.array(self._copies, np.int64).reshape(-1, 2), []
+        self._moves = StateMoves(pages, self.slots[pages], copies)
         for page in snapshots:
             if self.has(page) and not self.users[page]:
                 self.idle[page] = None
@@ -177,7 +177,7 @@ class StateManager(Manager):
     def take_moves(self) -> StateMoves | None:
         """Return what `StatePool.regroup` does before the works launched last; None: nothing."""
         moves = self._moves
-        return moves if len(moves.pages) or moves.copies else None
+        return moves if len(moves.pages) or len(moves.copies) else None
 
     def _hold(self, row: int, table: Table, start: int) -> None:
         """Make a row a user of the state behind `start` tokens."""

@@ -14,6 +14,8 @@ tokens on the tiles of `grouped` read it once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.kernels.choosing import early
 from experts.kernels.grouped import GroupedWay, finish_sums, gated_unit, product_arguments, rows_of_gates
-from experts.kernels.stack import ExpertStack, Swiglu
 
 FEW = 4
 """Tokens up to which experts are gathered."""
@@ -86,39 +87,28 @@ def few_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=n < N)
 
 
-def few_mlp(
-    x: Tensor,
-    gate_up: ExpertStack,
-    down: ExpertStack,
-    weights: Tensor,
-    chosen: Tensor,
-    act: Swiglu,
-    *,
-    shapes: tuple[tuple[int, int, int], ...] = SHAPES,
-) -> Tensor:
-    """`grouped_mlp` for a few tokens. shapes: for measurements."""
-    chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
-    for stack, gate, (block_n, block_k, warps) in zip((gate_up, down), (act, None), shapes, strict=True):
-        tensors, constants = product_arguments(x.contiguous(), stack, gate, top_k)
-        programs = tokens if gate is None else tokens * top_k
-        n, k = constants["N"], constants["K"]
-        out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
-        few_kernel[(programs, triton.cdiv(n, block_n))](
-            out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
-            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
-            **early(x.device),
-        )  # fmt: skip
-        x = out
-    return x
-
-
+@dataclass(frozen=True, eq=False)
 class GatheredWay(GroupedWay):
-    """An `ExpertWay` for a few tokens."""
+    """An `ExpertWay` for a few tokens. shapes: for measurements."""
+
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES
 
     def takes(self, tokens: int) -> bool:
         """See `ExpertWay.takes`."""
         return tokens <= FEW
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertWay`."""
-        return few_mlp(x, self.gate_up, self.down, weights, chosen, self.act)
+        """See `GroupedWay`."""
+        chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
+        both = zip((self.gate_up, self.down), (self.act, None), self.shapes, strict=True)
+        for stack, act, (block_n, block_k, warps) in both:
+            tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
+            programs = tokens if act is None else tokens * top_k
+            n, k = constants["N"], constants["K"]
+            out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
+            few_kernel[(programs, triton.cdiv(n, block_n))](
+                out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
+                BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps, **early(x.device),
+            )  # fmt: skip
+            x = out
+        return x

@@ -213,55 +213,41 @@ def grouped_product(
     return out
 
 
-def grouped_mlp(
-    x: Tensor,
-    gate_up: ExpertStack,
-    down: ExpertStack,
-    weights: Tensor,
-    chosen: Tensor,
-    act: Swiglu,
-    *,
-    tile: Tile | None = None,
-) -> Tensor:
-    """Each token through the experts it chose: `[T, hidden]` -> `[T, hidden]`.
-
-    Args:
-        gate_up, down: of `E` experts, `[E, 2 I, hidden]` and `[E, hidden, I]`.
-        weights, chosen: `[T, k]` float32 and int64, see `routing.route`. A choice that is no number of an
-            expert here adds nothing.
-        tile: for measurements; by default the table's.
-    """
-    count, chosen, weights = len(gate_up.data), chosen.contiguous(), weights.contiguous()
-    tile = tile or tile_for(chosen.numel(), count)
-    tiles = sort_in_tiles(chosen, count, tile.rows)
-    inner = grouped_product(x.contiguous(), gate_up, weights, tiles, tile, act)
-    parts = grouped_product(inner, down, weights, tiles, tile, None)
-    out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(x.shape[1]))
-    add_choices_kernel[(len(x), triton.cdiv(x.shape[1], block))](
-        out, parts, chosen, count,
-        SIZE=x.shape[1], TOP_K=chosen.shape[1], BLOCK_N=block, num_warps=max(1, block // 256),
-    )  # fmt: skip
-    return out
-
-
 def scratch_bytes(down: ExpertStack, tokens: int, top_k: int, itemsize: int) -> int:
-    """Return the bytes that `grouped_mlp` needs for a moment: what lies between its three kernels."""
+    """Return the bytes that `GroupedWay` needs for a moment: what lies between its kernels."""
     _, hidden, inside = down.data.shape
     return tokens * top_k * ((hidden + inside) * itemsize + (inside if down.rounds else 0) + 4)
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedWay:
-    """An `ExpertWay` for any number of tokens; see `grouped_mlp` for its fields."""
+    """An `ExpertWay` for any number of tokens.
+
+    gate_up, down: of `E` experts, `[E, 2 I, hidden]` and `[E, hidden, I]`.
+    act: between them.
+    tile: for measurements; None: the table's.
+    """
 
     gate_up: ExpertStack
     down: ExpertStack
     act: Swiglu
+    tile: Tile | None = None
 
     def takes(self, tokens: int) -> bool:
         """See `ExpertWay.takes`."""
         return True
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertWay`."""
-        return grouped_mlp(x, self.gate_up, self.down, weights, chosen, self.act)
+        """See `ExpertWay`. A choice that is no number of an expert here adds nothing."""
+        count, hidden, _ = self.down.data.shape
+        chosen, weights = chosen.contiguous(), weights.contiguous()
+        tile = self.tile or tile_for(chosen.numel(), count)
+        tiles = sort_in_tiles(chosen, count, tile.rows)
+        inner = grouped_product(x.contiguous(), self.gate_up, weights, tiles, tile, self.act)
+        parts = grouped_product(inner, self.down, weights, tiles, tile, None)
+        out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
+        add_choices_kernel[(len(x), triton.cdiv(hidden, block))](
+            out, parts, chosen, count,
+            SIZE=hidden, TOP_K=chosen.shape[1], BLOCK_N=block, num_warps=max(1, block // 256),
+        )  # fmt: skip
+        return out
