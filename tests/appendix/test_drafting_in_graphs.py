@@ -80,7 +80,7 @@ def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options:
     return load(model, **{**AHEAD, **given, **options})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lone_request_is_verified_by_the_kernels_for_few(
     model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +115,8 @@ def of_few_words(model: Model) -> Model:
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
-        ("head", 2),
-        ("ngram", 2),
+        pytest.param("head", 2, marks=pytest.mark.long),
+        pytest.param("ngram", 2, marks=pytest.mark.long),
         ("ngram", 9),
     ],
 )
