@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.evidence import Evidence, Run
 from benchmarks.labels import axis_label
-from phases import LADDER, Phase
+from phases import PHASES, Phase
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     """
     if evidence is None:
         return None
-    names = [other.name for other in reversed(LADDER) if other.number < phase.number]
+    names = [other.name for other in reversed(PHASES) if other.number < phase.number]
     wanted = dict(phase.headline_runs.get(str(evidence.machine["device"]), {}))
     for variant in phase.headline_variants or (phase.name,):
         for after in evidence.find(variant, **wanted):

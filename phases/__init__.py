@@ -44,13 +44,8 @@ class Phase:
         """The phase's folder in this checkout."""
         return ROOT / "phases" / self.name
 
-    @property
-    def exists(self) -> bool:
-        """True if the phase's package is in this checkout."""
-        return (self.folder / self.package / "__init__.py").exists()
 
-
-LADDER: tuple[Phase, ...] = (
+PHASES: tuple[Phase, ...] = (
     Phase(
         1,
         "forward",
@@ -169,10 +164,7 @@ LADDER: tuple[Phase, ...] = (
         headline_before=("08_prefix_cache",),
     ),
 )
-"""Every phase there is a plan for up to now; `PHASES` holds those that exist."""
-
-PHASES: tuple[Phase, ...] = tuple(phase for phase in LADDER if phase.exists)
-"""The phases in this checkout, in order."""
+"""The phases, in order."""
 
 
 def find_phase(text: str) -> Phase | None:

@@ -215,7 +215,6 @@ def serve(
     api_key: a.ApiKeys = None,
     name: a.ServedName = None,
     strict: a.Strict = False,
-    describe_tools: a.DescribeTools = True,
     allowed_origins: a.Origins = None,
     allowed_hosts: a.Hosts = None,
     access_log: a.AccessLog = "-",

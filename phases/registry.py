@@ -30,16 +30,13 @@ ROWS, BLOCKS = 4, 5
 def import_phase(phase: Phase) -> ModuleType:
     """The phase's package. Raises `UserError` when it cannot be used here."""
     try:
-        package = importlib.import_module(phase.package)
+        return importlib.import_module(phase.package)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise UserError(
             f"phase {phase.name} needs triton, which is not installed: see `ladder doctor`"
         ) from None
-    if not hasattr(package, "load"):
-        raise UserError(f"phase {phase.name} has no engine yet: its package has no load()")
-    return package
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:

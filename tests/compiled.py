@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, with `--masks` those of
-phase 12, with `--experts` those of phase 16, else phase 09's for a few tokens.
+`--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, with
+`--experts` those of phase 16, else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -30,10 +30,9 @@ from experts.kernels.few import SHAPES, few_kernel
 from experts.kernels.grouped import LARGE, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.sorting import count_kernel, place_kernel
 from phases.appendix.drafting_in_graphs import kernels as ahead
-from phases.appendix.drafting_in_graphs.lookup import AT_ONCE, look_up_kernel
+from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
 from phases.appendix.latency.tables import LoneKey, lone_few_config
-from phases.appendix.masked_graphs.kernel import masked_best_kernel, masked_race_kernel
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
@@ -92,7 +91,7 @@ def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
     for capability in map(int, filter(str.isdigit, wanted)):
-        kinds = {"--quant": few_bits, "--ahead": drafting, "--masks": masking, "--experts": experts}
+        kinds = {"--quant": few_bits, "--ahead": drafting, "--experts": experts}
         next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)(capability)
 
 
@@ -164,27 +163,6 @@ def drafting(capability: int) -> None:
         ("look_up", look_up_kernel, {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}, 8, numbers),
     ):  # fmt: skip
         lost = spills(kernel, capability, constants, warps=warps, types=types)
-        print(f"sm_{capability} {name}: spills {lost}", flush=True)
-
-
-def masking(capability: int) -> None:
-    """What chooses under masks, for 256 rows of Qwen3's vocabulary."""
-    types = {
-        "best": "*fp32",
-        "races": "*fp32",
-        "ids": "*i32",
-        "words": "*i32",
-        "places": "*i64",
-        "rows": "*i64",
-    }
-    types |= {"steps": "*i64", "floats": "*fp32", "ints": "*i64", "M": "i32"}
-    types |= dict.fromkeys(("row_stride", "word_stride", "float_stride", "int_stride"), "i32")
-    cut = {"V": 151_936, "BLOCK": 4096, "CHUNKS": 38}
-    for name, kernel, more in (
-        ("masked_best", masked_best_kernel, {}),
-        ("masked_race", masked_race_kernel, {"NATIVE": True}),
-    ):
-        lost = spills(kernel, capability, cut | more, warps=4, types=types)
         print(f"sm_{capability} {name}: spills {lost}", flush=True)
 
 

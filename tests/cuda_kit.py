@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phases.appendix.drafting_in_graphs.launch import available
+from phases.appendix.drafting_in_graphs.columns import available
 from tests.paged_batches import DEVICE
 
 ON_A_GPU = [

@@ -31,8 +31,7 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
-from phases.appendix.latency.attention import LatencyAttention
-from phases.appendix.latency.surgery import install
+from phases.appendix.latency.ways import LatencyAttention, install
 from triton_paged_attention.feature import LAYERS
 from triton_paged_attention.layers import optimize
 

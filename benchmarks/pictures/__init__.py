@@ -16,12 +16,12 @@ from pathlib import Path
 from benchmarks.evidence import ROOT
 from benchmarks.pictures.svg import Picture
 from common.files import whole
-from phases import LADDER
+from phases import PHASES
 
 __all__ = ["Picture", "draw", "main"]
 
 HERE = Path(__file__).parent
-DRAWN = [phase for phase in LADDER if (HERE / f"{phase.package}.py").exists()]
+DRAWN = [phase for phase in PHASES if (HERE / f"{phase.package}.py").exists()]
 """Phases that have pictures."""
 
 

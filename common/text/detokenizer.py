@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _EACH_BYTE = "replace_each_byte"
-_INDEPENDENT = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-"""Steps of decoders to which a token's neighbours do not matter, once a text has begun."""
+_ALIKE = {"Replace", "ByteFallback", "Fuse"}
+"""Steps of decoders that do to a token in the middle of a text what they do to the first."""
 _LARGEST_ID = 2**32 - 1
 MOST_TOKENS_OF_A_CHARACTER = 4
 
@@ -47,10 +47,7 @@ class TokenBytes(dict[int, bytes]):
         parts = [part for part in decoder.get("decoders", [decoder]) if part]
         steps = [part["type"] for part in parts]
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
-        at_the_end = any(part.get("stop") for part in parts)  # `Strip` of a text's last spaces
-        self._known = bool(steps) and set(steps) <= _INDEPENDENT and not at_the_end
-        # At the beginning as in the middle.
-        self._alike = self._known and not {"Strip", "Metaspace"} & set(steps)
+        self._alike = bool(steps) and set(steps) <= _ALIKE
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id <= _LARGEST_ID else None
@@ -62,9 +59,7 @@ class TokenBytes(dict[int, bytes]):
     def first(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text which begins with it: some decoders drop its space there."""
         found = self[token_id]
-        if self.byte_level or self._alike or (self._known and b" " not in found):
-            return found
-        return self._decode(token_id).encode()
+        return found if self.byte_level or b" " not in found else self._decode(token_id).encode()
 
     def decoder(self) -> codecs.IncrementalDecoder:
         """A decoder of their bytes, which shows those that are no character as U+FFFD."""

@@ -13,6 +13,7 @@ import msgspec
 import tokenizers
 
 from common.errors import UserError, integer, shown
+from common.files import read_text
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.ids import ids_of, text_of
@@ -197,9 +198,9 @@ class Tokenizer:
             entries = [entry for entry in source if isinstance(entry, dict)]
             found = {str(entry.get("name")): entry.get("template") for entry in entries}
         for path in sorted(self.folder.glob("additional_chat_templates/*.jinja")):
-            found[path.stem] = _read_template(path)
+            found[path.stem] = read_text(path, "the chat template", 4 * SOURCE_CHARACTERS)
         if (path := self.folder / "chat_template.jinja").is_file():
-            found["default"] = _read_template(path)
+            found["default"] = read_text(path, "the chat template", 4 * SOURCE_CHARACTERS)
         return found
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -321,15 +322,6 @@ def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     found = found | own if "added_tokens_decoder" in config else own | found
     more = config.get("extra_special_tokens")
     return more | found if isinstance(more, dict) else found
-
-
-def _read_template(path: Path) -> str:
-    if path.stat().st_size > 4 * SOURCE_CHARACTERS:  # before reading what may be gigabytes
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes, too many for a chat template")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 ({error})") from None
 
 
 def _content(token: Any) -> Any:

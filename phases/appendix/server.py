@@ -8,10 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.forms import Forms
-from phases.appendix.access.hosts import ANY, Hosts
-from phases.appendix.access.keys import Keys
-from phases.appendix.access.origins import Origins
+from phases.appendix.access.doors import ANY, Forms, Hosts, Keys, Origins
 from phases.appendix.api.extension import Api
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.connections.parts import BodyParts
@@ -38,7 +35,6 @@ def whole_app(
     limits: Limits | None = None,
     strict: bool = False,
     version: str = "0",
-    describe_tools: bool = True,
     **server: Any,
 ) -> App:
     """Make the application that `ladder serve` runs.
@@ -51,15 +47,14 @@ def whole_app(
         limits: on what a client may send.
         strict: refuse unknown fields.
         version: of the server.
-        describe_tools: tools, to models whose chat template shows them none.
         server: what `App` takes besides.
     """
     metrics, checked = Metrics(), limits or Limits()
     extensions: list[Extension] = [metrics, Hosts(hosts)]
     extensions += [Origins(allowed_origins)] if allowed_origins else []
     extensions += [Keys(keys), AccessLog(access_log, metrics)]
-    extensions += [BodyParts(checked), Api(version, strict, describe_tools)]
-    extensions += [Protocols(strict, describe_tools), EmbeddingRoute(strict), Live(), Forms()]
+    extensions += [BodyParts(checked), Api(version, strict)]
+    extensions += [Protocols(strict), EmbeddingRoute(strict), Live(), Forms()]
     return App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
 
 

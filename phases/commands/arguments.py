@@ -97,9 +97,6 @@ ApiKeys = Annotated[
 ]
 ServedName = Annotated[str | None, flag("what clients call the model")]
 Strict = Annotated[bool, flag("refuse unknown fields of requests", "--strict")]
-DescribeTools = Annotated[
-    bool, flag("describe tools in the system message to a model whose template shows it none")
-]
 Origins = Annotated[
     list[str] | None,
     flag(

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.files import whole
 from common.options import helps, names, types
 from common.paths import cache_home
-from phases import LADDER, ROOT
+from phases import PHASES, ROOT
 
 Command = Callable[..., int]
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
@@ -113,7 +113,7 @@ def _made() -> list[Flag]:
 
 
 def _panel(number: int) -> str:
-    (title,) = (phase.title for phase in LADDER if phase.number == number)
+    (title,) = (phase.title for phase in PHASES if phase.number == number)
     return f"{title}, from phase {number:02d} on"
 
 

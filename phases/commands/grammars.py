@@ -29,11 +29,8 @@ def chosen_grammar(
     json_schema: Path | None, regex: str | None, choice: str | None, grammar: Path | None
 ) -> Grammar | None:
     """The grammar that the flags ask for. Raises `UserError` for two of them, or a file that is none."""
-    given = [
-        flag
-        for flag, value in zip(FLAGS, (json_schema, regex, choice, grammar), strict=True)
-        if value is not None
-    ]
+    values = dict(zip(FLAGS, (json_schema, regex, choice, grammar), strict=True))
+    given = [flag for flag, value in values.items() if value is not None]
     if len(given) > 1:
         raise UserError(f"{given[0]} and {given[1]} are both given, but only one of them can be")
     if json_schema is not None:

@@ -26,8 +26,7 @@ from common.sampling.defaults import sampling_defaults
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
-from phases.appendix.access.hosts import hosts, names_of
-from phases.appendix.access.origins import origins
+from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
@@ -66,7 +65,6 @@ def run(given: SimpleNamespace) -> int:
         "limits": checked,
         "keys": keys,
         "strict": given.strict,
-        "describe_tools": given.describe_tools,
         "allowed_origins": origins(joined(given.allowed_origins)),
         "hosts": names_of(given.host, hosts(joined(given.allowed_hosts)), keys=bool(keys)),
         "access_log": given.access_log,

@@ -8,8 +8,7 @@ import hmac
 import pytest
 
 from common.errors import UserError
-from phases.appendix.access.keys import Keys
-from phases.appendix.access.origins import origins
+from phases.appendix.access.doors import Keys, origins
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension

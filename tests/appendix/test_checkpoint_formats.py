@@ -24,13 +24,13 @@ from forward.loading import load_model
 from phases import phase_named
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.export import check_source, export
+from phases.appendix.checkpoint_formats.feature import ReadFormats
 from phases.appendix.checkpoint_formats.layouts import (
     AWQ_ORDER,
     StoredLinear,
     TensorLayout,
     pack_words,
 )
-from phases.appendix.checkpoint_formats.reading import ReadFormats
 from phases.cli import main
 from phases.registry import load_engine
 from quant import rtn

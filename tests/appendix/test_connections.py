@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.errors import UserError
-from phases.appendix.access.hosts import check, hosts, names_of
+from phases.appendix.access.doors import check, hosts, names_of
 from phases.appendix.connections.connection import NEVER, Connection
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange

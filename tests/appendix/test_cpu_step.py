@@ -156,7 +156,7 @@ def test_without_a_compiler_a_line_is_said(
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_real_weights(smollm2_folder: Path, gemma3_folder: Path, dtype: str, taken: list[int]) -> None:
     for folder in (smollm2_folder, gemma3_folder):
         model = forward.load_model(folder, device="cpu", dtype=dtype)

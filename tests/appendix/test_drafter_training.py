@@ -25,7 +25,7 @@ def talks_of(model: Model, count: int) -> list[Talk]:
     engine = continuous.load(model, max_rows=16, max_len=64)
     prompts = [[(7 * n + k) % 250 + 1 for k in range(4)] for n in range(count)]
     made = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
-    return [Talk(one.prompt_ids + one.token_ids, 4, True) for one in made]
+    return [Talk(one.prompt_ids + one.token_ids, 4) for one in made]
 
 
 def test_training_attends_as_the_model_does() -> None:
@@ -69,10 +69,6 @@ def test_training_makes_a_drafter_in_its_time(model: Model) -> None:
     untrained = train.begun(model, made.lm_head.ids)
     losses = [train.loss(model, head, ids, real, 2).item() for head in (made, untrained)]
     assert losses[0] < losses[1] - 0.005, losses
-    shares = train.accepted(model, made, talks[:4])
-    assert (
-        len(shares) == 4 and shares == sorted(shares, reverse=True) and all(0 <= one <= 1 for one in shares)
-    )
 
 
 class Written:

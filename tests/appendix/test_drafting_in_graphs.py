@@ -27,8 +27,8 @@ from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import find_phase
 from phases.appendix.drafting_in_graphs.loop import InGraph
-from phases.appendix.latency import attention
-from phases.appendix.latency.block import LatencyBlock
+from phases.appendix.latency import ways as attention
+from phases.appendix.latency.ways import LatencyBlock
 from phases.registry import load_engine
 from speculative import head
 from speculative.head import HeadSource
@@ -80,7 +80,7 @@ def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options:
     return load(model, **{**AHEAD, **given, **options})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lone_request_is_verified_by_the_kernels_for_few(
     model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +115,8 @@ def of_few_words(model: Model) -> Model:
 @pytest.mark.parametrize(
     ("kind", "length"),
     [
-        ("head", 2),
-        ("ngram", 2),
+        pytest.param("head", 2, marks=pytest.mark.long),
+        pytest.param("ngram", 2, marks=pytest.mark.long),
         ("ngram", 9),
     ],
 )
@@ -206,7 +206,7 @@ def test_drafting_inside_the_graph_changes_no_token(
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests in rows of their own, and padding; what the row held before is still behind the text."""
-    from phases.appendix.drafting_in_graphs import lookup
+    from phases.appendix.drafting_in_graphs import kernels as lookup
 
     monkeypatch.setattr(lookup, "AT_ONCE", at_once)
     rng, k, found = random.Random(3), 3, 0

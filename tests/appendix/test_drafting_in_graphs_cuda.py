@@ -18,10 +18,10 @@ from forward.shapes import SHAPES
 from paged_cache import BlockPool
 from phases.appendix.drafting_in_graphs import columns
 from phases.appendix.drafting_in_graphs.graph import several
-from phases.appendix.latency.attention import LatencyAttention
 from phases.appendix.latency.lone_few import FewParts
-from phases.appendix.latency.surgery import install as latency
 from phases.appendix.latency.tables import LoneFewConfig
+from phases.appendix.latency.ways import LatencyAttention
+from phases.appendix.latency.ways import install as latency
 from tests.cuda_kit import ON_A_GPU, random, replayed
 from tests.paged_batches import DEVICE, assert_near, combined, walled
 from triton_paged_attention.decode import Workspace

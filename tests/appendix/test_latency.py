@@ -19,14 +19,13 @@ from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
 from phases import find_phase, registry
-from phases.appendix.latency import surgery
-from phases.appendix.latency.block import LatencyBlock
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
-from phases.appendix.latency.linear import add_way
 from phases.appendix.latency.lone import attend_lone
 from phases.appendix.latency.lone_few import attend_few
 from phases.appendix.latency.tables import HeadsConfig, LoneConfig, LoneFewConfig
+from phases.appendix.latency.ways import LatencyBlock, add_way
+from phases.appendix.latency.ways import install as latency
 from tests.compiling import spilled
 from tests.paged_batches import (
     DEVICE,
@@ -207,7 +206,7 @@ def test_which_layers_of_a_block_have_ways() -> None:
     """Before its wait, attention reads what came before its projection. In all layers but the first that is
     over when it starts.
     """
-    model = surgery.install(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)))
+    model = latency(optimize(random_model(SHAPES["tiny"], device="cpu", dtype=torch.float32)))
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == model.config.num_layers
     for block in blocks:

@@ -74,7 +74,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
     """By a product that writes them there, where the output head is no more than that."""
     pytest.importorskip("triton")
     from cuda_graphs.capture import Capturer
-    from phases.appendix.masked_graphs.graph import LogitsGraph, MaskInputs
+    from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskInputs
     from triton_paged_attention.linear import FusedLinear
 
     model = copy.copy(model)
@@ -120,7 +120,7 @@ PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 
 def plan_of(engine: PagedEngine) -> Any:
     from cuda_graphs.runner import GraphRunner
-    from phases.appendix.masked_graphs.plan import MaskedPlan
+    from phases.appendix.masked_graphs.graphs import MaskedPlan
 
     assert isinstance(engine.runner, GraphRunner)
     return engine.runner.plan(MaskedPlan)
@@ -141,7 +141,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
         SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
     ]
-    from phases.appendix.masked_graphs.graph import LogitsGraph, MaskedGraph
+    from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskedGraph
 
     captured: list[list[int]] = []
     first, rest = LogitsGraph.compute, MaskedGraph.compute

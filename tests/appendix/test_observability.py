@@ -12,8 +12,7 @@ from forward import load_model
 from paged_cache import BlockPool
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
-from phases.appendix.observability.observer import EngineObserver
-from phases.appendix.observability.picture import picture
+from phases.appendix.observability.observer import EngineObserver, picture
 from phases.appendix.server import whole_app
 from serving import messages
 from serving.messages import AddPrompt

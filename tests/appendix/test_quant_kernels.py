@@ -15,13 +15,12 @@ from forward.attention import LayerSpec
 from forward.loading import load_model
 from phases import find_phase, registry
 from phases.appendix.latency.lone import LoneParts
-from phases.appendix.latency.surgery import install as latency
 from phases.appendix.latency.tables import LoneConfig
+from phases.appendix.latency.ways import install as latency
 from phases.appendix.quant_kernels import gemv, gemv4
 from phases.appendix.quant_kernels.configs import LoopConfig
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
-from phases.appendix.quant_kernels.surgery import install
-from phases.appendix.quant_kernels.ways import EightBitBlock, QuantWay, heads_of
+from phases.appendix.quant_kernels.ways import EightBitBlock, QuantWay, heads_of, install
 from quant.formats import FP8, INT8, W8A8, Scheme
 from quant.kernel_layers import KernelLinear
 from quant.kernel_layers import install as kernels

@@ -23,6 +23,7 @@ from phases.appendix.guidance.backend import GuidanceBackend
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.appendix.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
+from phases.appendix.tools.loosen import loosen
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal, tools_of
 from serving.http.errors import ApiError
@@ -73,7 +74,6 @@ def test_the_format_is_read_off_the_template(tmp_path, template):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ messages }}", "shows it none"),
         ("{% for tool in tools %}{{ tool }}{% endfor %}", "none of the forms"),
         ("{{ tools }}<tool_call>\n<function=", "none of the forms"),
         ("{{ tools }}[TOOL_CALLS]f[ARGS]", "none of the forms"),
@@ -297,6 +297,49 @@ def test_a_tool_that_cannot_be_compiled_is_named(backend):
     )
 
 
+# Tools that are not strict: every valid value is still valid, and what is left out is named.
+
+LOOSENED: dict[str, tuple[Any, list[str]]] = {
+    "names with a rule": ({"type": "object", "propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
+    "pydantic's set": ({"properties": {"s": {"type": "array", "uniqueItems": True}}}, ["s.uniqueItems"]),
+    "a format nobody knows": ({"properties": {"p": {"type": "string", "format": "cuid"}}}, ["p.format"]),
+    "a lookahead": ({"properties": {"p": {"type": "string", "pattern": "^(?!a)b"}}}, ["p.pattern"]),
+    "a bound of int64": ({"properties": {"n": {"type": "integer", "maximum": 2**63 - 1}}}, ["n.maximum"]),
+    "never": ({"properties": {"x": {"not": {}}}}, ["x.not"]),
+    "conditions": ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, ["if", "then"]),
+    "null fields": ({"required": None, "properties": {"a": {"type": "string", "default": None}}}, []),
+    "annotations": ({"title": "T", "$schema": "x", "x-order": 1, "properties": {"a": {"examples": [1]}}}, []),
+    "one of several": ({"properties": {"a": {"oneOf": [{"type": "string"}, {"minimum": 2**60 + 1}]}}},
+        ["a.oneOf.1.minimum"]),
+    "deep": ({"$defs": {"d": {"items": {"uniqueItems": True}}}, "properties": {"a": {"$ref": "#/$defs/d"}}},
+        ["$defs.d.items.uniqueItems"]),
+    "keys counted": ({"properties": {"a": {}}, "minProperties": 1}, ["minProperties"]),
+}  # fmt: skip
+GIVEN = [
+    {}, {"a": 1}, {"a": "x", "b": 2}, {"s": [1, 1]}, {"s": [1, 2]}, {"p": "b"}, {"p": "ab"}, {"n": 2**63 - 1},
+    {"n": 2**63}, {"x": 1}, {"a": [1, 1]}, {"a": [1, 2]}, {"a": 2**60 + 2}, {"b": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOSENED)
+def test_what_was_valid_stays_valid_and_what_is_left_out_is_named(name: str) -> None:
+    schema, names = LOOSENED[name]
+    made, left = loosen(schema)
+    assert left == names
+    strict = jsonschema.Draft202012Validator({k: v for k, v in schema.items() if v is not None})
+    loose = jsonschema.Draft202012Validator(made)
+    for value in GIVEN:
+        assert loose.is_valid(value) or not strict.is_valid(value), f"{value} is valid, and no longer taken"
+
+
+def test_nothing_of_an_ordinary_schema_is_lost_and_nonsense_breaks_nothing() -> None:
+    number, day = {"type": "integer", "minimum": 1}, {"type": "string", "format": "date"}
+    schema = {"type": "object", "properties": {"n": number, "d": day}, "required": ["n"]}
+    assert loosen(schema | {"additionalProperties": False}) == (schema | {"additionalProperties": False}, [])
+    broken = {"pattern": 3, "format": [1], "patternProperties": [], "required": "a"}
+    assert loosen(broken) == ({}, list(broken))
+
+
 # Answers.
 
 
@@ -391,18 +434,6 @@ async def test_either_a_call_or_the_format(make):
         elif answer["finish_reason"] == "tool_calls":
             assert answer["message"]["tool_calls"][0]["function"]["name"] == "now"
     assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
-
-
-async def test_tools_are_refused_where_there_are_none(model, tmp_path):
-    plain = templated(tmp_path, "{{ messages[0].content }}")
-    engine = Loopback(load(model, max_rows=2, tokenizer=plain))
-    app = whole_app(engine, plain, "tiny", describe_tools=False)
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
-    status, found = await Client(app).post("/v1/chat/completions", body)
-    assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][
-        "message"
-    ]
-    assert (await Client(app).post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
 
 
 async def test_tools_and_another_grammar(make):

@@ -25,7 +25,6 @@ KINDS = {
     "llama-2": decoders.Sequence([REPLACE, FALLBACK, FUSE, decoders.Strip(" ", 1, 0)]),
     "metaspace": decoders.Metaspace(),
     "metaspace-bytes": decoders.Sequence([FALLBACK, decoders.Metaspace()]),
-    "wordpiece": decoders.WordPiece(cleanup=False),
     "none": None,
 }
 
@@ -108,7 +107,7 @@ RUNS = ["invalid byte", "beginning", "special", "unknown", "word", "mixed"]
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("kind", ["byte-level", "gemma", "llama-2", "wordpiece"])
+@pytest.mark.parametrize("kind", ["byte-level", "gemma", "llama-2"])
 def test_cost_is_linear_in_the_number_of_tokens(tmp_path, kind, run):
     tokenizer = made(tmp_path, kind)
     size = tokenizer.vocab_size

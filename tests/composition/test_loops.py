@@ -88,10 +88,10 @@ def kinds_of(overlap: bool, speculate: bool, structured: bool, graphs: bool = Fa
     return [*around, InTurn if not overlap else EarlyHalves if structured else Overlapped]
 
 
-def must_be_served(engine: Engine, expected: list[list[int]], structured: bool) -> None:
-    prompts, params = [*PROMPTS, [10, 11]], [*PARAMS, BOUND]
-    if not structured:
-        prompts, params = PROMPTS, PARAMS
+def must_be_served(engine: Engine, expected: list[list[int]], structured: bool, count: int = 3) -> None:
+    prompts, params = PROMPTS[:count], PARAMS[:count]
+    if structured:
+        prompts, params = [*prompts, [10, 11]], [*params, BOUND]
     found = tokens(engine, prompts, params)
     assert found[: len(expected)] == expected
     for bound in found[len(expected) :]:
@@ -121,7 +121,7 @@ def test_every_set_of_loops_around_graphs(
     rows = {"max_rows": 2, "draft_length": 2} if on[1] else {"max_rows": 2}
     engine = built(model, **dict(zip(SWITCHES, on, strict=True)), **GRAPHS, **rows)
     assert kinds(engine.loop) == kinds_of(*on, graphs=True)
-    must_be_served(engine, expected, structured=on[2])
+    must_be_served(engine, expected[:2], structured=on[2], count=2)
 
 
 @pytest.mark.slow

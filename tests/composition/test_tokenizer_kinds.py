@@ -27,7 +27,7 @@ from forward.generator import Generator
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from phases.appendix.api.offsets import Offsets
+from phases.appendix.api.answers import Offsets
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.commands.engines import serve

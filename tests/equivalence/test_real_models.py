@@ -46,7 +46,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     transformers = pytest.importorskip("transformers")
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     tokenizer = Tokenizer(folder)
-    prompts = [tokenizer.encode(text) for text in PLAIN]
+    prompts = [tokenizer.encode(text) for text in PLAIN[::2]]
     if request.param == "smollm2":  # the other one was only pretrained
         prompts += [tokenizer.chat([{"role": "user", "content": text}]) for text in CHAT]
     else:
@@ -67,7 +67,7 @@ def choices_differ(logits: Tensor, prompt: list[int], output: list[int]) -> list
 
 @torch.inference_mode()
 def test_phase_03_generates_what_transformers_does(case: Case) -> None:
-    assert len(case.prompts) >= 20
+    assert len(case.prompts) >= 12
     for prompt, output in zip(case.prompts, case.outputs, strict=True):
         logits = case.oracle(torch.tensor([prompt + output])).logits[0]
         assert not choices_differ(logits, prompt, output)

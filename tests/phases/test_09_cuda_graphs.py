@@ -336,7 +336,7 @@ def truth(model: Model) -> list[Completion]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_replayed_steps_give_the_same_tokens(model: Model, overlap: bool) -> None:
     engine = load(model, overlap=overlap)
     actual = generate(engine, *asks())

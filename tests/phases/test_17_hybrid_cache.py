@@ -372,7 +372,8 @@ class Books:
     def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
         request = Request(0, list(tokens), len(tokens), limit, SamplingParams(ignore_eos=True))
         assert self.cache.fits(request)
-        request.num_computed_tokens = request.cached_tokens = self.cache.lookup(request)
+        found = self.cache.lookup(request)
+        request.num_computed_tokens, request.cached_tokens = found, found
         self.rows.acquire(request)
         assert self.cache.reserve(request, len(request.tokens))
         return request
@@ -384,11 +385,11 @@ class Books:
             request.tokens += [0] * (end - len(request.tokens))
             assert self.cache.reserve(request, end)
             request.num_computed_tokens = end
-            self.cache.commit(request, end)
+            self.cache.commit(request, upto=end)
             self.cache.check()
 
     def end(self, request: Request) -> None:
-        self.cache.release(request)
+        self.cache.release(request=request)
         self.rows.release(request)
 
     def kept(self, request: Request, manager: int = 0) -> list[bool]:
@@ -572,5 +573,27 @@ def test_a_model_of_windows_only() -> None:
     (request,) = engine.add([3] * 50, SamplingParams(max_tokens=30, ignore_eos=True))
     while not engine.idle:
         engine.step()
-        assert engine.cache.stock.pinned <= 7  # type: ignore[attr-defined]
+        assert engine.cache.stock.pinned <= 7
     assert request.output_ids == plain.token_ids
+
+
+def test_experts_with_windows_and_sinks() -> None:
+    """gpt-oss's shape: a window in every other layer, sinks, and a mixture of experts."""
+    model = load_model("random:tiny-gpt-oss", device="cpu", dtype="float32")
+    prompts, params = [[5] * 70, list(range(1, 100))], SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = generate(forward.load(model), prompts, params)
+    engine = hybrid_cache.load(model, max_rows=2, max_len=128, block_size=4, step_tokens=32)
+    assert isinstance(engine.cache, HybridCache)
+    assert_all_same(model, plain, generate(engine, prompts, params), [params] * 2)
+    nothing_leaks(engine)
+
+
+def test_drafts_may_be_more_than_a_chunk() -> None:
+    """A step verifies as many drafts as it has tokens, whatever a chunk of a prompt may be."""
+    features = [Chunked(chunk_tokens=2), Speculate(draft_adaptive=False), Hybrid()]
+    engine = hybrid(features, blocks=60)
+    (found,) = generate(engine, [[7, 8, 9] * 20], SamplingParams(max_tokens=40, ignore_eos=True))
+    (plain,) = generate(
+        forward.load(windowed()), [[7, 8, 9] * 20], SamplingParams(max_tokens=40, ignore_eos=True)
+    )
+    assert_all_same(windowed(), [plain], [found])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from common.text import llm
+from experts import PRESET as BELOW
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.feature import Hybrid
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.managers import Manager, WindowManager
 from hybrid_cache.pool import HybridPool
-from parallel import PRESET as BELOW
 
 __all__ = [
     "LLM", "PRESET", "Hybrid", "HybridCache", "HybridPool", "LayerGroups", "Manager", "WindowManager", "load"

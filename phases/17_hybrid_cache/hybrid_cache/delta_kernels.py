@@ -178,9 +178,8 @@ def mix_by_kernels(pool: StatePool, inputs: DeltaInputs, decodes: bool) -> Tenso
     layer, index, x = inputs.config, pool.index[inputs.layer], inputs.mixed.contiguous()
     out = x.new_empty(len(x), layer.value_heads, layer.value_dim)
     weight, decay, beta = (part.contiguous() for part in (inputs.conv, inputs.decay, inputs.beta))
-    requests = pool.step.shape[1]
-    given = (out, x, weight, decay, beta, pool.recurrent[index], pool.conv[index])
-    given += (pool.batch.query_starts, pool.step, requests, layer.key_dim**-0.5)
+    step = pool.step, pool.step.shape[1], layer.key_dim**-0.5
+    given = (out, x, weight, decay, beta, pool.recurrent[index], pool.conv[index], pool.batch.query_starts)
     sizes = {
         "KH": layer.key_heads, "GROUPS": layer.value_heads // layer.key_heads,
         "DK": layer.key_dim, "DK_PAD": max(16, triton.next_power_of_2(layer.key_dim)),
@@ -188,9 +187,9 @@ def mix_by_kernels(pool: StatePool, inputs: DeltaInputs, decodes: bool) -> Tenso
         "C": layer.channels, "W": layer.conv_width, "W_PAD": triton.next_power_of_2(layer.conv_width),
         "num_warps": 8,
     }  # fmt: skip
-    grid = requests, layer.key_heads
-    step_kernel[grid](*given, **sizes)
+    grid = pool.step.shape[1], layer.key_heads
+    step_kernel[grid](*given, *step, **sizes)
     if not decodes:
         precision = "ieee" if x.dtype.itemsize == 4 else "tf32"
-        scan_kernel[grid](*given, **sizes, CHUNK=CHUNK, PRECISION=precision)
+        scan_kernel[grid](*given, *step, **sizes, CHUNK=CHUNK, PRECISION=precision)
     return out

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from chunked_prefill import Chunked
 from common.errors import UserError
 from forward.loading import config_of
 from forward.model import Model
@@ -81,7 +80,5 @@ def _cache(
     prefix = parts.features.get("prefix_cache")
     index = INDEXES[prefix.index]() if isinstance(prefix, Prefix) else None
     own = layout.blocks(blocks)
-    chunked, most = parts.features.get("chunked_prefill"), parts.size("step_tokens")
-    if isinstance(chunked, Chunked) and chunked.chunk_tokens is not None:
-        most = min(most, chunked.chunk_tokens)
+    most = parts.size("step_tokens")  # drafts may be more than a chunk
     return HybridCache(rows, max_len, own, block_size, index, layout, step_tokens=most)

@@ -261,5 +261,5 @@ class WindowManager(Manager):
             missing = [at for at in range(first, length) if not self.has(pages[at])]
             if not missing:
                 break
-            length = missing[-1]  # every longer hit up to here would need this page, too
+            length = missing[0]  # every longer hit up to here would need this page, too
         return length

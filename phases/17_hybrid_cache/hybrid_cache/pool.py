@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.models.config import ModelConfig
+from continuous.batch import upload
 from hybrid_cache.cache import Moves, page_count
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.state import slot_count
@@ -77,11 +78,8 @@ class HybridPool(BlockPool):
         if moves is not None:
             if self.states is not None:
                 self.states.regroup(moves.states)
-            pages, blocks = (torch.from_numpy(part) for part in moves[:2])
-            if self.places.is_cuda:  # only from pinned memory does the copy not wait for the device
-                pages, blocks = pages.pin_memory(), blocks.pin_memory()
-            device = self.places.device
-            self.places[:, pages.to(device, non_blocking=True)] = blocks.to(device, non_blocking=True)
+            moved = upload(self.places.device, {"pages": moves.pages}, {"blocks": moves.blocks})
+            self.places[:, moved["pages"]] = moved["blocks"]
 
     def split(self, batch: PagedBatch) -> list[PagedBatch]:
         """A step's batch for each group: its block tables, and the slots of its tokens."""

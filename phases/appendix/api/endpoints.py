@@ -1,4 +1,4 @@
-"""Routes for tokens with all fields: grammars, chats and tools, log-probabilities, `echo`."""
+"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities, `echo`; and `/tokenize`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from common.errors import UserError
 from common.text.ids import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
 from phases.appendix.api.reasoning import marks, opened
-from phases.appendix.api.schema import ChatRequest, CompletionRequest, TokenizeRequest, Wide
+from phases.appendix.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Wide,
+)
 from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import shows_tools
 from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
+from serving.app import App
 from serving.completion import Order
 from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
 from serving.http.answers import Answer
-from serving.http.errors import ApiError, wrong
+from serving.http.errors import ApiError, too_many, wrong
 from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 from serving.messages import MARKS, Ready
@@ -102,14 +111,10 @@ class WideCompletions(Endpoint):
 
 
 class WideChat(WideCompletions):
-    """`/v1/chat/completions`: a conversation.
-
-    describe: tools in words, to models whose template shows them none.
-    """
+    """`/v1/chat/completions`: a conversation."""
 
     body, answers = ChatRequest, WideChatAnswer
     prefix, source = "chatcmpl", "messages"
-    describe = True
 
     async def prompt(
         self, exchange: Exchange, request: ChatRequest, ready: Ready
@@ -118,7 +123,7 @@ class WideChat(WideCompletions):
         tokenizer = self.prompts.tokenizer
         self.prompts.fits(characters(request.messages), ready, "messages")
         ignore(exchange, ignored(self.prompts, request), self.strict)
-        tools = tools_of(request, tokenizer, self.limits, describe=self.describe)
+        tools = tools_of(request, tokenizer, self.limits)
         variables = request.chat_template_kwargs or {}
         if _RESERVED & variables.keys():
             name = min(_RESERVED & variables.keys())
@@ -126,7 +131,7 @@ class WideChat(WideCompletions):
         shown = [] if tools is None else tools.shown
         if shown and not shows_tools(tokenizer):
             exchange.extra.append((b"x-ladder-warning", WARNING))
-        return await chat_ids(self.prompts, request, variables, shown, describe=self.describe), tools
+        return await chat_ids(self.prompts, request, variables, shown), tools
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
@@ -188,17 +193,15 @@ async def chat_ids(
     request: ChatRequest | TokenizeRequest,
     variables: dict[str, Any],
     tools: list[dict[str, Any]],
-    *,
-    describe: bool,
 ) -> list[int]:
-    """Return the token ids of a conversation that shows tools. Raises `ApiError`.
+    """Return the token ids of a conversation that shows tools: in words, if its template shows none.
 
-    describe: them and their calls in words, to models whose template shows none.
+    Raises `ApiError`.
     """
 
     def make() -> list[int]:
         made = conversation(messages)
-        if describe and not shows_tools(prompts.tokenizer):
+        if not shows_tools(prompts.tokenizer):
             made = described(made, tools)
         return prompts.tokenizer.chat(made, **settings)
 
@@ -235,3 +238,55 @@ def not_streamed(request: CompletionRequest | ChatRequest) -> None:
     """Raise `ApiError` where vLLM's field is streamed, which its server does not do either."""
     if request.stream and request.prompt_logprobs is not None:
         raise wrong("prompt_logprobs", "prompt_logprobs cannot be streamed; echo with logprobs can")
+
+
+SLICE = 10_000
+"""Entries of a list that are made JSON while nothing else runs, which takes less than a millisecond."""
+
+
+class Tokenization:
+    """Both routes of one application. strict: refuse what would be ignored."""
+
+    def __init__(self, app: App, strict: bool) -> None:
+        self.app, self.prompts, self.strict = app, app.prompts, strict
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """Answer with token ids."""
+        request, ready = await self.app.begin(exchange, TokenizeRequest)
+        ignore(exchange, ignored(self.prompts, request), self.strict)
+        ids = await self.ids(request)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": ready.max_len, "tokens": ids}
+        if request.return_token_strs:
+            spelled = self.prompts.tokenizer.backend.id_to_token
+            found["token_strs"] = await self.prompts.make(
+                len(ids) > LONG, lambda: [spelled(token) for token in ids], "tokens"
+            )
+        await exchange.answer(200, await self.prompts.make(len(ids) > LONG, lambda: sliced(found), "tokens"))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """Answer with a text."""
+        request, ready = await self.app.begin(exchange, DetokenizeRequest)
+        await exchange.json({"prompt": await decode(self.prompts, request.tokens, ready)})
+
+    async def ids(self, request: TokenizeRequest) -> list[int]:
+        """Return the token ids of a text or a conversation. Raises `ApiError`."""
+        if (request.prompt is None) == (request.messages is None):
+            raise wrong("prompt", "exactly one of prompt and messages must be given")
+        if request.prompt is None:
+            return await chat_ids(self.prompts, request, {}, request.tools or [])
+        if len(request.prompt) > self.app.limits.max_text:
+            raise too_many("prompt", len(request.prompt), self.app.limits.max_text, "characters")
+        return await self.prompts.encode(request.prompt, request.add_special_tokens is not False)
+
+
+def sliced(value: dict[str, Any]) -> bytes:
+    """Return an object as JSON; of a long list a slice at a time, so that streams go on in between."""
+
+    def encoded(field: Any) -> bytes:
+        if not isinstance(field, list):
+            return msgspec.json.encode(field)
+        slices = (field[at : at + SLICE] for at in range(0, len(field), SLICE))
+        return b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in slices) + b"]"
+
+    fields = (msgspec.json.encode(name) + b":" + encoded(field) for name, field in value.items())
+    return b"{" + b",".join(fields) + b"}"

@@ -1,22 +1,72 @@
-"""The extension that installs the whole API."""
+"""The extension that installs the whole API, and the API as an OpenAPI document, made from the structs that
+requests are decoded with.
+"""
 
 from __future__ import annotations
 
+import inspect
 import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.errors import UserError
-from phases.appendix.api.endpoints import WideChat, WideCompletions, ignore
-from phases.appendix.api.openapi import Documented, openapi
+from phases.appendix.api.endpoints import Tokenization, WideChat, WideCompletions, ignore
 from phases.appendix.api.schema import DetokenizeRequest, TokenizeRequest
-from phases.appendix.api.tokenization import Tokenization
 from phases.appendix.observability.live import HTML
-from serving.app import App
+from serving.app import App, Extension
+from serving.endpoints import Endpoint
 from serving.http.exchange import Exchange
+
+
+class Documented(Extension):
+    """An extension whose requests are in the document. bodies: their fields, by route."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[str, type] = {}
+
+    def add(self, app: App, path: str, endpoint: Endpoint) -> None:
+        """Serve an endpoint at a path."""
+        app.add(path, endpoint)
+        self.bodies[path] = endpoint.body
+
+
+@lru_cache(1)
+def openapi(app: App, version: str) -> dict[str, Any]:
+    """The document, OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0)."""
+    kinds_of: dict[str, type] = {}
+    for extension in app.extensions:
+        kinds_of |= extension.bodies if isinstance(extension, Documented) else {}
+    bodies, components = msgspec.json.schema_components(
+        kinds_of.values(), ref_template="#/components/schemas/{name}"
+    )
+    components["Error"] = {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
+    }
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {}, "text/plain": {}}
+    answers = {
+        "200": {"description": "the answer", "content": kinds},
+        "default": {"description": "an error, or that the server is not ready", "content": error},
+    }
+    gets = [path for path, handlers in app.routes.items() if "GET" in handlers]
+    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in gets}
+    for (path, kind), body in zip(kinds_of.items(), bodies, strict=True):
+        paths[path] = {
+            "post": {
+                "summary": (inspect.getdoc(kind) or "").split("\n")[0],
+                "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+                "responses": answers,
+            }
+        }
+    info = {"title": "Inference Ladder", "version": version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -29,10 +79,10 @@ ICON = (
 )
 
 
-def chat_of(app: App, strict: bool, describe: bool) -> WideChat:
+def chat_of(app: App, strict: bool) -> WideChat:
     """Make the endpoint for chats of an application; protocols have one of their own."""
     chat = WideChat(app.prompts, app.model, app.limits)
-    chat.strict, chat.describe = strict, describe
+    chat.strict = strict
     return chat
 
 
@@ -41,23 +91,22 @@ class Api(Documented):
 
     version: of the server.
     strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
-    describe: tools in words, to models whose template shows them none.
     """
 
-    def __init__(self, version: str = "0", strict: bool = False, describe: bool = True) -> None:
+    def __init__(self, version: str = "0", strict: bool = False) -> None:
         super().__init__()
-        self.version, self.strict, self.describe = version, strict, describe
+        self.version, self.strict = version, strict
         self.created = int(time.time())
 
     def install(self, app: App) -> None:
         """See `Extension`."""
-        self.app, tokenization = app, Tokenization(app, self.strict, self.describe)
+        self.app, tokenization = app, Tokenization(app, self.strict)
         with suppress(UserError):  # where there is a template it is compiled now, not while others stream
             _ = app.prompts.tokenizer.chat_template
         completions = WideCompletions(app.prompts, app.model, app.limits)
         completions.strict = self.strict
         self.add(app, "/v1/completions", completions)
-        self.add(app, "/v1/chat/completions", chat_of(app, self.strict, self.describe))
+        self.add(app, "/v1/chat/completions", chat_of(app, self.strict))
         app.routes |= {
             "/tokenize": {"POST": tokenization.tokenize},
             "/detokenize": {"POST": tokenization.detokenize},

@@ -61,11 +61,10 @@ OWN = 0.15
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation: its tokens, where the answer begins, and whether it was greedy."""
+    """A conversation: its tokens, and where the answer begins."""
 
     tokens: list[int]
     answer: int
-    greedy: bool
 
 
 def template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -113,7 +112,7 @@ def write(
     begin: draws the first tokens of a question.
     """
     deadline, rng, talks = time.monotonic() + seconds, random.Random(0), list[Talk]()
-    asking, answering = set[Request](), dict[Request, bool]()
+    asking, answering = set[Request](), set[Request]()
     while time.monotonic() < deadline and len(talks) < most:
         while len(asking) + len(answering) < engine.scheduler.rows.count:
             params = SamplingParams(max_tokens=96, temperature=0.9, seed=rng.getrandbits(32))
@@ -123,15 +122,15 @@ def write(
             if output.finish_reason is None:
                 continue
             if request in answering:
-                talks.append(Talk(list(request.tokens), request.prompt_len, answering.pop(request)))
+                answering.remove(request)
+                talks.append(Talk(list(request.tokens), request.prompt_len))
                 continue
             asking.discard(request)
             if output.finish_reason == "stop" and len(request.tokens) > len(before) + 3:
-                greedy, seed = rng.random() < 0.5, rng.getrandbits(32)
-                warmth = 0.0 if greedy else 0.8
+                warmth, seed = 0.0 if rng.random() < 0.5 else 0.8, rng.getrandbits(32)
                 params = SamplingParams(max_tokens=answer_tokens, temperature=warmth, seed=seed)
                 # The end of the question is part of `between`.
-                answering |= dict.fromkeys(engine.add([*request.tokens[:-1], *between], params), greedy)
+                answering.update(engine.add([*request.tokens[:-1], *between], params))
     for request in (*asking, *answering):
         engine.abort(request)
     while not engine.idle:
@@ -255,21 +254,6 @@ def loss(model: Llama, drafter: Head, ids: Tensor, real: Tensor, skip: int, step
 
 
 @torch.no_grad()
-def accepted(model: Llama, drafter: Head, talks: Sequence[Talk], steps: int = UNROLL) -> list[float]:
-    """Return how often the first, the first two, ... drafts are all what a greedy answer said."""
-    right, chains = torch.zeros(steps), 0
-    for talk in talks:
-        ids = torch.tensor([talk.tokens], device=model.device)
-        made = outputs(drafter, ids, hidden_states(model, ids, drafter.taps), steps)
-        said = [drafter.lm_head.ids[drafter.lm_head.few(out[0].to(out.dtype)).argmax(-1)] for out in made]
-        for begin in range(max(0, talk.answer - 2), len(talk.tokens) - steps - 1):
-            matches = [int(said[k][begin + k]) == talk.tokens[begin + k + 2] for k in range(steps)]
-            right += torch.tensor(matches).cumprod(0)
-            chains += 1
-    return (right / max(1, chains)).tolist()
-
-
-@torch.no_grad()
 def begun(model: Llama, ids: Tensor) -> Head:
     """Make a head that begins with the model's last layer, which adds nothing yet."""
     width = min(8 * model.config.hidden_size // 3 // 64 * 64, model.config.intermediate_size)
@@ -343,13 +327,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     del engine
     gc.collect()  # its graphs and caches go when nothing refers to it any longer
     torch.cuda.empty_cache()
-    held = [talk for talk in talks if talk.greedy][:64]
-    rest = [talk for talk in talks if all(talk is not one for one in held)]
-    assert len(rest) >= 8, "too few conversations to train on: give it more --minutes"
+    assert len(talks) >= 8, "too few conversations to train on: give it more --minutes"
     left = max(1.0, started + whole - time.monotonic())
-    drafter = train(model, rest, skip=len(before), seconds=left)
-    shares = accepted(model, drafter, held)
+    drafter = train(model, talks, skip=len(before), seconds=left)
     facts: dict[str, Any] = {"model": given.model, "device": device_name(model.device)}
-    facts |= {"minutes": given.minutes, "conversations": len(rest), "accepted": shares}
+    facts |= {"minutes": given.minutes, "conversations": len(talks)}
     save(drafter, given.out / f"{given.model}-head.safetensors", facts)
-    print(json.dumps({**facts, "tokens_per_step": 1 + sum(shares)}), flush=True)
+    print(json.dumps(facts), flush=True)

@@ -17,8 +17,7 @@ from speculative.loops import Watcher
 from speculative.ngram import NGrams
 
 if TYPE_CHECKING:  # there is no Triton everywhere
-    from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
-    from phases.appendix.drafting_in_graphs.loop import InGraph
+    from phases.appendix.drafting_in_graphs.loop import InGraph, InGraphDrafter
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class DraftAhead(Feature):
 
     def _whole_steps(self, parts: Parts, speculator: Speculator, length: int) -> None:
         """Steps that verify and draft in one graph, around those that overlap."""
-        from phases.appendix.drafting_in_graphs.drafter import InGraphDrafter
-        from phases.appendix.drafting_in_graphs.steps import ahead_bytes
+        from phases.appendix.drafting_in_graphs.loop import InGraphDrafter, ahead_bytes
 
         drafter = InGraphDrafter(speculator)
         parts.wrap(self, drafter=lambda plain: drafter)
@@ -66,8 +64,7 @@ class DraftAhead(Feature):
 
 def in_graph(drafter: InGraphDrafter, length: int, engine: PagedEngine) -> InGraph:
     """Return a loop whose steps draft where they can, around the one that the engine has."""
-    from phases.appendix.drafting_in_graphs.loop import InGraph
-    from phases.appendix.drafting_in_graphs.steps import Ahead
+    from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph
 
     outermost = engine.scheduler.drafter
     assert isinstance(outermost, Watcher)

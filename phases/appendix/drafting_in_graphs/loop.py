@@ -1,13 +1,338 @@
-"""A loop in which the device drafts."""
+"""The host's part of steps that draft on the device: when they are launched, which requests may take part,
+room for the farthest they can get, and what came of it, one step later.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from itertools import product
 
+import numpy as np
+import torch
+
+from common.request import Request
+from common.sampling.sampler import HostSampled, Needs, Sampled
+from continuous.batch import upload
 from continuous.engine import Engine
+from continuous.runner import Pending, Token
 from continuous.seams import Loop
-from phases.appendix.drafting_in_graphs.steps import Ahead, Flight
+from continuous.work import Work
+from cuda_graphs.buckets import decode_sizes, smallest
+from cuda_graphs.capture import Capturer
+from cuda_graphs.decode_graph import CAPTURED
+from cuda_graphs.memory import PER_GRAPH
+from cuda_graphs.plans import SMALL_BATCH
+from cuda_graphs.runner import GraphRunner
+from cuda_graphs.staging import Staging
+from forward.model import Model
+from paged_cache import PagedEngine
+from paged_cache.memory import activation_bytes
+from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
+from speculative.head import HeadSource
 from speculative.loops import Watcher
+from speculative.ngram import NGrams
+from speculative.speculation import Source, Speculator
+from speculative.stats import SpeculationStats
+
+
+class InGraphDrafter(Watcher):
+    """A `Drafter` around a speculator. An ordinary step in the place of one in a graph begins only once.
+
+    begun: what `begin` will return for the next step, if a loop has asked already.
+    """
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.speculator = speculator
+        self.begun: bool | None = None
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Counts of what came of the guesses."""
+        return self.speculator.stats
+
+    @property
+    def waits(self) -> bool:
+        """See `Watcher`."""
+        return self.speculator.waits
+
+    def begin(self, running: Sequence[Request]) -> bool:
+        """See `Speculator.begin`."""
+        begun, self.begun = self.begun, None
+        return self.speculator.begin(running) if begun is None else begun
+
+    def guesses(self, running: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
+        """Return what `begin` guesses."""
+        self.begun = self.speculator.begin(running)
+        return self.speculator.guesses
+
+    def wanted(self, running: Sequence[Request]) -> int:
+        """Return how many drafts of a request pay in the next step, if they cost the host nothing."""
+        self.begun = False
+        self.speculator.guesses.clear()
+        return max(self.speculator.pace.lengths(running))
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """See `Speculator.propose`."""
+        return self.speculator.propose(request, most)
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """See `Speculator.landed`."""
+        self.speculator.landed(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """See `Speculator.leave`."""
+        self.speculator.leave(request)
+
+
+FEW_LOOKED_UP = 4
+"""Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
+at its start, and few have texts that repeat themselves."""
+
+
+class Flight(Pending):
+    """A step whose beginning the host does not know while it is on its way.
+
+    drafts: of each request. blank: rows in which nobody has guessed; known when the step before has landed.
+    made: for each work, once it has landed, the drafts behind it; -1: filler, which is no guess.
+    """
+
+    def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled, blank: set[int]) -> None:
+        super().__init__(works, None)
+        self.drafts, self._told, self.blank = drafts, told, blank
+        self.made: dict[int, list[int]] = {}
+
+    def get(self) -> list[list[Token]]:
+        """See `Pending.get`. All tokens before this step are known now, and so is where it began."""
+        numbers = [number for number, _ in self._told.get()]
+        k, width = self.drafts, 2 * self.drafts + 2
+        works, found = list[Work](), list[list[Token]]()
+        for place, given in enumerate(self.works):
+            right, *rest = numbers[place * width : (place + 1) * width]
+            work = given._replace(start=len(given.request.tokens) - 1)
+            if work.row in self.blank and not right:
+                work = work._replace(count=1, drafts=())  # what was not guessed was not wrong
+                if work.request.row == work.row:  # a step without drafts counts its token in advance
+                    work.request.num_computed_tokens = work.start + 1
+            works.append(work)
+            self.made[id(work)] = rest[k + 1 :]
+            found.append([(token, None) for token in rest[: right + 1]])
+        self.works = works
+        return found
+
+
+class Ahead(Source):
+    """Launches steps that verify and draft in one graph.
+
+    It takes the place of the drafter's source, which hears of ordinary steps only.
+
+    Args:
+        engine: with a `GraphRunner`; its drafter is `drafter`, or one around that.
+        drafter: over a `HeadSource` with a `GraphRunner` of its own, or over `NGrams`.
+        most: drafts of a request in a step, as far as the decode kernel takes them.
+
+    landing: the flight that is being collected. replays: steps that were launched.
+    blank: rows behind whose newest token stand no guesses, as far as the host knows.
+    """
+
+    def __init__(self, engine: PagedEngine, drafter: InGraphDrafter, most: int) -> None:
+        source = drafter.speculator.source
+        assert isinstance(source, (HeadSource, NGrams)) and isinstance(engine.runner, GraphRunner)
+        self.inner, self.watches, self.accept = source, source.watches, source.accept
+        drafter.speculator.source = self
+        self.engine, self.runner, self.drafter = engine, engine.runner, drafter
+        self.source = source if isinstance(source, HeadSource) else None
+        self.runners = [engine.runner]
+        if self.source is not None:
+            assert isinstance(self.source.runner, GraphRunner)
+            self.runners.append(self.source.runner)
+        self.landing: Flight | None = None
+        self.replays = 0
+        self.blank: set[int] = set()
+        device = engine.runner.model.device
+        self.next_at = torch.zeros(engine.scheduler.rows.count, dtype=torch.int64, device=device)
+        attentions = [runner.machine.attention for runner in self.runners]
+        self.lengths = draft_lengths(min([most, *(one.most_queries - 1 for one in attentions)]))
+        self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
+        self._staging = Staging(4 * self.sizes[-1], device)
+        kept = None if self.source is None else self.source.taps.kept
+        large, *small = (runner.machine for runner in self.runners)
+        pair = Pair(large, small[0] if small else None, self.next_at, kept)
+        capturer = Capturer(device)
+        self._graphs: dict[tuple[int, int, Needs], AheadGraph] = {}
+        with torch.inference_mode():
+            for size, k, kind in product(reversed(self.sizes), reversed(self.lengths), CAPTURED):
+                given = self._staging.device[: 4 * size].view(4, size)
+                self._graphs[size, k, kind] = AheadGraph(pair, size, k, given, kind, capturer)
+
+    # Launching.
+
+    @torch.inference_mode()
+    def launch(self, before: Flight | None) -> Flight | None:
+        """The next step, or None: then an ordinary one is due.
+
+        before: the step on its way, of which the host knows nothing yet.
+        """
+        running = self.engine.scheduler.running
+        kind = self._kind(running, before)
+        if kind is None:
+            return None
+        k = self._enter(running) if before is None else self._go_on(running)
+        if not k:
+            return None
+        size = smallest(self.sizes, len(running))
+        assert size is not None
+        behind = 0 if before is None else before.drafts + 1
+        if not all(self._reserve(request, behind, k) for request in running):
+            return None
+        works = [Work(r, r.row, len(r.tokens) - 1, k + 1, (-1,) * k, (r,)) for r in running]
+        self.engine.stats.begin(works, len(running))
+        self.drafter.begun = None  # no ordinary step comes in its place
+        for request in running:
+            request.in_flight += 1
+            request.placeholders += 1
+        try:
+            for runner in self.runners:
+                runner.refresh(())  # blocks that a write is about to part are copied before it
+            self._stage(running, size, behind + k)
+            graph = self._graphs[size, k, kind]
+            graph.replay()
+            self.replays += 1
+            return Flight(works, k, Sampled(graph.told[: len(running)].flatten()).to_host(), self.blank)
+        except BaseException as error:
+            self.engine.fail(works, error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+
+    def _kind(self, running: Sequence[Request], before: Flight | None) -> Needs | None:
+        """Return how the running requests are sampled in a graph; None if they cannot all take part."""
+        scheduler = self.engine.scheduler
+        if not running or len(running) > self.sizes[-1]:
+            return None
+        if scheduler.rows.free and scheduler.waiting:  # an ordinary step may let somebody in
+            return None
+        flying = 0 if before is None else 1
+        here = set() if before is None else {work.request for work in before.works}
+        for request in running:
+            if request.siblings or request.in_flight != flying:
+                return None
+            if request.prefilling if before is None else request not in here:
+                return None
+        works = [Work(r, r.row, 0, 1, (), (r,)) for r in running]
+        if self.engine.masks.wants(works):
+            return None
+        plan = self.runner.sampler.plan([request.row for request in running])
+        return plan.features if plan.features in CAPTURED and plan.wanted is None else None
+
+    def _enter(self, running: Sequence[Request]) -> int:
+        """Guess as before an ordinary step, and put the guesses where the graph reads them."""
+        guesses = self.drafter.guesses(running)
+        if not guesses or any(request not in guesses for request in running):
+            return 0
+        lengths = [len(guesses[request]) for request in running]
+        # Where a model has not guessed it has no room. N-grams are looked up behind the next token, too.
+        wanted = max(lengths) if self.source is None else min(lengths)
+        if not wanted:
+            return 0
+        k = max(length for length in self.lengths if length <= wanted)
+        drafts = [[*guesses[r], *[r.tokens[-1]] * k][:k] for r in running]
+        self.blank = {r.row for r in running if not guesses[r]}
+        rows = np.array([request.row for request in running])
+        newest = np.array([len(request.tokens) - 1 for request in running])
+        columns = {
+            "rows": rows,
+            "newest": newest,
+            "draft_rows": np.repeat(rows, k),
+            "places": (newest[:, None] + 1 + np.arange(k)).ravel(),
+            "drafts": np.array(drafts, np.int64).ravel(),
+        }
+        if int(newest.max()) + k >= self.engine.scheduler.rows.max_len:
+            return 0
+        moved = upload(self.next_at.device, columns)
+        self.next_at[moved["rows"]] = moved["newest"]
+        self.engine.runner.rows.tokens[moved["draft_rows"], moved["places"]] = moved["drafts"]
+        return k
+
+    def _go_on(self, running: Sequence[Request]) -> int:
+        """Return how many of the drafts that are on the device already are to be verified."""
+        wanted = self.drafter.wanted(running)
+        if not wanted:
+            return 0
+        if self.source is not None and any(request not in self.source.shadows for request in running):
+            return 0
+        return smallest(self.lengths, wanted) or self.lengths[-1]
+
+    def _reserve(self, request: Request, behind: int, k: int) -> bool:
+        """Room for all that two steps may write, however much of the one on its way is right."""
+        newest = len(request.tokens) - 1 + behind  # at most
+        last = newest + 1 + 2 * k  # the last draft, if all before it are right
+        if last >= self.engine.scheduler.rows.max_len:
+            return False
+        fits = self.engine.cache.reserve(request, newest + k + 1)
+        if self.source is None:
+            return fits
+        shadow = self.source.shadows.get(request)
+        if shadow is None:
+            return False
+        last -= len(request.tokens) - len(shadow.request.tokens)
+        return fits and last < self.source.rows.max_len and self.source.cache.reserve(shadow.request, last)
+
+    def _stage(self, running: Sequence[Request], size: int, ahead: int) -> None:
+        owns = running if self.source is None else [self.source.shadows[r].request for r in running]
+        rows = np.array([request.row for request in running])
+        small_rows = np.array([own.row for own in owns])
+        base = np.array([len(r.tokens) - len(own.tokens) for r, own in zip(running, owns, strict=True)])
+        longest = max(len(request.tokens) for request in running) + ahead + self.lengths[-1] + 1
+        for runner, some in zip(self.runners, (rows, small_rows), strict=False):
+            runner.tables.update(some, min(runner.cache.blocks_for(longest), runner.cache.tables.shape[1]))
+        with self._staging.fill(4 * size) as flat:
+            given = flat.reshape(4, size)
+            given[0, len(rows) :], given[1:, len(rows) :] = -1, 0
+            given[:, : len(rows)] = rows, small_rows, base, self.engine.scheduler.rows.prompt_lens[rows]
+
+    # Landing.
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Bring the drafter's books up to what the device has done."""
+        drafts = None if self.landing is None else self.landing.made.pop(id(work), None)
+        if drafts is None:  # an ordinary step
+            self.inner.landed(work, accepted)
+            return
+        (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
+        if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
+            self.source.carried(work.request, drafts)
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See `Source`; so are the others."""
+        return self.inner.guess(requests, lengths)
+
+    def attach(self, engine: Engine) -> None:
+        """The source meets the engine."""
+        self.inner.attach(engine)
+
+    def leave(self, request: Request) -> None:
+        """The source forgets a request."""
+        self.inner.leave(request)
+
+
+def draft_lengths(most: int) -> list[int]:
+    """Drafts a request for which there are graphs: one, two, and the most."""
+    return sorted({length for length in (1, 2, most) if 1 <= length <= most})
+
+
+def request_sizes(rows: int, *, models: int) -> list[int]:
+    """Requests for which there are graphs, of engines with so many rows."""
+    most = min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows)
+    return [size for size in decode_sizes(most) if size <= most]
+
+
+def ahead_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
+    """Return what the graphs take, an estimate from above; `models` counts the model itself."""
+    sizes, lengths = request_sizes(rows, models=models), draft_lengths(drafts)
+    tokens = sizes[-1] * (drafts + 1)
+    graphs = len(sizes) * len(lengths) * len(CAPTURED)
+    return activation_bytes(model, tokens, tokens) + models * graphs * PER_GRAPH
 
 
 class InGraph:

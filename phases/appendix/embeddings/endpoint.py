@@ -10,7 +10,7 @@ import numpy as np
 
 from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import ignore
-from phases.appendix.api.openapi import Documented
+from phases.appendix.api.extension import Documented
 from phases.appendix.embeddings.pooling import MEAN
 from phases.appendix.protocols.translation import renamed
 from serving.app import App

@@ -30,8 +30,7 @@ class Latency(Feature):
         kernels = parts.features.get("kernels")
         if not (isinstance(kernels, Kernels) and kernels.attends):
             raise UserError("latency is True, but must be False without the kernels' layers and attention")
-        from phases.appendix.latency.attention import LatencyAttention
-        from phases.appendix.latency.surgery import install
+        from phases.appendix.latency.ways import LatencyAttention, install
 
         made = kernels.attention_of(LatencyAttention, install(parts.own_model()))
         parts.wrap(self, attention=lambda plain: made)

@@ -38,7 +38,7 @@ class MaskedGraphs(Feature):
         graphs = parts.features.get("graphs")
         if not isinstance(graphs, Graphs):
             return
-        from phases.appendix.masked_graphs.plan import MaskedPlan, masked_bytes
+        from phases.appendix.masked_graphs.graphs import MaskedPlan, masked_bytes
 
         parts.plans["masked"] = MaskedPlan
         most = graphs.graph_rows
@@ -50,7 +50,7 @@ class MaskedGraphs(Feature):
 def staging_halves(engine: PagedEngine) -> EarlyHalves:
     """Make the loop of an engine whose steps overlap; over ranks masked steps have no graphs."""
     from cuda_graphs.runner import GraphRunner
-    from phases.appendix.masked_graphs.plan import MaskedPlan
+    from phases.appendix.masked_graphs.graphs import MaskedPlan
 
     assert isinstance(engine.runner, GraphRunner)
     plan = next((plan for plan in engine.runner.plans if isinstance(plan, MaskedPlan)), None)

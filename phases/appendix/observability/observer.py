@@ -1,18 +1,88 @@
-"""Notes from the engine's process: drafts and forced tokens, pictures."""
+"""Notes from the engine's process: drafts and forced tokens, and pictures of blocks and requests."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from typing import Any
+
+import numpy as np
 
 from common.request import Request
 from continuous.engine import Engine
+from paged_cache import PagedCache
 from phases.appendix.guidance.masks import ThreadedMasks
-from phases.appendix.observability.picture import picture
+from prefix_cache.cache import PrefixCache
+from prefix_cache.radix import Node, RadixIndex
 from serving.messages import MARKS, AddPrompt, Command, DrawEngine, StepReport
 from serving.worker import Observer
+
+MOST_CELLS = 1024
+"""Blocks that are drawn; of a larger pool, every so many-th."""
+MOST_ROWS = 64
+MOST_NODES = 48
+"""Of the prefix tree, those nearest to its roots first, and of one node's children the youngest."""
+FREE, CACHED, SHARED = -1, -2, -3
+"""Owners that are no row: nobody, only the prefix cache, several requests."""
+
+
+def picture(engine: object) -> dict[str, Any]:
+    """Owners of blocks (a row, or one of the constants above) and the requests that run.
+
+    It reads the tables between two steps, at most ten times a second, and only while somebody watches.
+    """
+    if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
+        return {"blocks": [], "stride": 1, "rows": [], "tree": None}
+    cache, running = engine.cache, engine.scheduler.running
+    count = cache.allocator.count
+    owners = np.where(np.asarray(cache.allocator.refs) > 0, CACHED, FREE)  # [N]
+    for request in running:
+        blocks = cache.blocks_of(request.row)
+        owners[blocks] = np.where(
+            owners[blocks] >= 0, SHARED, np.where(owners[blocks] == SHARED, SHARED, request.row)
+        )
+    stride = -(-count // MOST_CELLS)
+    rows = [
+        {
+            "row": request.row,
+            "id": request.id,
+            "prompt": request.prompt_len,
+            "computed": min(request.num_computed_tokens, len(request.tokens)),
+            "tokens": len(request.tokens),
+            "limit": request.limit,
+            "cached": request.cached_tokens,
+        }
+        for request in running[:MOST_ROWS]
+    ]
+    index = cache.index if isinstance(cache, PrefixCache) else None
+    found = tree(index) if isinstance(index, RadixIndex) else None
+    return {"blocks": owners[::stride].tolist(), "stride": stride, "rows": rows, "tree": found}
+
+
+def tree(index: RadixIndex) -> dict[str, Any]:
+    """The prefix tree: of each node its parent's place in the list (-1: none), its blocks, who stands there.
+
+    What its tokens are is not in it: they are somebody's prompt. `more` counts the nodes that are left out
+    though their parents are shown.
+    """
+    nodes: list[list[int]] = []
+    todo: deque[tuple[int, Node]] = deque((-1, root) for root in index.roots[:MOST_NODES])
+    more = max(0, len(index.roots) - MOST_NODES)
+    while todo:
+        above, node = todo.popleft()
+        place = above
+        if node.blocks:  # a root has none, and is not drawn
+            place = len(nodes)
+            nodes.append([above, len(node.blocks), node.pins])
+        room = MOST_NODES - len(nodes) - len(todo)
+        kept = nlargest(max(0, room), node.children.values(), key=lambda child: (child.pins > 0, child.used))
+        more += len(node.children) - len(kept)
+        todo += ((place, child) for child in kept)
+    return {"nodes": nodes, "more": more}
+
 
 log = logging.getLogger(__name__)
 

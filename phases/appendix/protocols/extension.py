@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from phases.appendix.api.extension import chat_of
-from phases.appendix.api.openapi import Documented
+from phases.appendix.api.extension import Documented, chat_of
 from phases.appendix.protocols import ollama
 from phases.appendix.protocols.anthropic import AnthropicErrors, Messages, MessagesRequest
 from phases.appendix.protocols.responses import Responses
@@ -20,16 +19,15 @@ class Protocols(Documented):
     """Adds OpenAI's newer route, Anthropic's and Ollama's.
 
     strict: refuse what would be ignored.
-    describe: tools, to models whose chat template shows them none.
     """
 
-    def __init__(self, strict: bool = False, describe: bool = True) -> None:
+    def __init__(self, strict: bool = False) -> None:
         super().__init__()
-        self.strict, self.describe = strict, describe
+        self.strict = strict
 
     def install(self, app: App) -> None:
         """See `Extension`."""
-        chat = chat_of(app, self.strict, self.describe)
+        chat = chat_of(app, self.strict)
         messages = Messages(chat)
         routes: dict[str, Translation] = {
             "/v1/responses": Responses(chat),

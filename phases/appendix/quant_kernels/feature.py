@@ -28,7 +28,7 @@ class QuantKernels(Feature):
         """Add ways to quantized layers."""
         if "kernels" not in parts.features:
             raise UserError("quant_kernels is True, but must be False without the kernels' layers")
-        from phases.appendix.quant_kernels.surgery import install
+        from phases.appendix.quant_kernels.ways import install
         from quant.kernel_layers import KernelLinear
 
         if any(isinstance(layer, KernelLinear) for layer in parts.model.modules()):

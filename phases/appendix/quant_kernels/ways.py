@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from forward.attention import Attention
+from forward.model import Model
 from phases.appendix.latency.heads import Rounding, project_heads
-from phases.appendix.latency.linear import CombinesHeads
-from phases.appendix.latency.lone import LoneParts
+from phases.appendix.latency.lone import LoneParts, starts_early
 from phases.appendix.latency.tables import HeadsConfig, heads_config
+from phases.appendix.latency.ways import CombinesHeads, LatencyBlock
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows, round_vector
@@ -40,7 +41,7 @@ MANY = 1024
 class QuantWay:
     """A layer's way for one token, in one kernel.
 
-    run_ahead, out_dtype: see `phases.appendix.latency.linear.LatencyWay`.
+    run_ahead, out_dtype: see `phases.appendix.latency.ways.LatencyWay`.
     """
 
     def __init__(
@@ -144,3 +145,55 @@ class UnscaledNorm(FusedRMSNorm):
         total, normed = norm_rows(x, delta, self.weights, None)
         assert isinstance(normed, Tensor)
         return total, normed
+
+
+def install(model: Model) -> Model:
+    """Add ways to a model's blocks and quantized layers, and return the model, which is the same object."""
+    for fused in model.modules():
+        if isinstance(fused, FusedLinear) and isinstance(fused.linear, KernelLinear):
+            fused.ways.insert(0, QuantWay(fused.linear))
+    blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
+    kinds = {eight_bits(block) for block in blocks}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    for block in blocks:
+        add_ways(block)
+        if kind is not None and isinstance(model.norm, FusedRMSNorm):
+            block.ways.insert(0, EightBitBlock(kind))
+    if kind is not None and isinstance(model.norm, FusedRMSNorm):
+        model.norm = UnscaledNorm(model.norm)
+    if isinstance(model.lm_head, FusedLinear):
+        for way in model.lm_head.ways:
+            if isinstance(way, QuantWay):
+                way.out_dtype = torch.float32  # what is sampled
+    return model
+
+
+def add_ways(block: FusedBlock) -> None:
+    """Say how a block's projections start, and combine attention's splits in the one behind it."""
+    attend = block.self_attn
+    if not isinstance(attend, FusedAttention):
+        return
+    for way in attend.qkv_proj.ways:
+        if isinstance(way, QuantWay):
+            way.run_ahead = starts_early(attend.spec)
+    out = attend.o_proj
+    for direct in block.ways:
+        if isinstance(direct, LatencyBlock) and isinstance(out.linear, KernelLinear) and out.total is None:
+            direct.heads = heads_of(out.linear)
+
+
+def eight_bits(block: FusedBlock) -> Activations | None:
+    """Return what a block's inputs are rounded to, if all its projections are products of eight bits."""
+    attend, mlp = block.self_attn, block.mlp
+    if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP) and attend.fused and mlp.fused):
+        return None
+    kinds = {
+        fused.linear.scheme.activations
+        if isinstance(fused.linear, KernelLinear)
+        and fused.linear.eight
+        and fused.linear.bias is None
+        and fused.total is None
+        else None
+        for fused in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    }
+    return kinds.pop() if len(kinds) == 1 else None

@@ -98,17 +98,15 @@ def shows_tools(tokenizer: Tokenizer) -> bool:
     return "tools" in tokenizer.tool_template.variables
 
 
-def format_of(tokenizer: Tokenizer, *, describe: bool = False) -> CallFormat:
+def format_of(tokenizer: Tokenizer) -> CallFormat:
     """Return the format in which the tokenizer's model writes calls, by its chat template.
 
-    describe: a model whose template shows no tools has them described in Hermes' form.
+    A model whose template shows no tools has them described in Hermes' form.
 
     Raises:
-        UserError: the model has no template, one that shows no tools, or one whose calls are not known here.
+        UserError: the model has no template, or one whose calls are not known here.
     """
     template = tokenizer.tool_template
-    if not (shows_tools(tokenizer) or describe):
-        raise UserError("tools cannot be had from this model: its chat template shows it none")
     source = template.source
     known: CallFormat | None = None
     if not shows_tools(tokenizer) or (

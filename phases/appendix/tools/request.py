@@ -36,12 +36,8 @@ class Tools:
     loosened: list[str]
 
 
-def tools_of(
-    request: ChatRequest, tokenizer: Tokenizer, limits: Limits, *, describe: bool = False
-) -> Tools | None:
+def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tools | None:
     """A request's tools, unless it has none or `tool_choice` says "none".
-
-    describe: see `format_of`.
 
     Raises:
         ApiError: they are not of OpenAI's form, too many or too large, the model has no form for calls, or
@@ -68,7 +64,7 @@ def tools_of(
     if chosen == "none":
         return None
     try:
-        format = format_of(tokenizer, describe=describe)
+        format = format_of(tokenizer)
         grammar = format.grammar(
             [(name, functions[name]) for name in names],
             must=must,

@@ -1,0 +1,206 @@
+"""Ways of phase 06's layers for one token and for a few, and the attention that they call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forward.attention import Attention, LayerSpec
+from forward.model import Model
+from paged_cache import BlockPool, PagedBatch
+from phases.appendix.latency.gemv import gemv
+from phases.appendix.latency.heads import project_heads
+from phases.appendix.latency.lone import LoneParts, attend_lone, starts_early
+from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, FewParts, attend_few, fits
+from phases.appendix.latency.tables import LONE, HeadsConfig, LoneKey, heads_config, lone_few_config
+from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.decode import Workspace
+from triton_paged_attention.kernels.rope import HeadNorms
+from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
+from triton_paged_attention.linear import FusedLinear, SideBySide
+
+
+class LatencyAttention(TritonPagedAttention):
+    """`TritonPagedAttention`, and what `LatencyBlock` calls in its place for a lone request."""
+
+    def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
+        super().__init__(pool, num_heads, **options)
+        d_pad = self._workspace.d_pad
+        self._lone_key = LoneKey(pool.data.shape[-2], d_pad, pool.data.element_size())
+        self._few_config = lone_few_config(self._lone_key)
+        rows = self._lone_key.kv_heads * self._few_config.splits * MOST_ROWS
+        self._few_workspace = Workspace(rows, d_pad, pool.data.device)
+        self._requests = 0
+
+    @property
+    def alone(self) -> bool:
+        """True if the step is one request's, whose tokens then come first, and the cache has no scales."""
+        return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
+
+    def takes_few(self, layer: LayerSpec, tokens: int) -> bool:
+        """Return True if `attend_few` may be called for this step of so many tokens."""
+        return self.alone and fits(tokens, layer)
+
+    def plan(self) -> None:
+        """Also: look up, once a step and not in every layer, how a lone token's attention runs."""
+        super().plan()
+        self._requests = len(self.batch.context_lens)
+        self._lone_config = LONE.lookup(self._lone_key, self.pool.data.device)
+
+    def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
+        """See `TritonPagedAttention.begin_sorted`; the last of the requests that are listed is padding."""
+        super().begin_sorted(batch, members, tiles)
+        self._requests = len(batch.context_lens) - (members is not None)
+
+    def attend_fused(
+        self,
+        layer: LayerSpec,
+        qkv: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
+        *,
+        few: bool,
+        meet: bool,
+    ) -> LoneParts | FewParts:
+        """From the projection's output to attention's, head norms, RoPE and KV store included.
+
+        few: whether the request has more than one token. meet: see `attend_lone`.
+        """
+        batch, cache = self.batch, self.pool.layers[layer.index]
+        given = qkv, cos_sin, norms, layer, cache, batch.block_tables, batch.context_lens
+        if few:
+            room, config = self._few_workspace, self._few_config
+            where = batch.query_starts, batch.slots
+            return attend_few(*given, *where, workspace=room, config=config, meet=meet)
+        return attend_lone(
+            *given, batch.slots, workspace=self._workspace, config=self._lone_config, meet=meet
+        )
+
+
+class LatencyWay:
+    """One token in one kernel, norm, gate and residual included.
+
+    run_ahead: see `gemv`.
+    out_dtype: of the result; by default that of the input.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
+
+    def takes(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.takes`; the kernel has no gate for biased outputs."""
+        return tokens == 1 and (gate is None or self.linear.bias is None)
+
+    def __call__(self, x: Tensor, **around: Any) -> Tensor:
+        """See `FusedLinear.forward`."""
+        how = {**around, "bias": self.linear.bias, "run_ahead": self.run_ahead, "out_dtype": self.out_dtype}
+        return gemv(x, self.linear.weight, **how)
+
+
+def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
+    """Give a layer of plain weights its way; one of another format has none here."""
+    if not isinstance(fused.linear, nn.Linear):
+        return None
+    way = LatencyWay(fused.linear, **options)
+    fused.ways.insert(0, way)
+    return way
+
+
+CombinesHeads = Callable[[Any, Tensor], Tensor]
+"""From the splits of a request's tokens, `LoneParts` or `FewParts`, and a residual `[T, hidden]` to its sum
+with the projection behind attention."""
+
+
+def heads_of(linear: nn.Module) -> CombinesHeads | None:
+    """Return what combines splits in a projection of plain weights; None: attention had better do it."""
+    if not isinstance(linear, nn.Linear):
+        return None
+    config = heads_config(*linear.weight.shape)
+    return None if config is None else partial(_combine, linear, config)
+
+
+def _combine(linear: nn.Linear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
+    return project_heads(residual, linear.weight, linear.bias, parts, shape=config)
+
+
+class LatencyBlock:
+    """A direct way: norms and residual additions go along with the projections.
+
+    heads, few_heads: combine attention's splits in the output projection; None: attention does it.
+    few: whether it takes two to eight tokens, too. It pays where the layers have ways for these.
+    """
+
+    few = False
+    few_heads: CombinesHeads | None = None
+
+    def __init__(self, heads: CombinesHeads | None = None) -> None:
+        self.heads = heads
+
+    def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
+        """See `BlockWay.takes`."""
+        if not (isinstance(x, Tensor) and isinstance(attention, LatencyAttention)):
+            return False
+        if len(x) == 1 and attention.alone:
+            return True
+        return self.few and len(x) <= FEW_TOKENS and attention.stores_early
+
+    def __call__(
+        self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
+        """See `LlamaBlock.forward`."""
+        attend, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
+        assert isinstance(x, Tensor) and isinstance(attention, LatencyAttention)
+        assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+        lone = len(x) == 1 and attention.alone
+        heads = self.heads if lone else self.few_heads
+        qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
+        if not lone and not attention.takes_few(attend.spec, len(x)):  # of several requests
+            x = attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
+        else:
+            meet = heads is None
+            parts = attention.attend_fused(attend.spec, qkv, cos_sin, attend.norms, few=not lone, meet=meet)
+            x = attend.o_proj(parts.out, residual=x) if heads is None else heads(parts, x)
+        # Two kernels that read a matrix each, and nothing in between.
+        return mlp.down_proj(mlp.gate_up_proj(x, norm=norm.weights, gate=mlp.kind), residual=x)
+
+
+def install(model: Model) -> Model:
+    """Add ways to a model's blocks and linear layers, and return the model, which is the same object.
+
+    Blocks whose layers were left to torch stay as they are. The way is taken with a `LatencyAttention` only.
+    """
+    for block in model.modules():
+        if isinstance(block, FusedBlock) and whole(block):
+            attend, mlp = block.self_attn, block.mlp
+            assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+            add_way(attend.qkv_proj, run_ahead=starts_early(attend.spec))
+            for linear in (attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
+                add_way(linear)
+            out = attend.o_proj
+            block.ways.insert(0, LatencyBlock(heads_of(out.linear) if out.total is None else None))
+    if isinstance(model.lm_head, FusedLinear):
+        # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
+        add_way(model.lm_head, out_dtype=torch.float32)
+    return model
+
+
+def whole(block: FusedBlock) -> bool:
+    """Return whether all layers of a block are kernels of phase 06."""
+    attend, mlp = block.self_attn, block.mlp
+    return (
+        isinstance(attend, FusedAttention)
+        and isinstance(mlp, FusedMLP)
+        and attend.fused
+        and mlp.fused
+        and attend.spec.sinks is None
+        and not any(
+            isinstance(fused.linear, SideBySide)
+            for fused in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        )
+    )
