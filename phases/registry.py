@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.events import Streams
 from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
+from forward.loading import config_of
 from forward.model import Model
 from phases import PHASES, Phase, appendix, too_early
 from phases import phase_named as phase_named
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from paged_cache.parts import Feature
     from paged_cache.preset import Chosen, Preset
 
-ROWS, BLOCKS = 4, 5
-"""The phases that bring rows of requests, and blocks with everything that is a feature."""
+ROWS, BLOCKS, STATES = 4, 5, 17
+"""The phases that bring rows of requests, blocks with everything that is a feature, and layers with a state."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -123,6 +124,16 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
             raise UserError(unknown(name, sorted(own)))
 
 
+def check_model(phase: Phase, model: Any) -> None:
+    """Raise `UserError` for a model, or the name of one, with layers that a phase cannot compute."""
+    config = model.config if isinstance(model, Model) else config_of(model)
+    if config.delta is not None and 1 < phase.number < STATES:
+        raise UserError(
+            f"the model has layers of Gated DeltaNet, which keep a state: phases from {STATES} on have room "
+            f"for it, and phase 01 computes it without a cache, but the phase is {phase.name}"
+        )
+
+
 def load_engine(
     phase: Phase,
     model: Any,
@@ -135,15 +146,17 @@ def load_engine(
     """A phase's engine for a model's name or a loaded model: everything that runs one comes here.
 
     Raises:
-        UserError: an option is unknown, out of its limits, or of a later phase.
+        UserError: an option is unknown, out of its limits, or of a later phase; or see `check_model`.
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
     if phase.number < BLOCKS:
         check_options(phase, options, where)
+        check_model(phase, model)
         package = import_phase(phase)
         early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
         return early
     from paged_cache.build import build
 
     chosen = choose(phase, options, where)
+    check_model(phase, model)
     return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)

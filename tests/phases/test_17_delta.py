@@ -41,6 +41,8 @@ from hybrid_cache.mixer import DeltaInputs
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from paged_cache.scheduler import PagedScheduler
+from phases import phase_named
+from phases.registry import load_engine
 from prefix_cache import RadixIndex
 from tests.fakes import FakeRunner, OneAhead, fingerprint, must
 from tests.paged_batches import DEVICE
@@ -491,3 +493,9 @@ def test_any_schedule_reads_the_right_states() -> None:
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
     assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
+
+
+@pytest.mark.parametrize("number", ["02", "05", "13"])
+def test_phases_without_states_refuse_the_model_before_a_request_comes(number: str) -> None:
+    with pytest.raises(UserError, match=r"layers of Gated DeltaNet, which keep a state: phases from 17 on"):
+        load_engine(phase_named(number), "random:tiny-delta", device="cpu")
