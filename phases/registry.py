@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paged_cache.preset import Chosen, Preset
 
 ROWS, BLOCKS, STATES = 4, 5, 17
-"""The phases that bring rows of requests, blocks with everything that is a feature, and layers with a state."""
+"""The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
