@@ -65,6 +65,7 @@ ELSEWHERE = {
     12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
     14: "ladder run 14 --tensor-parallel 2",
     15: "ladder serve --replicas 2",
+    16: "ladder run 16 --active-experts 4",
     17: "ladder run 17 --model gemma3-270m",
 }
 
