@@ -169,7 +169,7 @@ def drafting(capability: int) -> None:
 def experts(capability: int) -> None:
     """Both products of Qwen3-30B-A3B's experts by every tile, plain and in e4m3; and what stands around."""
     types = dict.fromkeys(("order", "table", "tiles", "counts"), "*i32")
-    types |= dict.fromkeys(("weights", "x_scale", "logits"), "*fp32") | {"chosen": "*i64"}
+    types |= dict.fromkeys(("weights", "x_scale", "scale", "logits"), "*fp32") | {"chosen": "*i64"}
     types |= dict.fromkeys(("most", "choices", "E"), "i32")
     early = capability >= HOPPER
     route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "K_PAD": 8, "NORMALIZE": True, "PDL": early}
