@@ -20,13 +20,13 @@ from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, collect
 from benchmarks.measure import Samples, summarize
 from benchmarks.plotting import panels, save, tint
+from benchmarks.profiler import record
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
 from benchmarks.trace import Event, read_trace
 from benchmarks.workloads import uniform
 from common.errors import UserError
 from continuous.stats import STEP
-from phases.commands.profile import record
 
 NAME = "step_times"
 MODEL = "random:qwen3-0.6b"

@@ -216,7 +216,7 @@ def counted() -> list[Run]:
 def on_gpu(options: BenchOptions) -> list[Run]:
     """The published workloads, the dense model first: each fills a good part of the memory."""
     name = (options.model or "").removeprefix("random:")
-    sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
+    sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384, "drafter": "none"}
     runs = []
     for variant in (DENSE, PHASE):
         if variant == DENSE:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rich.table import Table
-from torch.profiler import profile as torch_profile
-from torch.profiler import record_function
 
-from benchmarks.trace import INTERPRETED, Row, StepTable, read_trace, step_tables
-from benchmarks.workloads import Workload, uniform
+from benchmarks.profiler import record
+from benchmarks.trace import Row, StepTable, read_trace, step_tables
+from benchmarks.workloads import uniform
 from common.console import err, out, table
-from common.device import pick_device, pick_dtype, synchronize
+from common.device import pick_device, pick_dtype
 from common.errors import UserError, integer
-from common.files import check_folder, whole
+from common.files import check_folder
 from common.models.hub import model_folder
 from common.words import count
 from continuous.engine import Engine
@@ -114,63 +109,6 @@ def engine_options(phase: Phase, model: Model, size: Size, new_tokens: int) -> d
         blocks = size.batch * (tokens // 64 + 2) * 64
         options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)
     return options
-
-
-def record(engine: Engine, work: Workload, model: Model, path: Path, decodes: int) -> None:
-    """Serve `work` under the profiler until so many decode steps are done, and write the trace.
-
-    Before that the work is done twice with other tokens: once to compile kernels and fill caches, once for
-    the profiler itself, whose first events cost extra.
-    """
-    with interpreted_kernels():
-        for repeat in (1, 2, 0):
-            with torch_profile() as profiler:
-                serve_steps(engine, work.cold(repeat), decodes)
-                synchronize(model.device)
-    with whole(path) as scratch:
-        profiler.export_chrome_trace(str(scratch))
-
-
-def serve_steps(engine: Engine, work: Workload, decodes: int) -> None:
-    """Run a workload's prompts and so many decode steps after them, and drop the rest.
-
-    The engine itself makes each step a range of the trace.
-    """
-    requests = [
-        request
-        for prompt, params in zip(work.prompts, work.params, strict=True)
-        for request in engine.add(prompt, params)
-    ]
-    before = engine.stats.decode_steps
-    while engine.stats.decode_steps - before < decodes and not engine.idle:
-        for output in engine.step():
-            if output.finish_reason == "error":
-                raise RuntimeError("a step failed while it was profiled; its log says why")
-    for request in requests:
-        engine.abort(request)
-    while not engine.idle:
-        engine.step()
-
-
-@contextmanager
-def interpreted_kernels() -> Iterator[None]:
-    """Put a range around each kernel that Triton's interpreter runs: the profiler knows only operators."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
-        yield
-        return
-    function = interpreter.InterpretedFunction
-    inner = function.run
-
-    def run_kernel(self: Any, *arguments: Any, **options: Any) -> Any:
-        with record_function(INTERPRETED + self.fn.__name__):
-            return inner(self, *arguments, **options)
-
-    function.run = run_kernel
-    try:
-        yield
-    finally:
-        function.run = inner
 
 
 def kernel_table(steps: StepTable, on_device: bool) -> Table:
