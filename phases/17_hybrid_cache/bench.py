@@ -90,7 +90,9 @@ class Bench:
 
     def decodes(self) -> list[Run]:
         """The same batch for each engine, with room for all of it: what groups cost a step."""
-        shapes = ((2, 1024, 48),) if self.on_cpu else ((1, 8192, 256), (32, 8192, 128))
+        shapes: tuple[tuple[int, int, int], ...] = ((2, 1024, 48),)
+        if not self.on_cpu:
+            shapes = ((1, 8192, 256), (32, 8192, 128))
         if self.options.quick:
             shapes = ((2, 64, 8),)
         runs = []
