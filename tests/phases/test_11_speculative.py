@@ -39,6 +39,7 @@ from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
 from speculative.ngram import NGramIndex, follow
 from speculative.speculation import Source, Speculator, verify
+from speculative.stats import SpeculationStats
 from speculative.taps import Taps
 from speculative.verify_graph import VerifyPlan
 from tests.equivalence.compare import assert_all_same, next_logits
@@ -341,6 +342,16 @@ def test_an_index_takes_each_token_once_and_stays_small(monkeypatch: pytest.Monk
 # Stats.
 
 
+def test_stats_for_people() -> None:
+    stats = SpeculationStats()
+    assert stats.lines() == ["speculation: nothing was drafted"]
+    request = Request(0, list(range(9)), 4, 99, SamplingParams())
+    stats.count(Work(request, 0, 8, 3, (1, 2), (request,)), 1)
+    first, one, two = stats.lines()
+    assert first == "speculation: 2 drafts in 1 steps, 50% accepted, 2.00 tokens a step"
+    assert "draft  1: 100% of 1" in one and "draft  2:   0% of 1" in two
+
+
 # Options.
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -539,6 +550,25 @@ def test_a_head_changes_no_token(model: Model, truth: list[Completion], overlap:
         clean_drafts(source)
         assert not source._first and not source._fed and not source._count
     assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]
+
+
+def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
+    """Three take turns in steps of two: who is left without one has no new hidden states in the next."""
+    prompts, params = [[5, 6], [7, 8], [9, 4]], SamplingParams(max_tokens=12, ignore_eos=True)
+    right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
+    engine, source = with_head(model, step_tokens=2)
+    asked = list[tuple[Request, int]]()
+    guess = source.guess
+
+    def watched(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        asked.extend((request, len(request.tokens)) for request in requests)
+        return guess(requests, lengths)
+
+    source.guess = watched  # type: ignore[method-assign]
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert len(set(asked)) < len(asked), "everybody had a turn in every step"
+    clean(engine)
+    clean_drafts(source)
 
 
 @torch.inference_mode()
