@@ -436,6 +436,17 @@ async def test_either_a_call_or_the_format(make):
     assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
 
 
+async def test_a_strict_server_refuses_tools_that_a_template_does_not_show(model, tmp_path):
+    plain = templated(tmp_path, "{{ messages[0].content }}")
+    app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny", strict=True)
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "max_tokens": 2}
+    status, found = await Client(app).post("/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, "tools") and "shows it none" in found["error"][
+        "message"
+    ]
+    assert (await Client(app).post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
+
+
 async def test_tools_and_another_grammar(make):
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [NOW], "guided_regex": "a+"}
     status, found = await Client(make()).post("/v1/chat/completions", body)

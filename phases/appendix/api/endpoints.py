@@ -130,6 +130,8 @@ class WideChat(WideCompletions):
             raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {name!r}")
         shown = [] if tools is None else tools.shown
         if shown and not shows_tools(tokenizer):
+            if self.strict:
+                raise wrong("tools", "tools cannot be shown: the model's chat template shows it none")
             exchange.extra.append((b"x-ladder-warning", WARNING))
         return await chat_ids(self.prompts, request, variables, shown), tools
 
