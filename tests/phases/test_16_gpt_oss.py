@@ -251,6 +251,7 @@ def test_a_sink_is_one_more_key_of_value_0() -> None:
         torch.testing.assert_close(found[head], weights @ v[head // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("size", [-60.0, 0.0, 20.0])
 def test_sinks_in_kernels(size: float, window: int | None) -> None:
@@ -332,6 +333,7 @@ def test_the_tokens_are_phase_01_s(name: str, tiny: Model) -> None:
         check(engine)
 
 
+@pytest.mark.slow
 def test_kernels_give_the_tokens_of_phase_01() -> None:
     """In the interpreter, or on a GPU, where steps are graphs."""
     pytest.importorskip("triton")

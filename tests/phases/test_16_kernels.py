@@ -130,6 +130,7 @@ def test_it_is_the_loop_over_experts(
     assert_close(found, loop(x, up, down, weights, chosen, act), f"{way}, {tokens} tokens, {kind}, {act}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["grouped", "few"])
 @pytest.mark.parametrize("scheme", [FP8, FP8_WEIGHTS, FP8_BLOCK, INT8], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("tokens", [2, 9])
@@ -170,6 +171,7 @@ def test_experts_of_four_bits_are_refused_by_name(rng: torch.Generator) -> None:
         stacked(layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["grouped", "few"])
 def test_a_token_does_not_depend_on_the_others(way: str, rng: torch.Generator) -> None:
     up, down = stacks(rng)
@@ -201,6 +203,7 @@ def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
     return replace(stack, data=stack.data[start : start + count], scale=scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["grouped", "few"])
 @pytest.mark.parametrize("scheme", [None, FP8], ids=["plain", "fp8"])
 def test_parts_of_the_experts_add_up_to_all(way: str, scheme: Scheme | None, rng: torch.Generator) -> None:

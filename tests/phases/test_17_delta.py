@@ -333,6 +333,7 @@ def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
     assert cache.stats.hit_tokens - before >= 48, "decodes leave a snapshot at each block's end"
 
 
+@pytest.mark.slow
 def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
     """In the interpreter, or on a GPU inside graphs."""
     own = ("norms", "rope", "activation", "projections")
@@ -350,6 +351,7 @@ def test_guesses_are_refused_by_name(model: Model) -> None:
         hybrid_cache.load(model, drafter="ngram", draft_length=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "works", "block_size"),
     [
