@@ -41,6 +41,7 @@ class Tokenizer:
         if not path.is_file():
             raise UserError(f"the model folder {self.folder} has no tokenizer.json")
         with _named(str(path)):
+            _refuse_growth(path)
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
@@ -243,6 +244,35 @@ class Tokenizer:
 
 _JOINED = 4
 """Characters that Unicode's normalizers make one of, at most: letters with their accents."""
+
+
+MOST_GROWTH = 64
+"""Times as long as a text may become by all replacements of a `tokenizer.json` together."""
+
+
+class _Steps(msgspec.Struct):
+    """The steps of `tokenizer.json` before and after encoding, each of which may be a sequence."""
+
+    normalizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+def _refuse_growth(path: Path) -> None:
+    """Raise `UserError` for replacements that make a text many times longer: a few fill any memory."""
+    steps = msgspec.json.decode(path.read_bytes(), type=_Steps)
+    for kind, several in (("normalizer", "normalizers"), ("decoder", "decoders")):
+        growth, parts = 1, [getattr(steps, kind)]
+        while parts:
+            part = parts.pop() or {}
+            parts += part.get(several) or []
+            if part.get("type") == "Replace":
+                length = len((part.get("pattern") or {}).get("String") or "") or 1
+                growth *= max(1, -(-len(part.get("content") or "") // length))
+        if growth > MOST_GROWTH:
+            raise UserError(
+                f"the {kind} of {path} makes a text up to {growth:,} times as long, but may make it "
+                f"{MOST_GROWTH} times as long"
+            )
 
 
 class _AddedToken(msgspec.Struct):

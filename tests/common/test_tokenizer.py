@@ -264,3 +264,16 @@ def test_the_most_characters_of_so_many_tokens(llama_folder):
     longest = max(map(len, Tokenizer(llama_folder).backend.get_vocab()))
     assert most(None) == 10 * longest
     assert most({"type": "NFC"}) == 40 * longest, "letters and accents may become one character"
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "decoder"])
+def test_steps_that_fill_any_memory_are_refused(llama_folder, kind):
+    def steps(text: str, content: str, times: int) -> dict[str, object]:
+        one = {"type": "Replace", "pattern": {"String": text}, "content": content}
+        return {kind: {"type": "Sequence", f"{kind}s": [one] * times}}
+
+    change(llama_folder / "tokenizer.json", **steps("a", 1000 * "a", 3))
+    with pytest.raises(UserError, match=rf"the {kind} of .* up to 1,000,000,000 times as long"):
+        Tokenizer(llama_folder)
+    change(llama_folder / "tokenizer.json", **steps(" ", "\u2581", 1))
+    Tokenizer(llama_folder)
