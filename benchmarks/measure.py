@@ -12,7 +12,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Item, Workload
 from common.collector import kept_out
 from common.device import peak_memory, reset_peak_memory, synchronize
 from common.events import Completion, Streams, generate
@@ -150,6 +151,27 @@ def alternate(
                 kept[name].noises.append(best[0])
                 kept[name].kept.append(best[1])
     return kept
+
+
+def alternate_engines(
+    engines: Mapping[str, Streams], work: Workload, *, device: torch.device, repeats: int
+) -> dict[str, Samples]:
+    """Time engines on one workload with `alternate`, each after a few tokens of the same requests.
+
+    Prefix caches live on: no run has tokens that one before had, the warm-ups' neither.
+    """
+    shift = count(1)
+    short = replace(work, items=tuple(Item(i.prompt, min(i.max_tokens, 4)) for i in work.items))
+
+    def sample(engine: Streams, work: Workload, number: int = 0) -> Sample:
+        return time_generation(engine, work.cold(next(shift)), device)
+
+    return alternate(
+        {name: partial(sample, engine, work) for name, engine in engines.items()},
+        repeats,
+        warm={name: partial(sample, engine, short) for name, engine in engines.items()},
+        log=print,
+    )
 
 
 def summarize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, alternate, summarize, time_generation
+from benchmarks.measure import alternate_engines, summarize
 from benchmarks.plotting import bars, panels, save, times
 from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings
@@ -89,23 +87,10 @@ def timed(
     engines: dict[str, PagedEngine], work: Workload, options: BenchOptions, facts: dict[str, Any]
 ) -> list[Run]:
     """Every engine on one workload, in alternating order, after a few tokens of the same requests."""
-    shift = count(1)  # prefix caches live on: no run has tokens that one before had, the warm-up's neither
-    short = replace(work, items=tuple(Item(i.prompt, min(i.max_tokens, 4)) for i in work.items))
-
-    def sample(engine: PagedEngine, repeat: int) -> Sample:
-        found = time_generation(engine, work.cold(next(shift)), options.device)
-        found["weight_bytes"] = float(engine.ledger.weights)
-        return found
-
-    def warm(engine: PagedEngine) -> None:
-        time_generation(engine, short.cold(next(shift)), options.device)
-
-    kept = alternate(
-        {name: partial(sample, engine) for name, engine in engines.items()},
-        options.repeats,
-        warm={name: partial(warm, engine) for name, engine in engines.items()},
-        log=print,
-    )
+    kept = alternate_engines(engines, work, device=options.device, repeats=options.repeats)
+    for name, found in kept.items():
+        for sample in found.kept:
+            sample["weight_bytes"] = float(engines[name].ledger.weights)
     return [
         summarize(name, work, found, model=options.model or "", dtype=options.dtype, options=facts)
         for name, found in kept.items()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import serving
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.fidelity import compare
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import colours, lines, number, panels, save, times
 from benchmarks.roofline import ceilings, decode_work, layer_parameters, summarize_generation
 from benchmarks.targets import load_target
@@ -95,18 +93,8 @@ def timed(
     facts: dict[str, Any],
 ) -> list[Run]:
     """Every engine on one workload, in alternating order, after a few tokens of the same requests."""
-    shift = count(1)  # prefix caches live on: no run has tokens that one before had, the warm-up's neither
-    short = replace(work, items=tuple(Item(i.prompt, min(i.max_tokens, 4)) for i in work.items))
-
-    def sample(engine: PagedEngine, work: Workload, repeat: int = 0) -> Sample:
-        return time_generation(engine, work.cold(next(shift)), options.device)
-
-    kept = alternate(
-        {str(name): partial(sample, engine, work) for name, engine in engines.items()},
-        options.repeats,
-        warm={str(name): partial(sample, engine, short) for name, engine in engines.items()},
-        log=print,
-    )
+    named = {str(name): engine for name, engine in engines.items()}
+    kept = alternate_engines(named, work, device=options.device, repeats=options.repeats)
     top, runs = ceilings(options.device, options.dtype), []
     for name, engine in engines.items():
         variant, active = name
