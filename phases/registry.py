@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.events import Streams
 from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
-from forward.loading import config_of
+from forward.loading import facts_of
 from forward.model import Model
 from phases import PHASES, Phase, appendix, too_early
 from phases import phase_named as phase_named
@@ -126,8 +126,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
 
 def check_model(phase: Phase, model: Any) -> None:
     """Raise `UserError` for a model, or the name of one, with layers that a phase cannot compute."""
-    config = model.config if isinstance(model, Model) else config_of(model)
-    if config.delta is not None and 1 < phase.number < STATES:
+    if facts_of(model).delta is not None and 1 < phase.number < STATES:
         raise UserError(
             f"the model has layers of Gated DeltaNet, which keep a state: phases from {STATES} on have room "
             f"for it, and phase 01 computes it without a cache, but the phase is {phase.name}"

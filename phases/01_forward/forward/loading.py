@@ -89,25 +89,33 @@ def load_model(
     return finish(model if linears is None else linears.finish(model), where)
 
 
-def config_of(name: str | Path) -> ModelConfig:
-    """Return the configuration of a model by its name. Raises `UserError` if there is no such model."""
-    shape = str(name).removeprefix(RANDOM)
-    if shape == str(name):
-        return checkpoint_config(model_folder(name))
+def facts_of(model: str | Path | Model) -> ModelConfig:
+    """Return the configuration of a model, or of the one called so, as its `config.json` says it.
+
+    Raises:
+        UserError: there is no such model, or see `ModelConfig.from_folder`.
+    """
+    if isinstance(model, Model):
+        return model.config
+    shape = str(model).removeprefix(RANDOM)
+    if shape == str(model):
+        return ModelConfig.from_folder(model_folder(model))
     if shape not in SHAPES:
-        raise UserError(f"model {str(name)!r}: the random shapes are {', '.join(SHAPES)}")
+        raise UserError(f"model {str(model)!r}: the random shapes are {', '.join(SHAPES)}")
     return SHAPES[shape]
 
 
-def checkpoint_config(folder: Path) -> ModelConfig:
-    """Read a checkpoint's configuration; its head is tied if one matrix is stored, whatever the flag says.
+def config_of(name: str | Path) -> ModelConfig:
+    """Return `facts_of`, but a checkpoint's head is tied if one matrix is stored, whatever the flag says.
 
     Raises:
-        UserError: see `ModelConfig.from_folder` and `load_weights`.
+        UserError: see `facts_of` and `load_weights`.
     """
-    config = ModelConfig.from_folder(folder)
+    config = facts_of(name)
+    if str(name).startswith(RANDOM):
+        return config
     family = family_of(config.family)
-    return replace(config, tie_word_embeddings=stores_once(folder, family.TIED, family.rename))
+    return replace(config, tie_word_embeddings=stores_once(model_folder(name), family.TIED, family.rename))
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from common.errors import UserError
-from forward.loading import config_of
-from forward.model import Model
+from forward.loading import facts_of
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.layout import LayerGroups
@@ -31,9 +30,8 @@ class Hybrid(Feature):
 
     def prepare(self, parts: Parts) -> None:
         """Guess nothing for a model with states, unless the caller asks for it, which `install` refuses."""
-        asked, given = parts.recipe, parts.recipe.model
-        config = given.config if isinstance(given, Model) else config_of(given)
-        if config.delta is not None:
+        asked = parts.recipe
+        if facts_of(asked.model).delta is not None:
             features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
             parts.recipe = replace(asked, features=tuple(features))
 
