@@ -107,7 +107,7 @@ def state_bytes(config: ModelConfig) -> float:
 
 
 def _state_layers(config: ModelConfig) -> int:
-    return sum(config.delta.layers) if config.delta is not None else 0
+    return config.num_layers - len(config.attention_layers)
 
 
 def experts_read(config: ModelConfig, tokens: float) -> float | None:
@@ -245,10 +245,7 @@ def _keys(config: ModelConfig, context: float) -> float:
 
 def _windows(config: ModelConfig) -> list[int | None]:
     """The window of each layer of attention."""
-    keys = (
-        [True] * config.num_layers if config.delta is None else [not state for state in config.delta.layers]
-    )
-    return [window for window, has in zip(config.sliding_windows, keys, strict=True) if has]
+    return [config.sliding_windows[layer] for layer in config.attention_layers]
 
 
 def _pairs(config: ModelConfig, length: int) -> float:

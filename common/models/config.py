@@ -235,10 +235,14 @@ class ModelConfig:
         values["eos_token_ids"] = _eos_token_ids(raw, values["vocab_size"])
         return cls(family=family, **values)
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values; the others keep a state."""
+        return tuple(i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i])
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token keeps, over all layers with attention (windows ignored)."""
-        layers = self.num_layers - sum(self.delta.layers if self.delta else ())
-        return 2 * layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @contextmanager

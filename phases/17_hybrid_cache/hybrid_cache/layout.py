@@ -35,10 +35,8 @@ class LayerGroups:
         size: 15 layers with a window and 3 without make five groups and one, of 3 layers each.
         """
         members: dict[Kind, list[int]] = {}
-        for layer, window in enumerate(config.sliding_windows):
-            if config.delta is not None and config.delta.layers[layer]:
-                continue
-            members.setdefault(window, []).append(layer)
+        for layer in config.attention_layers:
+            members.setdefault(config.sliding_windows[layer], []).append(layer)
         counts = [len(layers) for layers in members.values()]
         size = max(counts) if max(counts) < NEARLY * min(counts) else min(counts)
         return cls(
