@@ -23,10 +23,8 @@ class GroupedTorch(TorchPagedAttention, Mixer):
     def begin(self, batch: Batch) -> None:
         """See `PagedAttention.begin`."""
         super().begin(batch)
-        self.batches = self.pool.split(self.batch)
+        self.batches = self.pool.begin(self.batch)
         found = [(plan, self.pool.tables_of(pages)) for plan, pages in self._others]
-        if self.pool.states is not None:
-            self.pool.states.begin(self.batch)
         self._tables = [[(plan, blocks[g]) for plan, blocks in found] for g in range(len(self.batches))]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:

@@ -32,18 +32,14 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     def begin(self, batch: Batch) -> None:
         """See `PagedAttention.begin`."""
         super().begin(batch)
-        self.batches = self.pool.split(self.batch)
+        self.batches = self.pool.begin(self.batch)
         self._decodes = bool((self.batch.host.query_lens == 1).all())
-        if self.pool.states is not None:
-            self.pool.states.begin(self.batch)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`."""
         super().begin_sorted(batch, members, tiles)
-        self.batches = self.pool.split(batch)
+        self.batches = self.pool.begin(batch)
         self._decodes = False
-        if self.pool.states is not None:
-            self.pool.states.begin(batch)
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
         """See `PagedAttention.place`; from here on the step is that of the layer's group."""

@@ -20,9 +20,8 @@ from paged_cache.pool import BlockPool, KVFormat
 class HybridPool(BlockPool):
     """Blocks of `LayerGroups.size` layers, `[size, 2, N, P, KH, D]`: the `i`-th is the `i`-th of any group.
 
-
     Graphs read `places` at a fixed address, so all that was made for one table works for many: a step's
-    block tables name pages, and `split` looks up each group's blocks on the device.
+    block tables name pages, and `begin` looks up each group's blocks on the device.
 
     Args:
         config, block_size, device, dtype, kv: see `BlockPool`.
@@ -81,8 +80,10 @@ class HybridPool(BlockPool):
             moved = upload(self.places.device, {"pages": moves.pages}, {"blocks": moves.blocks})
             self.places[:, moved["pages"]] = moved["blocks"]
 
-    def split(self, batch: PagedBatch) -> list[PagedBatch]:
-        """A step's batch for each group: its block tables, and the slots of its tokens."""
+    def begin(self, batch: PagedBatch) -> list[PagedBatch]:
+        """Start a step; returns its batch for each group: its block tables, and the slots of its tokens."""
+        if self.states is not None:
+            self.states.begin(batch)
         tables, slots = self.tables_of(batch.block_tables), self.slots_of(batch.slots)
         return [replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)]
 
