@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,9 @@ from torch import Tensor, nn
 from common.models.config import ExpertConfig, ModelConfig
 from experts.routing import route
 from forward.layers import GatedMLP
+
+Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+"""`route`, or what does the same."""
 
 
 class ExpertRouter(nn.Module):
@@ -24,6 +29,12 @@ class ExpertRouter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[T, hidden]` -> `[T, E]` float32."""
         return F.linear(x, self.weight).float()
+
+
+def choose(logits: Tensor, facts: ExpertConfig, by: Route = route) -> tuple[Tensor, Tensor]:
+    """Return each token's weights and experts, as `route` does, by a model's facts."""
+    weights, chosen = by(logits, facts.top_k, facts.normalize)
+    return weights if facts.weighted else torch.ones_like(weights), chosen
 
 
 class Experts(nn.Module):
@@ -67,7 +78,5 @@ class Experts(nn.Module):
     def shares(self, flat: Tensor) -> Tensor:
         """`[T, hidden]` -> `[T, E]` float32: each expert's weight in a token's sum, 0 where not chosen."""
         logits = self.gate(flat)
-        weights, chosen = route(logits, self.facts.top_k, self.facts.normalize)
-        if not self.facts.weighted:
-            weights = torch.ones_like(weights)
+        weights, chosen = choose(logits, self.facts)
         return torch.zeros_like(logits).scatter(1, chosen, weights)

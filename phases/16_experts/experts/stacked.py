@@ -6,7 +6,6 @@ twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
-from experts.layer import Experts
+from experts.layer import Experts, Route, choose
 from experts.routing import route, sort_by_expert
 from forward.loading import Linears
 from forward.model import Model
@@ -60,7 +59,7 @@ class StackedExperts(nn.Module):
     def __init__(self, old: Experts, kind: str) -> None:
         super().__init__()
         self.facts, self.gate = old.facts, old.gate
-        self.route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route
+        self.route: Route = route
         gate_up, down, self.act = stacks_of(old, kind)
         self.keep(gate_up, down)
         self.shared = SharedExpert(old) if old.facts.shared_size else None
@@ -84,9 +83,8 @@ class StackedExperts(nn.Module):
         return total.view(x.shape)
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """See `route`."""
-        weights, chosen = self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)
-        return weights if self.facts.weighted else torch.ones_like(weights), chosen
+        """See `choose` of the layer."""
+        return choose(self.gate(flat), self.facts, self.route)
 
 
 class SharedExpert(nn.Module):
