@@ -95,13 +95,6 @@ def names() -> set[str]:
     return {f"{table}.{key}" for table, entries in _entries().items() for key in entries}
 
 
-def evidence_of(name: str) -> str:
-    """Return the evidence file of an entry, such as `h200/09_cuda_graphs`."""
-    table, _, key = name.partition(".")
-    entry = _entries()[table][key]
-    return shlex.split(entry if isinstance(entry, str) else entry["of"])[0]
-
-
 def unmarked(lesson: str) -> Iterator[str]:
     """Find the numbers with a unit in sections 1, 2, 6 and 9 that are typed by hand."""
     for part in re.split(r"^## ", lesson, flags=re.MULTILINE):

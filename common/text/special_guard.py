@@ -91,7 +91,9 @@ class SpecialGuard:
         if not whole:
             last, first = len(text.rstrip()), len(text) - len(text.lstrip())
             sizes = range(1, self._longest + 1)
-            places |= {last - size for size in sizes if text[:last][-size:] in self._heads and size <= last}
+            places |= {
+                last - size for size in sizes if size <= last and text[last - size : last] in self._heads
+            }
             places |= {first + size - 1 for size in sizes if text[first : first + size] in self._tails}
         return places
 
