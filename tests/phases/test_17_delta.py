@@ -539,10 +539,13 @@ def stateful(rng: random.Random, drafts: bool) -> tuple[Engine, StateRunner]:
     return engine, runner
 
 
+@pytest.mark.parametrize(
+    "seeds", [40, pytest.param(2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("drafts", [False, True])
-def test_any_schedule_reads_the_right_states(drafts: bool) -> None:
+def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
     snapshots = hits = preemptions = 0
-    for seed in range(60):
+    for seed in range(seeds):
         rng = random.Random(seed)
         engine, runner = stateful(rng, drafts)
         try:
@@ -555,7 +558,7 @@ def test_any_schedule_reads_the_right_states(drafts: bool) -> None:
         assert states is not None and states.stock.books.free == states.stock.books.count, "slots are lost"
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
-    assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
+    assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)
 
 
 @pytest.mark.parametrize("number", ["02", "05", "13"])
