@@ -348,6 +348,24 @@ def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], l
         assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
 
 
+def test_decodes_of_a_long_answer_leave_the_snapshots_of_prompts(model: Model) -> None:
+    """Each row keeps the newest of its own: two rows have six slots, and 60 tokens are fifteen pages."""
+    engine = hybrid_cache.load(model, block_size=4, max_rows=2)
+    first, other = prompts_of(30, 9)
+    for prompt, count in ((first, 1), (other, 60), ([*first, 1, 2, 3], 1)):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+    assert engine.scheduler.cache.stats.hit_tokens == 28  # type: ignore[attr-defined]
+
+
+def test_a_step_that_begins_within_a_page_leaves_a_snapshot_at_its_end(model: Model) -> None:
+    """Steps of 6 tokens and 5, pages of 8: the second one's cut is in the page that it reads from."""
+    engine = hybrid_cache.load(model, block_size=8, step_tokens=6)
+    (prompt,) = prompts_of(11)
+    for _ in range(2):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=1)))
+    assert engine.scheduler.cache.stats.hit_tokens == 8  # type: ignore[attr-defined]
+
+
 class Knowing(Source):
     """Guesses the tokens that will come, and a wrong one every now and then."""
 
