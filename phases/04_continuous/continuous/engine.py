@@ -181,6 +181,10 @@ class Engine:
             self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
+        """End a request with "abort", and the siblings that still wait for its prompt, unless it has ended.
+
+        The journal hears of it first.
+        """
         if request.finish_reason is None:
             self.journal.left(request)
             for member in [request, *request.siblings]:
@@ -340,7 +344,11 @@ class Engine:
         return False
 
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
-        """End the requests of a step that raised; what they hold is released and nothing is committed."""
+        """End the requests of a step that raised; what they hold is released and nothing is committed.
+
+        Each work lands as one that was not computed. Then its request, its takers and the siblings that wait
+        for its prompt end with "error" and the error, unless they have ended. The journal hears of it last.
+        """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
             self.scheduler.land(work, computed=False)
@@ -369,7 +377,11 @@ class Engine:
         self.scheduler.check_integrity()
 
     def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End a request without a token."""
+        """End a request without a token: it leaves the scheduler, and an output tells its reader so.
+
+        Without an error, the one that it has stays. The output brings the text that was held back for a stop
+        string.
+        """
         now = time.perf_counter()
         request.finish_reason, request.finished = reason, now
         request.error = error or request.error
