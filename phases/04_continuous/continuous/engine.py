@@ -255,9 +255,9 @@ class Engine:
         try:
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
-            for request, error in self.masks.take_failed():  # as if they were aborted now
+            for request, why in self.masks.take_failed():  # as if they were aborted now
                 if request.finish_reason is None:
-                    self.end(request, "error", error)
+                    self.end(request, "error", why)
         except BaseException as error:
             self.fail(step.works, error)
             if not isinstance(error, Exception):
@@ -382,12 +382,11 @@ class Engine:
         Without an error, the one that it has stays. The output brings the text that was held back for a stop
         string.
         """
-        now = time.perf_counter()
-        request.finish_reason, request.finished = reason, now
+        request.finish_reason, request.finished = reason, time.perf_counter()
         request.error = error or request.error
         self.scheduler.leave(request)
         text = request.text.advance(None, reason)[1] if request.text is not None else None
-        self.outputs.append(Output(request, None, reason, now, None, text))
+        self.outputs.append(Output(request, None, reason, request.finished, None, text))
 
     # Front.
 

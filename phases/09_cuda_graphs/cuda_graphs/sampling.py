@@ -117,7 +117,7 @@ def best_kernel(best, ids, logits, row_stride, V: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def winner_kernel(tokens, best, ids, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """One program per row: the first of its chunks' best."""
+    """One program per row: the first of its chunks' best; room behind the last chunk never wins."""
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
     _, at = first_best(x, tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST))
