@@ -19,6 +19,7 @@ from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
 from speculative import Speculate
 from triton_paged_attention import Kernels
+from triton_paged_attention.feature import LAYERS, check_triton
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Hybrid(Feature):
         if facts_of(asked.model).delta is not None:
             features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
             parts.recipe = replace(asked, features=tuple(features))
+            kernels = [each for each in asked.features if isinstance(each, Kernels)]
+            parts.stages.get("load", []).extend(partial(_fuse, each) for each in kernels)
 
     def install(self, parts: Parts) -> None:
         """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
@@ -65,6 +68,14 @@ class Hybrid(Feature):
 
 
 NO_GUESSES = Speculate(drafter="none")
+
+
+def _fuse(kernels: Kernels, parts: Parts) -> None:
+    """Put layers over kernels into a model with states, before phase 06 fuses the others."""
+    check_triton(parts.model.device.type)
+    from hybrid_cache.layers import fuse
+
+    fuse(parts.own_model(), [name for name in LAYERS if getattr(kernels, name) == "torch"])
 
 
 def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:

@@ -9,7 +9,6 @@ from torch import Tensor
 from continuous.batch import Batch
 from forward.attention import LayerSpec
 from hybrid_cache.attention import GroupedTorch
-from hybrid_cache.delta_kernels import mix_by_kernels
 from hybrid_cache.mixer import DeltaInputs, Mixer
 from hybrid_cache.pool import HybridPool
 from paged_cache.attention import PagedBatch
@@ -21,6 +20,8 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     """`TritonPagedAttention` for groups: planned once a step; each group has its tables and slots.
 
     Its kernels begin at the first block in a layer's window, so they never read what was given back.
+
+    decodes: True if every request of the step computes one token.
     """
 
     pool: HybridPool
@@ -33,13 +34,13 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         """See `PagedAttention.begin`."""
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)
-        self._decodes = bool((self.batch.host.query_lens == 1).all())
+        self.decodes = bool((self.batch.host.query_lens == 1).all())
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`."""
         super().begin_sorted(batch, members, tiles)
         self.batches = self.pool.begin(batch)
-        self._decodes = False
+        self.decodes = False
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
         """See `PagedAttention.place`; from here on the step is that of the layer's group."""
@@ -49,6 +50,6 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """See `Mixer.mix`."""
+        """See `Mixer.mix`; layers over kernels do not call it."""
         assert self.pool.states is not None
-        return mix_by_kernels(self.pool.states, inputs, self._decodes)
+        return self.pool.states.mix(inputs)
