@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from common.errors import UserError
 from forward.loading import facts_of
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
@@ -22,6 +21,12 @@ from triton_paged_attention import Kernels
 from triton_paged_attention.feature import LAYERS, check_triton
 
 
+class OnHost(Speculate):
+    """Guesses that are proposed and verified in two steps, since the cache comes between them."""
+
+    whole: ClassVar[bool] = False
+
+
 @dataclass(frozen=True)
 class Hybrid(Feature):
     """Layers with a window give back the blocks that no query of theirs will see again."""
@@ -30,10 +35,13 @@ class Hybrid(Feature):
     phase: ClassVar[int] = 17
 
     def prepare(self, parts: Parts) -> None:
-        """Guess nothing for a model with states, unless the caller asks for it, which `install` refuses."""
+        """Keep guesses out of graphs for a model with states, which go back on the host."""
         asked = parts.recipe
         if facts_of(asked.model).delta is not None:
-            features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
+            features = (
+                OnHost(**vars(each)) if isinstance(each, Speculate) and each.whole else each
+                for each in asked.features
+            )
             parts.recipe = replace(asked, features=tuple(features))
             kernels = [each for each in asked.features if isinstance(each, Kernels)]
             parts.stages.get("load", []).extend(partial(_fuse, each) for each in kernels)
@@ -44,13 +52,8 @@ class Hybrid(Feature):
         if layout.plain:
             return
         if layout.states is not None:
-            if parts.features.get("speculate", NO_GUESSES) != NO_GUESSES:
-                raise UserError(
-                    "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state "
-                    "cannot give back a guess that was wrong"
-                )
             each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
-            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
+            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 2))
         parts.wrap(
             self,
             pool=lambda plain: partial(_pool, parts, layout),
@@ -65,9 +68,6 @@ class Hybrid(Feature):
         from hybrid_cache.kernels import GroupedTriton
 
         return kernels.attention_of(GroupedTriton, parts.model)
-
-
-NO_GUESSES = Speculate(drafter="none")
 
 
 def _fuse(kernels: Kernels, parts: Parts) -> None:
