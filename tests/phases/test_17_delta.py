@@ -402,20 +402,19 @@ def delta_layer(config: DeltaConfig, rng: torch.Generator) -> GatedDeltaNet:
     return layer.to(DEVICE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "works", "block_size"),
-    [
-        (4, [(0, 1), (5, 1), (8, 1)], 4),
-        (2, [(0, 7), (6, 9), (8, 1)], 4),
-        (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
-        (4, [(0, 65), (64, 3)], 8),
-    ],
-)
-def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
-    """Outputs, states at the end of each work (start, count), and those at its cut."""
+WORKS: list[tuple[int, list[tuple[int, int]], int]] = [
+    (4, [(0, 1), (5, 1), (8, 1)], 4),
+    (2, [(0, 7), (6, 9), (8, 1)], 4),
+    (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
+    (4, [(0, 65), (64, 3)], 8),
+]
+"""Widths of the convolution, works (start, count), and sizes of blocks."""
+
+
+def compare_kernels(scan: Any, width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    """Outputs, states at the end of each work (start, count), and those at its cut are torch's."""
     from hybrid_cache.delta_kernels import mix
-    from hybrid_cache.layers import FusedDelta
+    from hybrid_cache.kernels import FusedDelta
 
     rng = torch.Generator().manual_seed(0)
     config = DeltaConfig(3, 6, 12, 20, width, (True, False))
@@ -450,12 +449,21 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
     by_torch.begin(batch)
     wanted = layer(x, cast(Mixer, by_torch))
     by_kernels.begin(batch)
-    fused = FusedDelta(layer, ())
-    mixed = mix(by_kernels, fused.weights, fused.in_proj(x), decodes=bool((counts == 1).all()))
+    fused = FusedDelta(layer)
+    longer = None if (counts == 1).all() else scan
+    mixed = mix(by_kernels, fused.weights, fused.in_proj(x), longer)
     found = fused.out_proj(mixed)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "works", "block_size"), WORKS)
+def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    from hybrid_cache.delta_kernels import scan
+
+    compare_kernels(scan, width, works, block_size)
 
 
 # Any schedule.

@@ -1,19 +1,17 @@
-"""Gated DeltaNet in Triton: all between a layer's two projections. A decode is one launch, a prompt is two.
+"""Gated DeltaNet in Triton: all between a layer's two projections. One launch each for decodes and prompts.
 
 Of requests that compute one token, a program owns a key head, with the value heads that share its keys: their
 channels of the convolution, and their states. So no other program reads what it updates in place, and every
 number of a state crosses the memory bus once each way.
 
-A prompt goes through `delta_rule.one_chunk`. `prepare_kernel` computes for all chunks at once what does not
-depend on the state: convolution, decays, and the inverse of the triangular system. `scan_kernel` then goes
-from chunk to chunk with the state in registers.
+A prompt goes through `delta_rule.one_chunk` in small chunks, with the state in registers all the while.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,22 +22,14 @@ from hybrid_cache.state_pool import StatePool
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.norms import NormWeights
 
-CHUNK = 32
-"""Tokens in a chunk: its system is solved row by row."""
-MOST_PARTS = 16
-"""Programs that prepare a request's chunks, for each key head."""
+CHUNK = 16
+"""Tokens in a chunk, the fewest that a matrix product takes: more would be spent on the triangular system."""
 
 
 @triton.jit
 def unit(x):
     """`delta_rule.unit` of vectors along the last axis."""
     return x * tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) + 1e-6)
-
-
-@triton.jit
-def silu(x, like):
-    """SiLU in float32, rounded as torch rounds it."""
-    return (x * tl.sigmoid(x)).to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -60,96 +50,6 @@ def finish(o, z, weight, eps, DV: tl.constexpr):
     scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
     o, z = (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32), z.to(tl.float32)
     return o * z * tl.sigmoid(z)
-
-
-@triton.jit
-def window(
-    kept, weight, start, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, SIZE, PAD: tl.constexpr
-):
-    """Load the kept inputs of the channels from `start` and their weights, `[W_PAD, PAD]`; the newest's."""
-    w, channel = tl.arange(0, W_PAD)[:, None], start + tl.arange(0, PAD)[None, :]
-    mask = (w < W - 1) & (tl.arange(0, PAD) < SIZE)[None, :]
-    old = tl.load(kept + w * C + channel, mask=mask, other=0.0)
-    factor = tl.load(weight + channel * W + w, mask=mask, other=0.0)
-    i = tl.arange(0, PAD)
-    return old, factor, tl.load(weight + (start + i) * W + W - 1, mask=i < SIZE, other=0.0)
-
-
-@triton.jit
-def convolve_one(old, factor, last, x):
-    """SiLU of the convolution of one token: `[1, PAD]`."""
-    total = tl.sum(old.to(tl.float32) * factor.to(tl.float32), axis=0) + x.to(tl.float32) * last.to(
-        tl.float32
-    )
-    return total[None, :]
-
-
-@triton.jit
-def push(kept, old, x, start, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, SIZE, PAD: tl.constexpr):
-    """Keep the inputs but the oldest, and the newest."""
-    w, i = tl.arange(0, W_PAD)[:, None], tl.arange(0, PAD)
-    to = kept + (w - 1) * C + start + i[None, :]
-    tl.store(to, old, mask=(w > 0) & (w < W - 1) & (i < SIZE)[None, :])
-    tl.store(kept + (W - 2) * C + start + i, x, mask=(i < SIZE) & (W > 1))
-
-
-@triton.jit
-def step_kernel(
-    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per request and key head; requests of more than one token are left out.
-
-    All that no kernel of this step writes is loaded before the wait: the state above all.
-    """
-    request, key_head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(query_starts + request).to(tl.int64)
-    count = tl.load(query_starts + request + 1) - first
-    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
-    if (count == 1) & (into >= 0):
-        H: tl.constexpr = KH * GROUPS
-        i, j = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-        mask = (i < DK)[:, None] & (j < DV)[None, :]
-        queries, keys = key_head * DK, (KH + key_head) * DK
-        place = key_head * GROUPS * DK * DV + i[:, None] * DV + j[None, :]
-        row, old = x + first * WIDTH, kept + source * (W - 1) * C
-        state = tl.load(states + source * H * DK * DV + place, mask=mask, other=0.0)
-        old_q, factor_q, last_q = window(old, weight, queries, C, W, W_PAD, DK, DK_PAD)
-        old_k, factor_k, last_k = window(old, weight, keys, C, W, W_PAD, DK, DK_PAD)
-        if PDL:
-            gdc_wait()
-        new_q = tl.load(row + queries + i, mask=i < DK, other=0.0)
-        new_k = tl.load(row + keys + i, mask=i < DK, other=0.0)
-        if PDL:
-            gdc_launch_dependents()
-        q = unit(silu(convolve_one(old_q, factor_q, last_q, new_q), x)) * scale
-        k = unit(silu(convolve_one(old_k, factor_k, last_k, new_k), x))
-        q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
-        for group in range(GROUPS):
-            head = key_head * GROUPS + group
-            values = 2 * KH * DK + head * DV
-            old_v, factor_v, last_v = window(old, weight, values, C, W, W_PAD, DV, DV_PAD)
-            new_v = tl.load(row + values + j, mask=j < DV, other=0.0)
-            v = silu(convolve_one(old_v, factor_v, last_v, new_v), x)
-            decay, beta = gates(row, count == 1, head, a_log, dt_bias, H, C + H * DV)
-            state *= tl.exp(decay)
-            state += k * (v - tl.sum(state * k, axis=0)[None, :]) * beta
-            o = tl.sum(state * q, axis=0)[None, :]
-            z = tl.load(row + C + head * DV + j, mask=j < DV, other=0.0)[None, :]
-            o = finish(o, z, tl.load(norm + j, mask=j < DV, other=0.0), eps, DV)
-            to = out + (first * H + head) * DV + j[None, :]
-            tl.store(to, o.to(out.dtype.element_ty), mask=(j < DV)[None, :])
-            tl.store(states + into * H * DK * DV + place, state, mask=mask)
-            tl.debug_barrier()  # all threads have read what is overwritten
-            push(kept + into * (W - 1) * C, old_v, new_v, values, C, W, W_PAD, DV, DV_PAD)
-            place += DK * DV
-            state = tl.load(
-                states + source * H * DK * DV + place, mask=mask & (group + 1 < GROUPS), other=0.0
-            )
-        push(kept + into * (W - 1) * C, old_q, new_q, queries, C, W, W_PAD, DK, DK_PAD)
-        push(kept + into * (W - 1) * C, old_k, new_k, keys, C, W, W_PAD, DK, DK_PAD)
 
 
 @triton.jit
@@ -174,7 +74,7 @@ def convolve(
         factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
         value = inputs_at(x, kept, at - (W - 1 - w), start + i, mask, C, W, WIDTH)
         total += value.to(tl.float32) * factor[None, :]
-    return silu(total, x)
+    return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)  # as torch rounds it
 
 
 @triton.jit
@@ -196,119 +96,129 @@ def shift(
 
 
 @triton.jit
-def prepare_kernel(
-    q_out, k_out, v_out, solved, scores, totals, x, weight, a_log, dt_bias, kept, query_starts, step,
-    requests, scale,
+def step_kernel(
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
     KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, key head and part of its chunks; requests of one token are left out."""
-    request, key_head, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(2)
+    """One program per request and key head; requests of more than one token are left out.
+
+    The state is loaded before the wait, since no kernel of this step has written it.
+    """
+    request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
-    count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request)
-    if (count > 1) & (into >= 0):
+    count = tl.load(query_starts + request + 1) - first
+    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
+    if (count == 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
-        cut = tl.load(step + 3 * requests + request)
-        t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-        earlier, seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
+        at = tl.zeros([1], tl.int32)
+        i, j, live = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD), at == 0
+        mask = (i < DK)[:, None] & (j < DV)[None, :]
+        queries, keys, size = key_head * DK, (KH + key_head) * DK, H * DK * DV
         row, old = x + first * WIDTH, kept + source * (W - 1) * C
-        begin = -((CHUNK - cut % CHUNK) % CHUNK)  # so that a chunk ends at the boundary
-        for start in range(begin + tl.program_id(2) * CHUNK, count, parts * CHUNK):
-            at = start + t
-            live, token = (at >= 0) & (at < count), first + at
-            q = convolve(row, weight, old, at, live, key_head * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
-            k = convolve(row, weight, old, at, live, (KH + key_head) * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
-            q, k = (unit(q) * scale).to(q_out.dtype.element_ty), unit(k).to(q_out.dtype.element_ty)
-            to = (token * KH + key_head)[:, None] * DK + i[None, :]
-            tl.store(q_out + to, q, mask=live[:, None] & (i < DK)[None, :])
-            tl.store(k_out + to, k, mask=live[:, None] & (i < DK)[None, :])
-            alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-            asked = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            for group in range(GROUPS):
-                head = key_head * GROUPS + group
-                values = 2 * KH * DK + head * DV
-                v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
-                to = (token * H + head)[:, None] * DV + j[None, :]
-                tl.store(v_out + to, v.to(v_out.dtype.element_ty), mask=live[:, None] & (j < DV)[None, :])
-                decay, beta = gates(row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV)
-                total = tl.cumsum(decay, axis=0)
-                tl.store(totals + token * H + head, total, mask=live)
-                since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-                inverse = tl.where(earlier, -beta[:, None] * since * alike, 0.0)
-                for at_row in range(1, CHUNK):  # forward substitution: rows before are the inverse's by now
-                    here = (t == at_row)[:, None]
-                    below = tl.sum(tl.where(here, inverse, 0.0), axis=0)
-                    below += tl.sum(below[:, None] * inverse, axis=0)
-                    inverse = tl.where(here, below[None, :], inverse)
-                inverse = (inverse + (t[:, None] == t[None, :]).to(tl.float32)) * beta[None, :]
-                to = (token * H + head)[:, None] * CHUNK + t[None, :]
-                tl.store(solved + to, inverse.to(solved.dtype.element_ty), mask=live[:, None])
-                tl.store(scores + to, (since * asked).to(scores.dtype.element_ty), mask=live[:, None])
+        place = key_head * GROUPS * DK * DV + i[:, None] * DV + j[None, :]
+        state = tl.load(states + source * size + place, mask=mask, other=0.0)
+        factor = tl.load(norm + j, mask=j < DV, other=0.0)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        q = unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, 1, DK, DK_PAD)) * scale
+        k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, 1, DK, DK_PAD))
+        q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
+        for group in range(GROUPS):
+            head = key_head * GROUPS + group
+            values = 2 * KH * DK + head * DV
+            v = convolve(row, weight, old, at, live, values, C, W, WIDTH, 1, DV, DV_PAD)
+            decay, beta = gates(row + at, live, head, a_log, dt_bias, H, C + H * DV)
+            z = tl.load(row + C + head * DV + j, mask=j < DV, other=0.0)[None, :]
+            state *= tl.exp(decay)[:, None]
+            state += k * ((v - tl.sum(state * k, axis=0)[None, :]) * beta[:, None])
+            o = finish(tl.sum(state * q, axis=0)[None, :], z, factor, eps, DV)
+            to = out + (first * H + head) * DV + j[None, :]
+            tl.store(to, o.to(out.dtype.element_ty), mask=(j < DV)[None, :])
+            tl.store(states + into * size + place, state, mask=mask)
+            shift(row, kept, source, -1, into, 0, 1, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
+            place += DK * DV
+            state = tl.load(states + source * size + place, mask=mask & (group + 1 < GROUPS), other=0.0)
+        shift(row, kept, source, -1, into, 0, 1, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
+        shift(row, kept, source, -1, into, 0, 1, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+
+
+@triton.jit
+def solve(system, t, CHUNK: tl.constexpr):
+    """The inverse of `1 - system`, which is strictly lower triangular, by forward substitution."""
+    inverse = system
+    for row in range(1, CHUNK):  # the rows before are the inverse's by now
+        here = (t == row)[:, None]
+        below = tl.sum(tl.where(here, inverse, 0.0), axis=0)
+        below += tl.sum(below[:, None] * inverse, axis=0)
+        inverse = tl.where(here, below[None, :], inverse)
+    return inverse + (t[:, None] == t[None, :]).to(tl.float32)
 
 
 @triton.jit
 def scan_kernel(
-    out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step, requests, eps,
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
     KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per request and value head; requests of one token are left out."""
-    request, head = tl.program_id(0), tl.program_id(1)
+    """One program per request and key head; requests of one token are left out."""
+    request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
     source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         boundary = tl.load(step + requests + request).to(tl.int64)
-        cut, key_head = tl.load(step + 3 * requests + request), head // GROUPS
+        cut = tl.load(step + 3 * requests + request)
         t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
         mask = (i < DK)[:, None] & (j < DV)[None, :]
-        place, size = head * (DK * DV) + i[:, None] * DV + j[None, :], H * DK * DV
-        weight, row = tl.load(norm + j, mask=j < DV, other=0.0), x + first * WIDTH
-        state = tl.load(states + source * size + place, mask=mask, other=0.0)
-        dtype = q_in.dtype.element_ty
-        for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):
-            at = start + t
-            live, token = (at >= 0) & (at < count), first + at
-            is_key, is_value = live[:, None] & (i < DK)[None, :], live[:, None] & (j < DV)[None, :]
-            at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
-            at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
-            at_value = (token * H + head)[:, None] * DV + j[None, :]
-            q = tl.load(q_in + at_key, mask=is_key, other=0.0)
-            k = tl.load(k_in + at_key, mask=is_key, other=0.0)
-            v = tl.load(v_in + at_value, mask=is_value, other=0.0).to(tl.float32)
-            inverse = tl.load(solved + at_chunk, mask=live[:, None], other=0.0)
-            score = tl.load(scores + at_chunk, mask=live[:, None], other=0.0)
-            total = tl.load(totals + token * H + head, mask=live, other=0.0)
-            z = tl.load(
-                row + at[:, None].to(tl.int64) * WIDTH + C + head * DV + j[None, :], mask=is_value, other=0.0
-            )
-            whole, faded = tl.min(total, axis=0), tl.exp(total)[:, None]
+        queries, keys, size = key_head * DK, (KH + key_head) * DK, H * DK * DV
+        earlier, seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
+        row, old = x + first * WIDTH, kept + source * (W - 1) * C
+        factor = tl.load(norm + j, mask=j < DV, other=0.0)
+        for group in range(GROUPS):
+            head = key_head * GROUPS + group
+            values, place = 2 * KH * DK + head * DV, head * (DK * DV) + i[:, None] * DV + j[None, :]
+            state = tl.load(states + source * size + place, mask=mask, other=0.0)
+            for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):  # a chunk ends at the cut
+                at = start + t
+                live, token = (at >= 0) & (at < count), row + at.to(tl.int64) * WIDTH
+                q = convolve(row, weight, old, at, live, queries, C, W, WIDTH, CHUNK, DK, DK_PAD)
+                k = convolve(row, weight, old, at, live, keys, C, W, WIDTH, CHUNK, DK, DK_PAD)
+                q, k = unit(q) * scale, unit(k)
+                v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
+                decay, beta = gates(token, live, head, a_log, dt_bias, H, C + H * DV)
+                total, whole, beta = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0), beta[:, None]
+                since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+                faded = tl.exp(total)[:, None]
 
-            before = state.to(dtype)
-            wrong = v - faded * tl.dot(k, before, input_precision=PRECISION)
-            writes = tl.dot(inverse, wrong.to(dtype), input_precision=PRECISION).to(dtype)
-            o = faded * tl.dot(q, before, input_precision=PRECISION)
-            o += tl.dot(score, writes, input_precision=PRECISION)
-            left = tl.trans((k.to(tl.float32) * tl.exp(whole - total)[:, None]).to(dtype))
-            state = tl.exp(whole) * state + tl.dot(left, writes, input_precision=PRECISION)
-            tl.store(out + at_value, finish(o, z, weight, eps, DV).to(out.dtype.element_ty), mask=is_value)
-            if (start + CHUNK == cut) & (boundary >= 0):
-                tl.store(states + boundary * size + place, state, mask=mask)
-        tl.store(states + into * size + place, state, mask=mask)
-        values = 2 * KH * DK + head * DV
-        shift(row, kept, source, boundary, into, cut, count, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
-        if head % GROUPS == 0:
-            queries, keys = key_head * DK, (KH + key_head) * DK
-            shift(row, kept, source, boundary, into, cut, count, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
-            shift(row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+                alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+                inverse = solve(tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK)
+                wrong = beta * (v - faded * tl.dot(k, state, input_precision=PRECISION))
+                writes = tl.dot(inverse, wrong, input_precision=PRECISION)
+
+                scores = since * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                o = faded * tl.dot(q, state, input_precision=PRECISION)
+                o += tl.dot(scores, writes, input_precision=PRECISION)
+                left = tl.trans(k * tl.exp(whole - total)[:, None])
+                state = tl.exp(whole) * state + tl.dot(left, writes, input_precision=PRECISION)
+                here = live[:, None] & (j < DV)[None, :]
+                z = tl.load(token[:, None] + C + head * DV + j[None, :], mask=here, other=0.0)
+                to = out + ((first + at) * H + head)[:, None] * DV + j[None, :]
+                tl.store(to, finish(o, z, factor, eps, DV).to(out.dtype.element_ty), mask=here)
+                if (start + CHUNK == cut) & (boundary >= 0):
+                    tl.store(states + boundary * size + place, state, mask=mask)
+            tl.store(states + into * size + place, state, mask=mask)
+            shift(row, kept, source, boundary, into, cut, count, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
+        shift(row, kept, source, boundary, into, cut, count, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
+        shift(row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
 
 
 class DeltaWeights(NamedTuple):
-    """What stands between a layer's projections; the names are `GatedDeltaNet`'s."""
+    """Weights between a layer's projections; the names are `GatedDeltaNet`'s."""
 
     layer: int
     config: DeltaConfig
@@ -318,41 +228,44 @@ class DeltaWeights(NamedTuple):
     norm: NormWeights
 
 
-def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
-    """What the first projection makes of a ragged batch `[T, ...]` -> what the last one reads, `[T, H Dv]`.
+Sizes = Mapping[str, Any]
+"""Constants of a layer that all kernels take."""
+Scan = Callable[[Tensor, StatePool, DeltaWeights, Tensor, Sizes], None]
+"""Fills in the rows of requests with several tokens: `(out, pool, weights, x, sizes)`."""
 
-    decodes: True if every request computes one token.
+
+def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, scan: Scan | None) -> Tensor:
+    """Map the first projection's outputs `[T, ...]` to the last one's inputs `[T, H Dv]`, a ragged batch.
+
+    scan: computes prompts; None: every request computes one token.
     """
-    layer, config, conv, *rates, (norm, eps, _) = weights
-    index = pool.index[layer]
-    requests, heads, keys = pool.step.shape[1], config.value_heads, config.key_heads
-    shape = len(x), heads, config.value_dim
-    out = x.new_empty(shape)
-    scale, early = config.key_dim**-0.5, len(x) == 1 and dependent_launch(x.device)
-    where = pool.batch.query_starts, pool.step, requests
-    states, kept = pool.recurrent[index], pool.conv[index]
+    layer = weights.config
+    out = x.new_empty(len(x), layer.value_heads, layer.value_dim)
     sizes = {
-        "KH": keys, "GROUPS": heads // keys, "C": config.channels, "W": config.conv_width,
-        "DK": config.key_dim, "DK_PAD": max(16, triton.next_power_of_2(config.key_dim)),
-        "DV": config.value_dim, "DV_PAD": max(16, triton.next_power_of_2(config.value_dim)),
+        "KH": layer.key_heads, "GROUPS": layer.value_heads // layer.key_heads,
+        "DK": layer.key_dim, "DK_PAD": max(16, triton.next_power_of_2(layer.key_dim)),
+        "DV": layer.value_dim, "DV_PAD": max(16, triton.next_power_of_2(layer.value_dim)),
+        "C": layer.channels, "W": layer.conv_width, "W_PAD": triton.next_power_of_2(layer.conv_width),
         "WIDTH": x.shape[1],
     }  # fmt: skip
-    width = {"W_PAD": triton.next_power_of_2(config.conv_width)}
-    step_kernel[requests, keys](
-        out, x, conv, *rates, norm, states, kept, *where, scale, eps,
-        **sizes, **width, PDL=early, num_warps=8, **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
-    if not decodes:
-        chunked = {"CHUNK": CHUNK, "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32"}
-        q, k = (x.new_empty(len(x), keys, config.key_dim) for _ in range(2))
-        solved, scores = (x.new_empty(len(x), heads, CHUNK) for _ in range(2))
-        made = q, k, x.new_empty(shape), solved, scores, x.new_empty(shape[:2], dtype=torch.float32)
-        parts = min(MOST_PARTS, triton.cdiv(len(x), CHUNK))
-        prepare_kernel[requests, keys, parts](
-            *made, x, conv, *rates, kept, *where, scale, **sizes, **chunked, num_warps=4
-        )
-        scan_kernel[requests, heads](
-            out, *made, x, norm, states, kept, *where, eps,
-            **sizes, **width, **chunked, num_warps=8,
-        )  # fmt: skip
+    early = len(x) == 1 and dependent_launch(x.device)
+    launch = {"PDL": early, "num_warps": 8, **({"launch_pdl": True} if early else {})}
+    step_kernel[pool.step.shape[1], layer.key_heads](*given(out, pool, weights, x), **sizes, **launch)
+    if scan is not None:
+        scan(out, pool, weights, x, sizes)
     return out.view(len(x), -1)
+
+
+def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: Sizes) -> None:
+    """Chunk by chunk, in one kernel."""
+    precision = "ieee" if x.dtype.itemsize == 4 else "tf32"
+    grid = pool.step.shape[1], weights.config.key_heads
+    scan_kernel[grid](*given(out, pool, weights, x), **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=8)
+
+
+def given(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor) -> tuple[Any, ...]:
+    """The arguments of both kernels."""
+    layer, config, *own, norm = weights
+    states = pool.recurrent[pool.index[layer]], pool.conv[pool.index[layer]]
+    step = pool.batch.query_starts, pool.step, pool.step.shape[1]
+    return out, x, *own, norm.weight, *states, *step, config.key_dim**-0.5, norm.eps

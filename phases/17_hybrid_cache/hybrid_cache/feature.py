@@ -12,13 +12,14 @@ from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.pool import HybridPool
+from hybrid_cache.qwen3_5 import GatedDeltaNet
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
 from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
 from speculative import Speculate
 from triton_paged_attention import Kernels
-from triton_paged_attention.feature import LAYERS, check_triton
+from triton_paged_attention.feature import check_triton
 
 
 class OnHost(Speculate):
@@ -43,8 +44,8 @@ class Hybrid(Feature):
                 for each in asked.features
             )
             parts.recipe = replace(asked, features=tuple(features))
-            kernels = [each for each in asked.features if isinstance(each, Kernels)]
-            parts.stages.get("load", []).extend(partial(_fuse, each) for each in kernels)
+            if any(isinstance(each, Kernels) for each in asked.features):
+                parts.stages.get("load", []).append(_fuse)
 
     def install(self, parts: Parts) -> None:
         """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
@@ -70,12 +71,13 @@ class Hybrid(Feature):
         return kernels.attention_of(GroupedTriton, parts.model)
 
 
-def _fuse(kernels: Kernels, parts: Parts) -> None:
-    """Put layers over kernels into a model with states, before phase 06 fuses the others."""
+def _fuse(parts: Parts) -> None:
+    """Put layers over kernels into a model with states, before other features look for products."""
     check_triton(parts.model.device.type)
-    from hybrid_cache.layers import fuse
+    from hybrid_cache.kernels import FusedDelta
+    from triton_paged_attention.layers import replace as put
 
-    fuse(parts.own_model(), [name for name in LAYERS if getattr(kernels, name) == "torch"])
+    put(parts.own_model(), GatedDeltaNet, FusedDelta)
 
 
 def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-import triton
-import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from continuous.batch import Batch
 from forward.attention import LayerSpec
 from hybrid_cache.attention import GroupedTorch
+from hybrid_cache.delta_kernels import DeltaWeights, Scan, mix, scan
 from hybrid_cache.mixer import DeltaInputs, Mixer
 from hybrid_cache.pool import HybridPool
+from hybrid_cache.qwen3_5 import GatedDeltaNet
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.attention import TritonPagedAttention
+from triton_paged_attention.kernels.norms import NormWeights
+from triton_paged_attention.linear import join
 
 
 class GroupedTriton(TritonPagedAttention, Mixer):
@@ -24,6 +26,7 @@ class GroupedTriton(TritonPagedAttention, Mixer):
 
     Its kernels begin at the first block in a layer's window, so they never read what was given back.
 
+    start: starts a step, as `HybridPool.begin` does.
     decodes: True if every request of the step computes one token.
     """
 
@@ -32,17 +35,18 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     def __init__(self, pool: HybridPool, num_heads: int, **options: Any) -> None:
         super().__init__(pool, num_heads, **options)
         self._torch = GroupedTorch(pool)
+        self.start: Callable[[PagedBatch], list[PagedBatch]] = pool.begin
 
     def begin(self, batch: Batch) -> None:
         """See `PagedAttention.begin`."""
         super().begin(batch)
-        self.batches = begin(self.pool, self.batch)
+        self.batches = self.start(self.batch)
         self.decodes = bool((self.batch.host.query_lens == 1).all())
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`."""
         super().begin_sorted(batch, members, tiles)
-        self.batches = begin(self.pool, batch)
+        self.batches = self.start(batch)
         self.decodes = False
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
@@ -58,60 +62,25 @@ class GroupedTriton(TritonPagedAttention, Mixer):
         return self.pool.states.mix(inputs)
 
 
-@triton.jit
-def begin_kernel(
-    tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states, tails,
-    requests, tokens, width, pages, null,
-    P: tl.constexpr, KINDS: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per request or token: `HybridPool.begin` and `StatePool.begin`."""
-    at = tl.program_id(0)
-    if at < tokens:
-        slot = tl.load(page_slots + at)
-        page = tl.maximum(slot, 0) // P
-        for kind in range(KINDS):
-            block = tl.load(blocks + kind * pages + page).to(tl.int64)
-            tl.store(slots + kind * tokens + at, tl.where(slot < 0, slot, block * P + slot % P))
-    if at < requests:
-        table = page_tables + at.to(tl.int64) * width
-        for first in range(0, width, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            page = tl.load(table + i, mask=i < width, other=0)
-            for kind in range(KINDS):
-                to = tables + (kind * requests + at).to(tl.int64) * width + i
-                tl.store(to, tl.load(blocks + kind * pages + page), mask=i < width)
-        if STATES:
-            end = tl.load(context_lens + at)
-            count = tl.load(query_starts + at + 1) - tl.load(query_starts + at)
-            last = tl.load(table + tl.maximum(end - 1, 0) // P)
-            tail = tl.load(tails + last)
-            cut, start = count - tl.abs(tail), end - count
-            source = tl.load(states + tl.load(table + tl.maximum(start - 1, 0) // P))
-            boundary = tl.load(states + tl.load(table + tl.maximum(start + cut - 1, 0) // P))
-            saves = (count > 1) & (end > 0) & (tail != 0) & (boundary != null)
-            into = tl.where((count > 1) & (tail < 0), null + 1, tl.load(states + last))
-            tl.store(step + at, tl.where(start > 0, source, null))
-            tl.store(step + requests + at, tl.where(saves, boundary, -1))
-            tl.store(step + 2 * requests + at, tl.where((count > 0) & (end > 0), into, -1))
-            tl.store(step + 3 * requests + at, tl.where(saves, cut, 0))
+class FusedDelta(nn.Module):
+    """`GatedDeltaNet` with one projection of its input, and kernels between that and the last one.
 
+    scan: computes prompts.
+    """
 
-def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
-    """See `HybridPool.begin`: one kernel in the place of some forty."""
-    states, kinds, tokens = pool.states, len(pool.places), len(batch.slots)
-    requests, width = batch.block_tables.shape
-    tables = batch.block_tables.new_empty(kinds, requests, width)
-    slots = batch.slots.new_empty(kinds, tokens)
-    own: tuple[Tensor, Tensor] = (pool.places, pool.places)
-    step = pool.places
-    if states is not None:
-        own = states.places, states.tails
-        step = states.step = pool.places.new_empty(4, requests)
-        states.batch, states._on_host = batch, None
-    begin_kernel[(max(requests, tokens),)](
-        tables, slots, step, batch.block_tables, batch.slots, batch.query_starts,
-        batch.context_lens, pool.places, *own, requests, tokens, width, pool.places.shape[1],
-        0 if states is None else states.null,
-        P=pool.block_size, KINDS=kinds, STATES=states is not None, BLOCK=128, num_warps=1,
-    )  # fmt: skip
-    return [replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)]
+    def __init__(self, old: GatedDeltaNet) -> None:
+        super().__init__()
+        conv, norm = old.conv1d.weight.squeeze(1), NormWeights(old.norm.weight, old.norm.eps)
+        self.weights = DeltaWeights(old.layer, old.delta, conv, old.A_log, old.dt_bias, norm)
+        self.in_proj = join(old.in_proj_qkv, old.in_proj_z, old.in_proj_b, old.in_proj_a)
+        self.out_proj = join(old.out_proj)
+        self.scan: Scan = scan
+
+    def forward(
+        self, x: Tensor, mixer: Mixer, *, norm: NormWeights | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `GatedDeltaNet.forward`, and `FusedLinear.forward` for a norm before and a sum behind it."""
+        assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
+        longer = None if mixer.decodes else self.scan
+        mixed = mix(mixer.pool.states, self.weights, self.in_proj(x, norm=norm), longer)
+        return self.out_proj(mixed, residual=residual)

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -15,36 +13,14 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from forward.attention import Attention
-from forward.model import Model
-from hybrid_cache.delta_kernels import DeltaWeights, mix
-from hybrid_cache.kernels import GroupedTriton
+from hybrid_cache.kernels import FusedDelta
 from hybrid_cache.mixer import Mixer
-from hybrid_cache.qwen3_5 import GatedAttention, GatedDeltaNet, Qwen35, Qwen35Block
+from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
+from phases.appendix.delta_layers.prompts import scan
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import FusedAttention, FusedMLP, FusedRMSNorm, Stream, replace
-from triton_paged_attention.linear import FusedLinear, SideBySide, join
-
-
-class FusedDelta(nn.Module):
-    """`GatedDeltaNet` with one projection of its input, and kernels between that and the last one."""
-
-    def __init__(self, old: GatedDeltaNet, by_torch: Collection[str]) -> None:
-        super().__init__()
-        conv, norm = old.conv1d.weight.squeeze(1), NormWeights(old.norm.weight, old.norm.eps)
-        self.weights = DeltaWeights(old.layer, old.delta, conv, old.A_log, old.dt_bias, norm)
-        parts = old.in_proj_qkv, old.in_proj_z, old.in_proj_b, old.in_proj_a
-        apart = "projections" in by_torch
-        self.in_proj = FusedLinear(SideBySide(*parts)) if apart else join(*parts)
-        self.out_proj = join(old.out_proj)
-
-    def forward(
-        self, x: Tensor, mixer: Mixer, *, norm: NormWeights | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """See `GatedDeltaNet.forward` and `FusedLinear.forward`: `[T, hidden]` -> `[T, hidden]`."""
-        assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
-        mixed = mix(mixer.pool.states, self.weights, self.in_proj(x, norm=norm), mixer.decodes)
-        return self.out_proj(mixed, residual=residual)
+from triton_paged_attention.linear import join
 
 
 class FusedGatedAttention(FusedAttention):
@@ -125,13 +101,12 @@ class FusedHybridBlock(nn.Module):
         return Stream(total, mlp(normed))
 
 
-def fuse(model: Model, by_torch: Collection[str] = ()) -> None:
-    """Put these layers in the places of Qwen3.5's. by_torch: see phase 06's `optimize`."""
-    replace(model, GatedDeltaNet, lambda old: FusedDelta(old, by_torch))
-    plain = all(
-        isinstance(part, nn.Linear) for name, part in model.named_modules() if name.endswith(".q_proj")
-    )
-    if isinstance(model, Qwen35) and plain and not by_torch:
+def fuse(model: Qwen35) -> None:
+    """Put these layers in the places of Qwen3.5's, but those whose weights are not plain."""
+    for module in model.modules():
+        if isinstance(module, FusedDelta):
+            module.scan = scan
+    if all(isinstance(part, nn.Linear) for name, part in model.named_modules() if name.endswith(".q_proj")):
         turned, sharp = 2 * len(model.rope.inverse_frequencies), model.sharpness
         replace(model, GatedAttention, lambda old: FusedGatedAttention(old, turned, sharp))
         still = model.config.head_dim // 2 - turned // 2
