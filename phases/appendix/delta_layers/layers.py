@@ -13,10 +13,13 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from forward.attention import Attention
-from hybrid_cache.kernels import FusedDelta
+from hybrid_cache.kernels import FusedDelta, GroupedTriton
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.prompts import scan
+from phases.appendix.latency.lone import attend_lone
+from phases.appendix.latency.tables import LONE, LoneKey
+from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import FusedAttention, FusedMLP, FusedRMSNorm, Stream, replace
@@ -48,6 +51,9 @@ class FusedGatedAttention(FusedAttention):
         factor = torch.where(order < turned, sharpness, 1.0)
         weights = (factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm))
         self.head_norms = HeadNorms(*weights, old.q_norm.eps, one_plus=False)
+        width = max(16, triton.next_power_of_2(size))
+        self.lone_config = LONE.lookup(LoneKey(keys, width, old.v_proj.weight.element_size()), device)
+        self.workspace = Workspace(heads * self.lone_config.splits, width, device)
 
     @property
     def norms(self) -> HeadNorms:
@@ -66,8 +72,20 @@ class FusedGatedAttention(FusedAttention):
         """See `GatedAttention.forward` and `FusedLinear.forward`."""
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
-        mixed = self.attend(made[..., :-out].contiguous(), cos_sin, attention)
-        return self.o_proj(under_gate(mixed, made[..., -out:]), residual=residual)
+        qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
+        alone = isinstance(attention, GroupedTriton) and attention.decodes and attention.stores_early
+        if alone and len(x) == 1 and not attention.pool.layers[self.spec.index].scaled:
+            mixed = self.lone(qkv, cos_sin, attention)
+        else:
+            mixed = self.attend(qkv, cos_sin, attention)
+        return self.o_proj(under_gate(mixed, gate), residual=residual)
+
+    def lone(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton) -> Tensor:
+        """One request's token, from the projection to attention's output in one kernel: `[1, H D]`."""
+        cache, slots = attention.place(self.spec)
+        batch, room, config = attention.batch, self.workspace, self.lone_config
+        given = qkv, self._flat(cos_sin), self.norms, self.spec, cache, batch.block_tables, batch.context_lens
+        return attend_lone(*given, slots, workspace=room, config=config, meet=True).out
 
 
 class FusedHybridBlock(nn.Module):

@@ -47,17 +47,19 @@ def prepare_kernel(
             q = convolve(row, weight, old, at, live, key_head * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
             k = convolve(row, weight, old, at, live, (KH + key_head) * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
             q, k = (unit(q) * scale).to(q_out.dtype.element_ty), unit(k).to(q_out.dtype.element_ty)
-            to = (token * KH + key_head)[:, None] * DK + i[None, :]
-            tl.store(q_out + to, q, mask=live[:, None] & (i < DK)[None, :])
-            tl.store(k_out + to, k, mask=live[:, None] & (i < DK)[None, :])
+            at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
+            tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
+            tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
             alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
             asked = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             for group in range(GROUPS):
                 head = key_head * GROUPS + group
                 values = 2 * KH * DK + head * DV
                 v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
-                to = (token * H + head)[:, None] * DV + j[None, :]
-                tl.store(v_out + to, v.to(v_out.dtype.element_ty), mask=live[:, None] & (j < DV)[None, :])
+                at_value = (token * H + head)[:, None] * DV + j[None, :]
+                tl.store(
+                    v_out + at_value, v.to(v_out.dtype.element_ty), mask=live[:, None] & (j < DV)[None, :]
+                )
                 decay, beta = gates(row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV)
                 total = tl.cumsum(decay, axis=0)
                 tl.store(totals + token * H + head, total, mask=live)
@@ -65,9 +67,9 @@ def prepare_kernel(
                 inverse = (
                     solve(tl.where(earlier, -beta[:, None] * since * alike, 0.0), t, CHUNK) * beta[None, :]
                 )
-                to = (token * H + head)[:, None] * CHUNK + t[None, :]
-                tl.store(solved + to, inverse.to(solved.dtype.element_ty), mask=live[:, None])
-                tl.store(scores + to, (since * asked).to(scores.dtype.element_ty), mask=live[:, None])
+                at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
+                tl.store(solved + at_chunk, inverse.to(solved.dtype.element_ty), mask=live[:, None])
+                tl.store(scores + at_chunk, (since * asked).to(scores.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
