@@ -9,7 +9,7 @@ A prompt goes through `delta_rule.one_chunk` in small chunks, with the state in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -228,10 +228,8 @@ class DeltaWeights(NamedTuple):
     norm: NormWeights
 
 
-Sizes = Mapping[str, Any]
-"""Constants of a layer that all kernels take."""
-Scan = Callable[[Tensor, StatePool, DeltaWeights, Tensor, Sizes], None]
-"""Fills in the rows of requests with several tokens: `(out, pool, weights, x, sizes)`."""
+Scan = Callable[[Tensor, StatePool, DeltaWeights, Tensor, dict[str, Any]], None]
+"""Fills in the rows of requests with several tokens: `(out, pool, weights, x, sizes)`, the last for kernels."""
 
 
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, scan: Scan | None) -> Tensor:
@@ -249,18 +247,17 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, scan: Scan | None) ->
         "WIDTH": x.shape[1],
     }  # fmt: skip
     early = len(x) == 1 and dependent_launch(x.device)
-    launch = {"PDL": early, "num_warps": 8, **({"launch_pdl": True} if early else {})}
-    step_kernel[pool.step.shape[1], layer.key_heads](*given(out, pool, weights, x), **sizes, **launch)
+    how = {"PDL": early, "num_warps": 8, **({"launch_pdl": True} if early else {})}
+    step_kernel[pool.step.shape[1], layer.key_heads](*given(out, pool, weights, x), **sizes, **how)
     if scan is not None:
         scan(out, pool, weights, x, sizes)
     return out.view(len(x), -1)
 
 
-def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: Sizes) -> None:
-    """Chunk by chunk, in one kernel."""
-    precision = "ieee" if x.dtype.itemsize == 4 else "tf32"
-    grid = pool.step.shape[1], weights.config.key_heads
-    scan_kernel[grid](*given(out, pool, weights, x), **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=8)
+def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]) -> None:
+    """Compute prompts chunk by chunk, in one kernel."""
+    how = {"CHUNK": CHUNK, "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32", "num_warps": 8}
+    scan_kernel[pool.step.shape[1], sizes["KH"]](*given(out, pool, weights, x), **sizes, **how)
 
 
 def given(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor) -> tuple[Any, ...]:

@@ -7,12 +7,14 @@ only matrix products left, with the state in registers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_cache.delta_kernels import DeltaWeights, Sizes, convolve, finish, gates, shift, solve, unit
+from hybrid_cache.delta_kernels import DeltaWeights, convolve, finish, gates, shift, solve, unit
 from hybrid_cache.state_pool import StatePool
 
 CHUNK = 32
@@ -131,7 +133,7 @@ def scan_kernel(
             shift(row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
 
 
-def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: Sizes) -> None:
+def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]) -> None:
     """See `hybrid_cache.delta_kernels.scan`."""
     layer, config, conv, *rates, (norm, eps, _) = weights
     index, requests, (tokens, heads, _) = pool.index[layer], pool.step.shape[1], out.shape
