@@ -229,7 +229,7 @@ class DeltaWeights(NamedTuple):
 
 
 Scan = Callable[[Tensor, StatePool, DeltaWeights, Tensor, dict[str, Any]], None]
-"""Fills in the rows of requests with several tokens: `(out, pool, weights, x, sizes)`, the last for kernels."""
+"""Fills in the rows of requests with several tokens: `(out, pool, weights, x, sizes)`."""
 
 
 def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, scan: Scan | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompts of Gated DeltaNet in two kernels: all that the state does not change, and the rest.
+"""Prompts of Gated DeltaNet in two kernels: first what the state does not change, of all chunks at once.
 
 Phase 17's kernel goes from chunk to chunk and does everything there. Here `prepare_kernel` makes queries,
 keys, values and the inverses of the triangular systems, with a program for each few chunks; `scan_kernel` has
