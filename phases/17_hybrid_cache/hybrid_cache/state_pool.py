@@ -73,8 +73,11 @@ class StatePool:
         saves = live & several & (tail != 0) & (boundary != self.null)
         into = torch.where(several & (tail < 0), self.null + 1, self.places[last])
         parts = torch.where(saves, boundary, -1), torch.where(live, into, -1), torch.where(saves, cut, 0)
-        self.step = torch.stack((source, *parts)).int()
-        self.batch, self._on_host = batch, None
+        self.start(batch, torch.stack((source, *parts)).int())
+
+    def start(self, batch: PagedBatch, step: Tensor) -> None:
+        """Start a step whose slots are known."""
+        self.step, self.batch, self._on_host = step, batch, None
 
     def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """The pages that the last of each request's first `tokens [B]` is in, `[B]`."""
