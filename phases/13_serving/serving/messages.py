@@ -17,9 +17,8 @@ from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
 FAILED = "the step that computed this request failed; the server's log says why"
-CACHED, PROMPT = "cached", "prompt"
-"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. PROMPT: the
-log-probabilities of its prompt, a `PromptLogprob` or None a token."""
+CACHED = "cached"
+"""The kind of a note about a completion: how many tokens of its prompt the prefix cache had."""
 
 
 class AddPrompt(Struct, array_like=True, tag="add"):
