@@ -106,19 +106,6 @@ async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make)
     assert status == 400 and "messages.cache_control" in found["error"]["message"]
 
 
-async def test_an_assistants_message_is_continued(make, tokenizer):
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so it"}]
-    body = {
-        "messages": messages,
-        "continue_final_message": True,
-        "max_tokens": 1,
-        "return_token_ids": True,
-    }
-    client = Client(make())
-    found = (await client.post("/v1/chat/completions", body))[1]
-    assert tokenizer.decode(found["choices"][0]["prompt_token_ids"]).endswith("so it")
-
-
 async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
     """In messages, schemas and tools: nothing connects to where they point."""
     with socket.create_server(("127.0.0.1", 0)) as trap:

@@ -365,8 +365,8 @@ CHAT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "image_url": {"url": "file:///etc/passwd"}}]}]}, "messages"),
     "a template": ({"chat_template": "{{ 7*7 }}"}, "chat_template"),
     "a reserved variable": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    "goes on, and begins anew": ({"messages": [{"role": "assistant", "content": "x"}],
-        "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    "goes on": ({"messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True},
+        "continue_final_message"),
     "top without logprobs": ({"top_logprobs": 2}, "top_logprobs"),
     "a long conversation": ({"messages": [{"role": "user", "content": "x" * 1024}]}, "messages"),
 }  # fmt: skip

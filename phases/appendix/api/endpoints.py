@@ -26,7 +26,7 @@ from serving.messages import Ready
 MANY = 50
 """Messages above which a conversation is long, whatever stands in them."""
 _RESERVED = {
-    *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "tools", "self"),
+    *("messages", "add_generation_prompt", "add_special_tokens", "tools", "self"),
 }
 
 
@@ -131,7 +131,7 @@ class WideChat(WideCompletions):
         order = self.order(request, ids, ready, None, tools=tools, logprobs=logprobs, max_tokens=most)
         free = order.asked in ("", "tools") and request.tool_choice in (None, "none", "auto")
         free = free and (request.response_format or {}).get("type", "text") == "text"
-        if free and not request.continue_final_message and request.separate_reasoning is not False:
+        if free and request.separate_reasoning is not False:
             order.reasons = opened(self.prompts.tokenizer, ids)
         if order.reasons is not None:
             order.shown |= marks(self.prompts.tokenizer)
@@ -191,16 +191,12 @@ async def chat_ids(
             made = described(made, tools)
         return prompts.tokenizer.chat(made, **settings)
 
-    messages, goes_on = request.messages, bool(request.continue_final_message)
-    if goes_on and request.add_generation_prompt:
-        words = "continue_final_message and add_generation_prompt are both true, but only one may be"
-        raise wrong("continue_final_message", words)
+    messages = request.messages
     settings = (
         variables
         | ({"tools": tools} if tools else {})
         | {
             "add_generation_prompt": request.add_generation_prompt is not False,
-            "continue_final_message": goes_on,
             "add_special_tokens": bool(request.add_special_tokens),
         }
     )
