@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous.work import Work
 from hybrid_cache.stock import Stock
 
 Table = NDArray[np.int32]
@@ -87,9 +86,6 @@ class Manager(ABC):
         starts = range(0, tokens + 1, self.block_size)
         return self.width * max(self.reach(at, tokens) - self.first(at) for at in starts)
 
-    def launch(self, works: Sequence[Work]) -> None:  # noqa: B027  # most kinds need nothing
-        """Move blocks to where these works, which are about to run, will look for them; before `Moves`."""
-
     # Requests. `table` is the request's row of the tables.
 
     def cost(self, pages: Sequence[int], start: int, upto: int) -> int:
@@ -105,9 +101,11 @@ class Manager(ABC):
         for page in table[first:end].tolist():
             self._use(page)
 
-    def lacks(self, row: int, start: int, upto: int) -> int:
-        """Return the blocks that `grow` would take."""
-        return self.width * max(0, self.reach(start, upto) - self.held[row][1])
+    def lacks(self, row: int, table: Table, start: int, upto: int) -> int:
+        """Return the blocks that `grow` takes, and before it `copy` where others use the page of `start`."""
+        end, place = self.held[row][1], start // self.block_size
+        shared = place < end and self.users[table[place]] > 1
+        return self.width * (max(0, self.reach(start, upto) - end) + shared)
 
     def grow(self, row: int, table: Table, start: int, upto: int) -> int:
         """Give blocks to the pages of all places within reach; returns the tokens that there is room for."""
