@@ -194,6 +194,7 @@ async function answer() {
       last = performance.now();
       first ||= last;
       message.content += piece;
+      count += 1;  // until the end says how many tokens it were
       if (last - drawn < SECONDS_A_PICTURE * 1e3) continue;
       drawn = last;
       following(() => fill(turn.querySelector(".body"), message));
