@@ -144,7 +144,9 @@ LANGUAGES = [
 def test_every_grammar_is_followed_to_its_end(kit: Kit, backend: str) -> None:
     if backend != "automata":
         pytest.importorskip(backend)
-    engine = served(kit.model, max_rows=8, tokenizer=kit.tokenizer, backend=backend, max_len=256)
+    engine = served(
+        kit.model, max_rows=8, tokenizer=kit.tokenizer, guidance=backend != "automata", max_len=256
+    )
     prompts = [kit.tokenizer.encode("Is it?"), [BOS], [EOS]]
     for grammar, pattern in LANGUAGES:
         params = SamplingParams(max_tokens=150, grammar=grammar, temperature=1.0, seed=3)
