@@ -52,7 +52,7 @@ def test_ordinary_texts_are_encoded_with_what_the_template_writes(tokenizer: Tok
 @given(data=st.data())
 @pytest.mark.slow
 def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, data) -> None:
-    """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""
+    """Whole ones, ones inside one another, and parts: as many control tokens as with harmless contents."""
     special = tokenizer._guard._special[:20]
     piece = st.sampled_from(special) | TEXTS | st.sampled_from([token[:3] for token in special])
     halves = st.sampled_from([token[3:] for token in special])
@@ -63,16 +63,6 @@ def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, data) -> None
     assert controls(tokenizer, found) == controls(tokenizer, harmless)
     text = tokenizer.decode(found, skip_special_tokens=False)
     assert text == rendered(tokenizer, messages), "text was lost or changed"
-
-
-def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
-    tokenizer = Tokenizer(smollm2_folder)
-    tokenizer._config["chat_template"] = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
-    pairs = (("<|im_", "start|>"), ("a<", "|im_start|>"), ("<|im_start| ", " >b"), ("<|<|im_", "end|>"))
-    for first, second in pairs:
-        ids = tokenizer.chat([{"role": "user", "content": text} for text in (first, second)])
-        assert not controls(tokenizer, ids)
-        assert tokenizer.decode(ids) == first.strip() + second.strip()
 
 
 def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:

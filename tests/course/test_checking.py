@@ -86,9 +86,9 @@ def test_as_a_student(
     changed = folder / "tests/phases/test_05_paged_cache.py"
     changed.unlink()  # it cannot be written
     changed.write_text("def test_any_schedule(): pass\n")
-    code, said = ladder(capsys, "grade", str(folder), "--gradescope")
+    code, said = ladder(capsys, "grade", str(folder), "--json")
     result = json.loads(said[said.index("{") :])
-    assert result["score"] == 3 and "was changed" in result["tests"][0]["output"]
+    assert result["points"] == 3 and "was changed" in result["exercises"][0]["reason"]
 
 
 def test_of_a_group_the_first_failure_is_told_with_its_example() -> None:

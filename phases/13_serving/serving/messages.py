@@ -17,16 +17,14 @@ from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
 FAILED = "the step that computed this request failed; the server's log says why"
-CACHED, PROMPT, MARKS = "cached", "prompt", "marks"
-"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. PROMPT: the
-log-probabilities of its prompt, a `PromptLogprob` or None a token. MARKS: how each of its tokens of this step
-came about, or ""."""
+CACHED = "cached"
+"""The kind of a note about a completion: how many tokens of its prompt the prefix cache had."""
 
 
 class AddPrompt(Struct, array_like=True, tag="add"):
     """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
 
-    wanted: kinds of notes that the observer writes, MARKS among them.
+    wanted: kinds of notes that the observer writes.
     """
 
     first: int
