@@ -18,8 +18,8 @@ from common.sampling.params import SamplingParams
 NO_TOKEN = -1
 FAILED = "the step that computed this request failed; the server's log says why"
 CACHED, MARKS = "cached", "marks"
-"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. MARKS: how each of
-its tokens of this step came about, or ""."""
+"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. MARKS: how
+each of its tokens of this step came about, or ""."""
 
 
 class AddPrompt(Struct, array_like=True, tag="add"):
