@@ -281,6 +281,22 @@ def expected(model: Model) -> dict[tuple[int, int], list[int | None]]:
     return outputs(Generator(model).stream(AT_ONCE, GREEDY))
 
 
+def poisoned(model: Model, **options: Any) -> Any:
+    """An engine whose free slots are full of NaN when a step is launched."""
+    engine: Any = hybrid_cache.load(model, **options)
+    pool, books, take = engine.runner.attention.pool, engine.cache.states.stock.books, engine.cache.take_moves
+
+    def take_moves(works: Sequence[Work]) -> Any:
+        free = [slot for slot in range(books.count) if books.refs[slot] == 0]
+        for part in (pool.states.recurrent, pool.states.conv):
+            assert not part[:, pool.states.null].any(), "something was written to the null slot"
+            part[:, [*free, pool.states.null + 1]] = float("nan")
+        return take(works)
+
+    engine.cache.take_moves = take_moves
+    return engine
+
+
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "chunks": {"step_tokens": 7, "block_size": 4, "max_rows": 3},
@@ -296,14 +312,13 @@ def test_engine_gives_the_tokens_of_phase_01(
     name: str, model: Model, expected: dict[tuple[int, int], list[int | None]]
 ) -> None:
     """Twice: the second time prompts begin behind snapshots, and in slots that others have used."""
-    engine = hybrid_cache.load(model, **ENGINES[name])
+    engine = poisoned(model, **ENGINES[name])
     for time in ("first", "second"):
         found = outputs(engine.stream(AT_ONCE, GREEDY))
         wrong = [index for index, _ in expected if found[index, 0] != expected[index, 0]]
         assert not wrong, f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
         engine.scheduler.check_integrity()
     cache = engine.scheduler.cache
-    assert isinstance(cache, hybrid_cache.HybridCache)
     if name == "few-blocks":
         assert engine.scheduler.preemptions
     if name == "usual":
@@ -348,6 +363,24 @@ def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], l
         assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
 
 
+def test_decodes_of_a_long_answer_leave_the_snapshots_of_prompts(model: Model) -> None:
+    """Each row keeps the newest of its own: two rows have six slots, and 60 tokens are fifteen pages."""
+    engine = hybrid_cache.load(model, block_size=4, max_rows=2)
+    first, other = prompts_of(30, 9)
+    for prompt, count in ((first, 1), (other, 60), ([*first, 1, 2, 3], 1)):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+    assert engine.scheduler.cache.stats.hit_tokens == 28  # type: ignore[attr-defined]
+
+
+def test_a_step_that_begins_within_a_page_leaves_a_snapshot_at_its_end(model: Model) -> None:
+    """Steps of 6 tokens and 5, pages of 8: the second one's cut is in the page that it reads from."""
+    engine = hybrid_cache.load(model, block_size=8, step_tokens=6)
+    (prompt,) = prompts_of(11)
+    for _ in range(2):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=1)))
+    assert engine.scheduler.cache.stats.hit_tokens == 8  # type: ignore[attr-defined]
+
+
 class Knowing(Source):
     """Guesses the tokens that will come, and a wrong one every now and then."""
 
@@ -368,13 +401,13 @@ def test_guesses_go_back_to_the_state_before_them(model: Model, options: dict[st
     """Right ones are computed again, and wrong ones leave no trace: the tokens are those without guesses."""
     prompts = prompts_of(36, 21, 9)
     wanted = outputs(Generator(model).stream(prompts, GREEDY))
-    engine = hybrid_cache.load(model, draft_adaptive=False, draft_length=3, **options)
+    engine = poisoned(model, draft_adaptive=False, draft_length=3, **options)
     texts = [[*prompt, *cast("list[int]", wanted[at, 0])] for at, prompt in enumerate(prompts)]
-    engine.scheduler.drafter.source = Knowing(texts)  # type: ignore[attr-defined]
+    engine.scheduler.drafter.source = Knowing(texts)
     for _ in range(2):
         assert outputs(engine.stream(prompts, GREEDY)) == wanted
         engine.scheduler.check_integrity()
-    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    stats = engine.scheduler.drafter.stats
     assert sum(stats.drafted) > sum(stats.accepted) > 60
 
 
@@ -539,10 +572,13 @@ def stateful(rng: random.Random, drafts: bool) -> tuple[Engine, StateRunner]:
     return engine, runner
 
 
+@pytest.mark.parametrize(
+    "seeds", [40, pytest.param(2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("drafts", [False, True])
-def test_any_schedule_reads_the_right_states(drafts: bool) -> None:
+def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
     snapshots = hits = preemptions = 0
-    for seed in range(60):
+    for seed in range(seeds):
         rng = random.Random(seed)
         engine, runner = stateful(rng, drafts)
         try:
@@ -555,7 +591,7 @@ def test_any_schedule_reads_the_right_states(drafts: bool) -> None:
         assert states is not None and states.stock.books.free == states.stock.books.count, "slots are lost"
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
-    assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
+    assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)
 
 
 @pytest.mark.parametrize("number", ["02", "05", "13"])
