@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from common.sampling.params import SamplingParams
 from forward import Generator, load, load_model
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
 from forward.layers import LayerNorm, RMSNorm
+from forward.loading import random_model
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
+from forward.shapes import SHAPES
 
 AWKWARD = {
     "vocab_size": 97,
@@ -48,13 +51,6 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 500.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-    "long_factor": [1.0, 1.3, 1.6, 2.0, 3.0, 4.0],
-    "original_max_position_embeddings": 32,
-}
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's own lie outside of a small vocabulary
 ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
@@ -63,15 +59,10 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "linear-rope": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0,
         "factor": 4.0}}),
-    "dynamic-rope": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "dynamic",
-        "rope_theta": 500.0, "factor": 4.0}}),
     "yarn-rope": (transformers.LlamaConfig, {"rope_parameters": YARN_ROPE}),
     "yarn-rope-of-all-fields": (transformers.Qwen3Config,
         {"rope_parameters": {**YARN_ROPE, **{"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False,
         "mscale": 1.0, "mscale_all_dim": 0.5}}}),
-    "longrope": (transformers.LlamaConfig, {"rope_parameters": LONGROPE}),
-    "longrope-short": (transformers.LlamaConfig, {"rope_parameters": {**LONGROPE,
-        "original_max_position_embeddings": 128, "factor": 4.0}}),
     "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
     "mistral-no-window": (transformers.MistralConfig, {"sliding_window": None}),
     "mistral-window-by-default": (transformers.MistralConfig, {"head_dim": None, "hidden_size": 108}),
@@ -156,7 +147,7 @@ def test_rope_pairs_halves_not_neighbours() -> None:
 
 def test_rope_depends_on_distance_only() -> None:
     rope = Rope(RopeConfig(), 16)
-    q, k = torch.randn(1, 16), torch.randn(1, 16)
+    q, k = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(0))
 
     def score(query_at: int, key_at: int) -> float:
         rotated_q = apply_rope(q, rope(torch.tensor(query_at)))
@@ -326,6 +317,13 @@ def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: 
         shared = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
         assert shared == (stored != "another head"), config
         torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding_itself(tied: bool) -> None:
+    config = replace(SHAPES["tiny"], tie_word_embeddings=tied)
+    model = random_model(config, device="cpu", dtype=torch.float32)
+    assert (model.lm_head.weight is model.get_parameter("embed_tokens.weight")) == tied
 
 
 def test_generator_recomputes_everything() -> None:

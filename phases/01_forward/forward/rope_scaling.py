@@ -4,9 +4,7 @@ A pair that turns many times within the original context has seen every angle an
 than once would come to angles that training has never shown, and is slowed.
 
 Frequencies belong to the model and not to a request: a key in the cache must not depend on the tokens after
-it. `transformers` changes those of ``dynamic`` and ``longrope`` with the length. Here ``longrope`` takes its
-long factors where the model's context is longer than the original, as vLLM does. ``dynamic`` changes nothing
-within the model's context, and no request is longer than that.
+it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
         return _llama3(frequencies, rope)
     if rope.kind == "yarn":
         return _yarn(frequencies, rope)
-    if rope.kind == "longrope":  # arXiv 2402.13753: a searched factor for each pair
-        return frequencies / torch.tensor(rope.pair_factors, dtype=torch.float32, device=frequencies.device)
     return frequencies
 
 
@@ -42,12 +38,10 @@ def sharpness(config: ModelConfig, layer: int) -> float:
 
 def _attention_factor(rope: RopeConfig) -> float:
     """Factor of queries and of keys."""
-    if rope.kind not in ("yarn", "longrope"):
+    if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.kind == "longrope":
-        return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position))
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)
@@ -58,10 +52,11 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: slow pairs are stretched by ``factor``, fast ones kept, a ramp between.
+    """Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``, a fast one's kept.
 
     A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and
-    fast when it turns more than ``high_freq_factor`` times.
+    fast when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
+    whose shares are linear in the number of turns.
     """
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # [D/2] within the context
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

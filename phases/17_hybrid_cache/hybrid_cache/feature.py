@@ -7,18 +7,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from common.errors import UserError
 from forward.loading import facts_of
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.pool import HybridPool
+from hybrid_cache.qwen3_5 import GatedDeltaNet
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
 from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
 from speculative import Speculate
 from triton_paged_attention import Kernels
+from triton_paged_attention.feature import check_triton
+
+
+class OnHost(Speculate):
+    """Guesses that are proposed and verified in two steps, since the cache comes between them."""
+
+    whole: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,16 @@ class Hybrid(Feature):
     phase: ClassVar[int] = 17
 
     def prepare(self, parts: Parts) -> None:
-        """Guess nothing for a model with states, unless the caller asks for it, which `install` refuses."""
+        """Keep guesses out of graphs for a model with states, which go back on the host."""
         asked = parts.recipe
         if facts_of(asked.model).delta is not None:
-            features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
+            features = (
+                OnHost(**vars(each)) if isinstance(each, Speculate) and each.whole else each
+                for each in asked.features
+            )
             parts.recipe = replace(asked, features=tuple(features))
+            if any(isinstance(each, Kernels) for each in asked.features):
+                parts.stages.get("load", []).append(_fuse)
 
     def install(self, parts: Parts) -> None:
         """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
@@ -41,13 +53,8 @@ class Hybrid(Feature):
         if layout.plain:
             return
         if layout.states is not None:
-            if parts.features.get("speculate", NO_GUESSES) != NO_GUESSES:
-                raise UserError(
-                    "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state "
-                    "cannot give back a guess that was wrong"
-                )
             each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
-            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
+            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 2))
         parts.wrap(
             self,
             pool=lambda plain: partial(_pool, parts, layout),
@@ -64,7 +71,13 @@ class Hybrid(Feature):
         return kernels.attention_of(GroupedTriton, parts.model)
 
 
-NO_GUESSES = Speculate(drafter="none")
+def _fuse(parts: Parts) -> None:
+    """Put layers over kernels into a model with states, before other features look for products."""
+    check_triton(parts.model.device.type)
+    from hybrid_cache.kernels import FusedDelta
+    from triton_paged_attention.layers import replace as put
+
+    put(parts.own_model(), GatedDeltaNet, FusedDelta)
 
 
 def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:

@@ -177,9 +177,15 @@ def install(model: Model) -> Model:
     """Add ways to a model's blocks and linear layers, and return the model, which is the same object.
 
     Blocks whose layers were left to torch stay as they are. The way is taken with a `LatencyAttention` only.
+    Products outside of these blocks have ways as well: nothing behind them reads early what they write.
     """
-    for block in model.modules():
-        if isinstance(block, FusedBlock) and whole(block):
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    inside = {part for block in blocks for part in block.modules()}
+    for part in model.modules():
+        if isinstance(part, FusedLinear) and part not in inside and part is not model.lm_head:
+            add_way(part)
+    for block in blocks:
+        if whole(block):
             attend, mlp = block.self_attn, block.mlp
             assert isinstance(attend, FusedAttention)
             add_way(attend.qkv_proj, run_ahead=starts_early(attend.spec))
