@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 import continuous
-import forward
 from common.sampling.params import SamplingParams
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
@@ -19,13 +18,6 @@ from forward.models.llama import Llama
 from phases.appendix.drafter_training import train
 from phases.appendix.drafter_training.train import Talk
 from tests.heads import head_of
-
-
-def talks_of(model: Model, count: int) -> list[Talk]:
-    engine = continuous.load(model, max_rows=16, max_len=64)
-    prompts = [[(7 * n + k) % 250 + 1 for k in range(4)] for n in range(count)]
-    made = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
-    return [Talk(one.prompt_ids + one.token_ids, 4) for one in made]
 
 
 def test_training_attends_as_the_model_does() -> None:
@@ -49,8 +41,7 @@ def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
         for step, out in enumerate(steps):
             place = start + step
             tokens = ids[line, 1 : place + 2]
-            attention = forward.attention.RecomputeAttention()
-            right = made.step(tokens, features, torch.arange(place + 1), attention)[-1]
+            right = made.step(tokens, features, torch.arange(place + 1), RecomputeAttention())[-1]
             difference = float((out[line, place] - right).abs().max())
             assert difference < 1e-4, f"step {step} of the chain that began at {start} is off by {difference}"
             features = torch.cat((features, right[None]))
@@ -59,7 +50,11 @@ def test_training_unrolls_the_head_as_drafting_does(model: Model) -> None:
 @pytest.mark.slow
 def test_training_makes_a_drafter_in_its_time(model: Model) -> None:
     assert isinstance(model, Llama)
-    talks, before = talks_of(model, 80), {name: value.clone() for name, value in model.named_parameters()}
+    engine = continuous.load(model, max_rows=16, max_len=64)
+    prompts = [[(7 * n + k) % 250 + 1 for k in range(4)] for n in range(80)]
+    said = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    talks = [Talk(one.prompt_ids + one.token_ids, 4) for one in said]
+    before = {name: value.clone() for name, value in model.named_parameters()}
     started = time.monotonic()
     made = train.train(model, talks[4:], skip=2, seconds=4.0, vocab=128)
     assert time.monotonic() - started < 25, "asked for 4 seconds"
