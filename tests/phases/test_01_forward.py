@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from common.sampling.params import SamplingParams
 from forward import Generator, load, load_model
 from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
 from forward.layers import LayerNorm, RMSNorm
+from forward.loading import random_model
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
+from forward.shapes import SHAPES
 
 AWKWARD = {
     "vocab_size": 97,
@@ -326,6 +329,13 @@ def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: 
         shared = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
         assert shared == (stored != "another head"), config
         torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding_itself(tied: bool) -> None:
+    config = replace(SHAPES["tiny"], tie_word_embeddings=tied)
+    model = random_model(config, device="cpu", dtype=torch.float32)
+    assert (model.lm_head.weight is model.get_parameter("embed_tokens.weight")) == tied
 
 
 def test_generator_recomputes_everything() -> None:
