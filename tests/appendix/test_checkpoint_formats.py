@@ -181,8 +181,6 @@ def test_what_a_layout_cannot_be() -> None:
         layout.tensors(8, 576, "w")
 
 
-# What configurations say.
-
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 W8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 F8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
@@ -305,9 +303,6 @@ def test_named_layers_come_before_all_layers() -> None:
     raw["config_groups"]["group_1"] = {"targets": ["re:.*q_proj$"], "weights": few}
     layouts = [stored(raw).layout(f"layers.0.self_attn.{name}") for name in ("q_proj", "k_proj")]
     assert [layout and layout.scheme.group for layout in layouts] == [32, 128]
-
-
-# Checkpoints.
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -467,9 +462,6 @@ def test_a_gptq_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     assert [len(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
 
 
-# The command.
-
-
 def test_the_command_refuses_before_the_work(
     folders: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,9 +540,6 @@ def test_what_goes_along_and_what_is_refused(folders: dict[str, Path], packed: P
         export(model, source, tmp_path)
     with pytest.raises(UserError, match="is quantized already"):
         check_source(packed)
-
-
-# Ranks.
 
 
 def test_a_rank_counts_groups_from_its_own_first() -> None:

@@ -194,8 +194,6 @@ def test_the_longest_waiting_connection_makes_room() -> None:
     answer(newest)
 
 
-# Names.
-
 LOCAL = names_of("127.0.0.1", (), keys=False)
 
 

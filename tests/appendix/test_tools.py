@@ -57,8 +57,6 @@ def templated(folder: Path, template: Any, special: str = "") -> Tokenizer:
     return Tokenizer(folder)
 
 
-# How calls are written.
-
 TEMPLATES = {
     "{% if tools %}x{% endif %}<tool_call>\n{{ messages }}": HERMES,
     "{{ tools }}[AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
@@ -151,9 +149,6 @@ def test_wide_schemas_in_a_grammar_are_refused_like_others():
         HERMES.grammar([("f", wide)], must=True, several=False)
 
 
-# Reading.
-
-
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_calls_are_found_however_the_text_is_cut(name, size):
@@ -196,9 +191,6 @@ def test_a_call_that_was_cut_off_is_not_complete():
         reader = CallReader(HERMES)
         reader.read(whole[:cut], True)
         assert reader.complete == (cut >= whole.index("{}}") + 3), f"cut after {whole[:cut]!r}"
-
-
-# What is asked.
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -305,9 +297,6 @@ def test_nothing_of_an_ordinary_schema_is_lost_and_nonsense_breaks_nothing() -> 
     assert loosen(schema | {"additionalProperties": False}) == (schema | {"additionalProperties": False}, [])
     broken = {"pattern": 3, "format": [1], "patternProperties": [], "required": "a"}
     assert loosen(broken) == ({}, list(broken))
-
-
-# Answers.
 
 
 async def streamed_deltas(app: Any, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_as_a_student(
 ) -> None:
     folder, exercise = tmp_path / "copy", find(EASY)
     code, said = ladder(capsys, "make", str(folder), "--phases", "05")
-    assert code == 0 and "6 exercises" in said
+    assert code == 0 and f"{len(of_phases('05'))} exercises" in said
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "120")
     code, said = ladder(capsys, "check", EASY)
