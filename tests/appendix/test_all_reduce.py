@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +15,20 @@ import torch
 
 import parallel
 from common.errors import UserError
-from forward.model import Model
-from phases.appendix.all_reduce.feature import OwnSums
+from tests.ranks_kit import SMALL, end_crews, in_ranks, write_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_crews() -> Iterator[None]:
+    yield
+    end_crews()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder)
+    return folder
 
 
 class Files:
@@ -104,7 +116,7 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
     )
 
 
-def test_kernels_are_refused_without_kernels(model: Model) -> None:
-    parts: Any = SimpleNamespace(model=model, features={})
-    with pytest.raises(UserError, match="all_reduce is 'one-shot', but must be 'nccl' or 'auto' without"):
-        OwnSums(all_reduce="one-shot")._reducer(None, parts)  # type: ignore[arg-type]
+@pytest.mark.slow
+def test_kernels_are_refused_without_kernels(llama: Path) -> None:
+    with pytest.raises(UserError, match="own_sums is on, but sums by kernels need kernels on a GPU"):
+        in_ranks(str(llama), 2, SMALL | {"own_sums": True})

@@ -174,7 +174,7 @@ def test_attention_waits_for_the_first_layers_projection_alone() -> None:
     assert ahead == [index > 0 for index in range(model.config.num_layers)], f"layers run ahead: {ahead}"
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8", "int8", "int4"])
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8", pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_every_step_takes_a_way_and_gives_the_same_tokens(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

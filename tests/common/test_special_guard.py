@@ -73,8 +73,9 @@ def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
         ids = tokenizer.chat([{"role": "user", "content": text} for text in (first, second)])
         assert not controls(tokenizer, ids)
         assert tokenizer.decode(ids) == first.strip() + second.strip()
-    tokenizer._config["chat_template"] = "<|im_{{ messages[0].content }}"
-    assert not controls(tokenizer, tokenizer.chat([{"role": "user", "content": "start|>"}]))
+    half = Tokenizer(smollm2_folder)
+    half._config["chat_template"] = "<|im_{{ messages[0].content }}"
+    assert not controls(half, half.chat([{"role": "user", "content": "start|>"}])), "the template's own half"
 
 
 def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:
