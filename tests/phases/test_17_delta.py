@@ -38,7 +38,8 @@ from forward.models import family_of
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
-from hybrid_cache.mixer import DeltaInputs
+from hybrid_cache.mixer import Mixer
+from hybrid_cache.qwen3_5 import GatedDeltaNet
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from paged_cache.scheduler import PagedScheduler
@@ -281,6 +282,22 @@ def expected(model: Model) -> dict[tuple[int, int], list[int | None]]:
     return outputs(Generator(model).stream(AT_ONCE, GREEDY))
 
 
+def poisoned(model: Model, **options: Any) -> Any:
+    """An engine whose free slots are full of NaN when a step is launched."""
+    engine: Any = hybrid_cache.load(model, **options)
+    pool, books, take = engine.runner.attention.pool, engine.cache.states.stock.books, engine.cache.take_moves
+
+    def take_moves(works: Sequence[Work]) -> Any:
+        free = [slot for slot in range(books.count) if books.refs[slot] == 0]
+        for part in (pool.states.recurrent, pool.states.conv):
+            assert not part[:, pool.states.null].any(), "something was written to the null slot"
+            part[:, [*free, pool.states.null + 1]] = float("nan")
+        return take(works)
+
+    engine.cache.take_moves = take_moves
+    return engine
+
+
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "chunks": {"step_tokens": 7, "block_size": 4, "max_rows": 3},
@@ -296,14 +313,13 @@ def test_engine_gives_the_tokens_of_phase_01(
     name: str, model: Model, expected: dict[tuple[int, int], list[int | None]]
 ) -> None:
     """Twice: the second time prompts begin behind snapshots, and in slots that others have used."""
-    engine = hybrid_cache.load(model, **ENGINES[name])
+    engine = poisoned(model, **ENGINES[name])
     for time in ("first", "second"):
         found = outputs(engine.stream(AT_ONCE, GREEDY))
         wrong = [index for index, _ in expected if found[index, 0] != expected[index, 0]]
         assert not wrong, f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
         engine.scheduler.check_integrity()
     cache = engine.scheduler.cache
-    assert isinstance(cache, hybrid_cache.HybridCache)
     if name == "few-blocks":
         assert engine.scheduler.preemptions
     if name == "usual":
@@ -348,6 +364,24 @@ def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], l
         assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
 
 
+def test_decodes_of_a_long_answer_leave_the_snapshots_of_prompts(model: Model) -> None:
+    """Each row keeps the newest of its own: two rows have six slots, and 60 tokens are fifteen pages."""
+    engine = hybrid_cache.load(model, block_size=4, max_rows=2)
+    first, other = prompts_of(30, 9)
+    for prompt, count in ((first, 1), (other, 60), ([*first, 1, 2, 3], 1)):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+    assert engine.scheduler.cache.stats.hit_tokens == 28  # type: ignore[attr-defined]
+
+
+def test_a_step_that_begins_within_a_page_leaves_a_snapshot_at_its_end(model: Model) -> None:
+    """Steps of 6 tokens and 5, pages of 8: the second one's cut is in the page that it reads from."""
+    engine = hybrid_cache.load(model, block_size=8, step_tokens=6)
+    (prompt,) = prompts_of(11)
+    for _ in range(2):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=1)))
+    assert engine.scheduler.cache.stats.hit_tokens == 8  # type: ignore[attr-defined]
+
+
 class Knowing(Source):
     """Guesses the tokens that will come, and a wrong one every now and then."""
 
@@ -368,13 +402,13 @@ def test_guesses_go_back_to_the_state_before_them(model: Model, options: dict[st
     """Right ones are computed again, and wrong ones leave no trace: the tokens are those without guesses."""
     prompts = prompts_of(36, 21, 9)
     wanted = outputs(Generator(model).stream(prompts, GREEDY))
-    engine = hybrid_cache.load(model, draft_adaptive=False, draft_length=3, **options)
+    engine = poisoned(model, draft_adaptive=False, draft_length=3, **options)
     texts = [[*prompt, *cast("list[int]", wanted[at, 0])] for at, prompt in enumerate(prompts)]
-    engine.scheduler.drafter.source = Knowing(texts)  # type: ignore[attr-defined]
+    engine.scheduler.drafter.source = Knowing(texts)
     for _ in range(2):
         assert outputs(engine.stream(prompts, GREEDY)) == wanted
         engine.scheduler.check_integrity()
-    stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
+    stats = engine.scheduler.drafter.stats
     assert sum(stats.drafted) > sum(stats.accepted) > 60
 
 
@@ -392,19 +426,28 @@ def test_the_second_prompt_leaves_a_snapshot_where_it_parts(model: Model) -> Non
     assert found == [0, 0, 40]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "works", "block_size"),
-    [
-        (4, [(0, 1), (5, 1), (8, 1)], 4),
-        (2, [(0, 7), (6, 9), (8, 1)], 4),
-        (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
-        (4, [(0, 65), (64, 3)], 8),
-    ],
-)
-def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
-    """Outputs, states at the end of each work (start, count), and those at its cut."""
-    from hybrid_cache.delta_kernels import mix_by_kernels
+def delta_layer(config: DeltaConfig, rng: torch.Generator) -> GatedDeltaNet:
+    """A layer of random weights for inputs of 24 numbers."""
+    shape = SimpleNamespace(hidden_size=24, norm_eps=1e-6)
+    layer = GatedDeltaNet(cast(ModelConfig, shape), config, 0).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=rng) * parameter.shape[-1] ** -0.5)
+    return layer.to(DEVICE)
+
+
+WORKS: list[tuple[int, list[tuple[int, int]], int]] = [
+    (4, [(0, 1), (5, 1), (8, 1)], 4),
+    (2, [(0, 7), (6, 9), (8, 1)], 4),
+    (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
+    (4, [(0, 65), (64, 3)], 8),
+]
+"""Widths of the convolution, works (start, count), and sizes of blocks."""
+
+
+def compare_kernels(scan: Any, width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    """Outputs, states at the end of each work (start, count), and those at its cut are torch's."""
+    from hybrid_cache.delta_kernels import mix
+    from hybrid_cache.kernels import FusedDelta
 
     rng = torch.Generator().manual_seed(0)
     config = DeltaConfig(3, 6, 12, 20, width, (True, False))
@@ -433,22 +476,27 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
         block_tables=torch.arange(len(works) * places, dtype=torch.int32, device=DEVICE).view(-1, places),
     ))  # fmt: skip
-    inputs = DeltaInputs(
-        0,
-        config,
-        torch.randn(config.channels, width, generator=rng).to(DEVICE),
-        torch.randn(total, config.channels, generator=rng).to(DEVICE),
-        -0.3 * torch.rand(total, 6, generator=rng).to(DEVICE),
-        torch.rand(total, 6, generator=rng).to(DEVICE),
-    )
+    layer = delta_layer(config, rng)
+    x = torch.randn(total, 24, generator=rng).to(DEVICE)
     by_torch, by_kernels = pools
     by_torch.begin(batch)
-    wanted = by_torch.mix(inputs)
+    wanted = layer(x, cast(Mixer, by_torch))
     by_kernels.begin(batch)
-    found = mix_by_kernels(by_kernels, inputs, decodes=bool((counts == 1).all()))
+    fused = FusedDelta(layer)
+    longer = None if (counts == 1).all() else scan
+    mixed = mix(by_kernels, fused.weights, fused.in_proj(x), longer)
+    found = fused.out_proj(mixed)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "works", "block_size"), WORKS)
+def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    from hybrid_cache.delta_kernels import scan
+
+    compare_kernels(scan, width, works, block_size)
 
 
 # Any schedule.
@@ -539,10 +587,13 @@ def stateful(rng: random.Random, drafts: bool) -> tuple[Engine, StateRunner]:
     return engine, runner
 
 
+@pytest.mark.parametrize(
+    "seeds", [40, pytest.param(2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("drafts", [False, True])
-def test_any_schedule_reads_the_right_states(drafts: bool) -> None:
+def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
     snapshots = hits = preemptions = 0
-    for seed in range(60):
+    for seed in range(seeds):
         rng = random.Random(seed)
         engine, runner = stateful(rng, drafts)
         try:
@@ -555,7 +606,7 @@ def test_any_schedule_reads_the_right_states(drafts: bool) -> None:
         assert states is not None and states.stock.books.free == states.stock.books.count, "slots are lost"
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
-    assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
+    assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)
 
 
 @pytest.mark.parametrize("number", ["02", "05", "13"])

@@ -31,10 +31,9 @@ class ManagerSizes(NamedTuple):
 class Manager(ABC):
     """Books of the blocks of one kind of layers. A kind implements `first`, `reach` and `agrees`.
 
-    A state, which is one block a group whatever the length, fits in as well: the state behind a page's last
-    computed token is that page's block. A query at `start` needs the state of place `(start - 1) // P` alone,
-    and writes that of the place in which its step ends, which only `launch` knows at admission. What a step
-    jumps over gets no block, and a hit ends where there is one.
+    A state fits in as well (`state.py`): the state behind a page's last computed token is that page's block.
+    A query at `start` needs the state of place `(start - 1) // P` alone. Its step writes that of the place in
+    which it ends; what it jumps over gets none, and a hit ends where there is one.
 
     A request holds a range of places in its table, from the first that its next query needs. Its pages there
     have a block in each group. A page that no running request needs keeps its blocks while a prefix hit may

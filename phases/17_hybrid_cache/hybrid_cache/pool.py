@@ -85,9 +85,8 @@ class HybridPool(BlockPool):
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks in every layer, and slots, which are numbered behind them."""
         if self.states is not None:
-            moved = torch.tensor(pairs, device=self.data.device)
-            slots = moved[moved[:, 0] > self.null] - self.null - 1
-            self.states.copy(*slots.unbind(1))
+            slots = torch.tensor([pair for pair in pairs if pair[0] > self.null], device=self.data.device)
+            self.states.copy(*(slots - self.null - 1).unbind(1))
             pairs = [pair for pair in pairs if pair[0] <= self.null]
         super().copy(pairs)
 

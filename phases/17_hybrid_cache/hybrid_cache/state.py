@@ -52,14 +52,15 @@ class StateManager(Manager):
         books: blocks, changed pages and limits of a `Manager`; blocks are `[1, pages]` slots.
 
     parting: by row, how many tokens of its prompt are cached without a snapshot behind them.
+    guessed: by row, the cut before guesses that have not landed.
     newest: by row, the page that its decodes have left last. Its snapshot takes the place of the one before.
     """
 
     def __init__(self, tables: Table, tails: Table, behind: int, *books: Any, limits: ManagerSizes) -> None:
-        super().__init__((), Slots(slot_count(limits.rows)), *books, limits)
+        super().__init__((), Slots(slot_count(limits.rows)), *books, limits=limits)
         self.tables, self.tails, self.behind, self.width = tables, tails, behind, 1
         self.parting, self.newest = [0] * limits.rows, [-1] * limits.rows
-        self._guessed: dict[int, int] = {}  # by row, the cut before guesses that have not landed
+        self.guessed: dict[int, int] = {}
 
     # Rules of the kind.
 
@@ -77,6 +78,31 @@ class StateManager(Manager):
 
     # Requests.
 
+    def cut(self, work: Work) -> int:
+        """Return the tokens that the state has seen which a step saves within; `work.start`: it saves none.
+
+        Guesses that are not certain come first: the cut is before them, within a page or not. Otherwise it
+        is where the row's prompt parts from a cached one, if the work begins before and ends behind that.
+        Otherwise it is the last page boundary before the work's last token, but behind its start.
+        """
+        start, end, parting = work.start, work.start + work.count, self.parting[work.row]
+        if work.drafts and not work.certain:
+            return end - len(work.drafts)
+        if start < parting < end:
+            return parting
+        return max(start, (end - 1) // self.block_size * self.block_size)
+
+    def roll_back(self, request: Request, upto: int) -> int:
+        """Return how many of the first `upto` tokens, which have landed, the request's state has seen.
+
+        If its guesses were among them, it has seen those before the cut, and the request goes on from there:
+        so many count as computed. Guesses land once.
+        """
+        cut = self.guessed.pop(request.row, upto)
+        if cut < upto:
+            request.num_computed_tokens = cut
+        return cut
+
     def copy(self, source: int, target: int) -> list[tuple[int, int]]:
         """See `Manager.copy`."""
         pairs = super().copy(source, target)
@@ -86,7 +112,7 @@ class StateManager(Manager):
         """Let go of the state; snapshots stay."""
         super().leave(row, table, committed)
         self.parting[row], self.newest[row] = 0, -1
-        self._guessed.pop(row, None)
+        self.guessed.pop(row, None)
 
     def launch(self, works: Sequence[Work]) -> list[tuple[int, bool]]:
         """Give slots to the pages in which the works end, and to those that end at their cuts.
@@ -96,9 +122,9 @@ class StateManager(Manager):
         size, left, cuts = self.block_size, list[tuple[int, bool]](), set[int]()
         for work in works:
             row, start, end = work.row, work.start, work.start + work.count
-            table, guesses = self.tables[row], 0 if work.certain else len(work.drafts)
-            place = (end - guesses - 1) // size
-            page = int(table[place])
+            table, cut, guessed = self.tables[row], self.cut(work), work.drafts and not work.certain
+            place = ((cut if guessed else end) - 1) // size
+            page, last = int(table[place]), int(table[(end - 1) // size])
             left += [(one, start % size == 0) for one in table[slice(*self.held[row])].tolist()]
             self.held[row] = place, place + 1
             self._use(page)
@@ -108,16 +134,13 @@ class StateManager(Manager):
                 if (self, self.newest[row]) in self.stock.ends:
                     self.lose(self.newest[row])
                 self.newest[row] = int(table[place - 1])
-            cut = self.parting[row] if start < self.parting[row] < end else place * size
-            tail = end - cut if cut > start else 0
-            if guesses:
-                self._guessed[row], tail = end - guesses, -guesses
-            elif tail:
-                cuts.add(int(table[cut // size - 1]))
             if work.count > 1:
-                last = table[(end - 1) // size]
-                self.tails[last] = tail
-                self.changed.add(int(last))
+                self.tails[last] = cut - end if guessed else (end - cut) * (cut > start)
+                self.changed.add(last)
+            if guessed:
+                self.guessed[row] = cut
+            elif cut > start:
+                cuts.add(int(table[cut // size - 1]))
         for page in cuts:
             if not self.has(page) and self.stock.available:
                 self._change(page, blocks=self.stock.take(1))
@@ -132,10 +155,3 @@ class StateManager(Manager):
         """
         for page, keeps in left:
             self._drop(page, self.stock.ends if keeps else None)
-
-    def roll_back(self, request: Request, upto: int) -> int:
-        """Let a request whose guesses have landed go on from its state; returns the tokens behind it."""
-        cut = self._guessed.pop(request.row, upto)
-        if cut < upto:
-            request.num_computed_tokens = cut
-        return cut
