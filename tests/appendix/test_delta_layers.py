@@ -20,6 +20,7 @@ from hybrid_cache.state_pool import StatePool
 from paged_cache.attention import PagedBatch
 from phases import phase_named
 from phases.registry import load_engine
+from tests.compiling import spilled
 from tests.paged_batches import DEVICE
 from tests.phases.test_17_delta import WORKS, compare_kernels, outputs
 
@@ -123,3 +124,12 @@ def test_pairs_stand_apart_and_turn_as_before(sharpness: float) -> None:
         fuse(made)
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu() -> None:
+    """A step keeps its states in registers; the products of prompts leave a few hundred bytes outside."""
+    step, *others = spilled(90, "--delta")
+    assert step == 0 and len(others) == 5 and max(others) < 512, (
+        f"bytes outside of registers: {step}, {others}"
+    )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import Attention
 from hybrid_cache.kernels import FusedDelta, GroupedTriton
@@ -20,6 +21,7 @@ from phases.appendix.delta_layers.prompts import scan
 from phases.appendix.latency.lone import attend_lone
 from phases.appendix.latency.tables import LONE, LoneKey
 from triton_paged_attention.decode import Workspace
+from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import FusedAttention, FusedMLP, FusedRMSNorm, Stream, replace
@@ -143,8 +145,11 @@ def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
 
 
 @triton.jit
-def under_gate_kernel(out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and part of it."""
+def under_gate_kernel(out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program per row and part of it. The product behind it reads only weights before it waits."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0)
     share = tl.sigmoid(tl.load(gate + row * stride + i, mask=i < SIZE, other=0.0).to(tl.float32))
@@ -155,5 +160,9 @@ def under_gate_kernel(out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.conste
 def under_gate(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may lie apart."""
     out, size = torch.empty_like(x), x.shape[-1]
-    under_gate_kernel[len(x), triton.cdiv(size, 1024)](out, x, gate, gate.stride(0), SIZE=size, BLOCK=1024)
+    early = len(x) == 1 and dependent_launch(x.device)
+    under_gate_kernel[len(x), triton.cdiv(size, 1024)](
+        out, x, gate, gate.stride(0),
+        SIZE=size, BLOCK=1024, PDL=early, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
     return out
