@@ -25,14 +25,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
-from experts.kernels.choosing import route_kernel
 from experts.kernels.few import SHAPES, few_kernel
 from experts.kernels.grouped import LARGE, TABLE, add_choices_kernel, grouped_kernel
-from experts.kernels.sorting import count_kernel, place_kernel
+from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from hybrid_cache import delta_kernels
-from phases.appendix.delta_layers import prompts
-from phases.appendix.delta_layers.begin import begin_kernel
-from phases.appendix.delta_layers.layers import under_gate_kernel
+from phases.appendix.delta_layers import kernels as delta_layers
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
@@ -176,7 +173,7 @@ def experts(capability: int) -> None:
     types |= dict.fromkeys(("weights", "x_scale", "scale", "logits"), "*fp32") | {"chosen": "*i64"}
     types |= dict.fromkeys(("most", "choices", "E"), "i32")
     early = capability >= HOPPER
-    route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "K_PAD": 8, "NORMALIZE": True, "PDL": early}
+    route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "NORMALIZE": True, "PDL": early}
     place_by = {"E": 128, "E_PAD": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
     found: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = [
         ("route", route_kernel, route_by, 1, 1, {}),
@@ -189,7 +186,7 @@ def experts(capability: int) -> None:
         for up, (block_n, block_k, warps) in zip((True, False), SHAPES, strict=True):
             around: dict[str, Any] = {
                 "N": 768 if up else 2048, "K": 2048 if up else 768, "TOP_K": 8, "UP": up, "KIND": 0,
-                "LIMIT": 0.0, "INTERLEAVED": False, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
+                "LIMIT": 0.0, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
                 "ROUNDED": eight,
             }  # fmt: skip
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
@@ -217,10 +214,10 @@ def delta(capability: int) -> None:
     for name, kernel, constants, warps, more in (
         ("step", delta_kernels.step_kernel, layer, 8, types),
         ("prompts", delta_kernels.scan_kernel, layer | {"CHUNK": delta_kernels.CHUNK}, 8, types),
-        ("prepare", prompts.prepare_kernel, layer | {"CHUNK": prompts.CHUNK}, 4, types),
-        ("scan", prompts.scan_kernel, layer | {"CHUNK": prompts.CHUNK}, 8, types),
-        ("begin", begin_kernel, {"P": 64, "KINDS": 6, "BLOCK": 128}, 1, numbers),
-        ("gate", under_gate_kernel, gate, 4, {"stride": "i32"}),
+        ("prepare", delta_layers.prepare_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 4, types),
+        ("scan", delta_layers.scan_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 8, types),
+        ("begin", delta_layers.begin_kernel, {"P": 64, "KINDS": 6, "BLOCK": 128}, 1, numbers),
+        ("gate", delta_layers.under_gate_kernel, gate, 4, {"stride": "i32"}),
     ):
         own = {key: value for key, value in constants.items() if key in kernel.arg_names}
         lost = spills(kernel, capability, own, warps=warps, types=more)

@@ -30,7 +30,7 @@ PAGES, NULL = 50, 30
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "works", "block_size"), WORKS[1:])
 def test_prompts_in_two_kernels(width: int, works: list[tuple[int, int]], block_size: int) -> None:
-    from phases.appendix.delta_layers.prompts import scan
+    from phases.appendix.delta_layers.kernels import scan
 
     compare_kernels(scan, width, works, block_size)
 
@@ -38,7 +38,7 @@ def test_prompts_in_two_kernels(width: int, works: list[tuple[int, int]], block_
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_begins_as_the_pool_says(seed: int) -> None:
     """Requests of no token, padding, guesses and snapshots: all that a table of pages may say."""
-    from phases.appendix.delta_layers.begin import begin
+    from phases.appendix.delta_layers.kernels import begin
 
     rng = torch.Generator().manual_seed(seed)
 

@@ -93,8 +93,8 @@ class StatePool:
         ones = np.flatnonzero(host.query_lens == 1)
         if len(ones):
             at = torch.from_numpy(host.query_starts[ones]).to(x.device).unsqueeze(1)  # [decodes, 1]
-            source, into = ([slots[part][i] for i in ones] for part in (0, 2))
-            out[at] = self._advance(inputs.take(at), source, into)
+            sources, targets = ([slots[part][i] for i in ones] for part in (0, 2))
+            out[at] = self._advance(inputs.take(at), sources, targets)
         for i in np.flatnonzero(host.query_lens > 1).tolist():
             first, last = (int(host.query_starts[j]) for j in (i, i + 1))
             source, boundary, into, count = (part[i] for part in slots)
