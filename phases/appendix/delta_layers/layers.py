@@ -137,7 +137,8 @@ def fuse(model: Qwen35) -> None:
     for module in model.modules():
         if isinstance(module, FusedDelta):
             module.scan = scan
-    if all(isinstance(part, nn.Linear) for name, part in model.named_modules() if name.endswith(".q_proj")):
+    turned_parts = [part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))]
+    if all(isinstance(part, nn.Linear) for part in turned_parts):
         turned, sharp = 2 * len(model.rope.inverse_frequencies), model.sharpness
         replace(model, GatedAttention, lambda old: FusedGatedAttention(old, turned, sharp))
         still = model.config.head_dim // 2 - turned // 2
