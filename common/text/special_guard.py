@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -26,6 +25,10 @@ class SpecialGuard:
     text is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back
     into characters after it has looked for special tokens. Everything behind that (words, merges, prefixes)
     is as if the user's special token had been an ordinary word.
+
+    A message may also end with the first half of a special token where the next begins with the second half,
+    so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
+    `'<|' + role + '|>'` make special tokens of roles.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -33,23 +36,31 @@ class SpecialGuard:
         self._backend = backend
         self._added = sorted(backend.get_added_tokens_decoder().items())
         self._special = [token.content for _, token in self._added if token.special]
-        chars = sorted({token[-1] for token in self._special})
+        chars = sorted({token[place] for token in self._special for place in (0, -1)})
         self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
-        longest_first = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._any = re.compile("|".join(longest_first) or "(?!)")
+        self._longest = max(map(len, self._special), default=0)
+        self._heads = {token[: at + 1] for token in self._special for at in range(len(token))}
+        self._tails = {token[at:] for token in self._special for at in range(len(token))}
 
-    def hide(self, value: Any) -> Any:
+    def hide(self, value: Any, *, whole: bool = False) -> Any:
         """`value` (what JSON can hold) with stand-ins in its texts; the same where nothing is to be hidden.
+
+        Args:
+            value: a text, or lists and objects that hold texts.
+            whole: leave halves of special tokens as they are.
 
         Raises:
             UserError: a text in which something is to be hidden has one of the stand-ins already.
         """
         if isinstance(value, str):
-            return self._hide(value) if self._any.search(value) else value
+            return self._hide(value, whole)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
+            return {
+                self.hide(key, whole=True): self.hide(item, whole=whole or key == "role")
+                for key, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
-            return type(value)(map(self.hide, value))
+            return type(value)(self.hide(item, whole=whole) for item in value)
         return value
 
     def encode(self, text: str) -> list[int]:
@@ -57,14 +68,34 @@ class SpecialGuard:
         ids = ids_of(self._blind, text, add_special_tokens=False)
         return [self._renumbered.get(index, index) for index in ids]
 
-    def _hide(self, text: str) -> str:
+    def _hide(self, text: str, whole: bool) -> str:
+        if not any(char in text for char in self._stand_in):
+            return text
+        places = self._places(text, whole)
+        if not places:
+            return text
         for stand_in in self._stand_in.values():
             if stand_in in text:
                 code = f"U+{ord(stand_in):04X}"
                 raise UserError(f"a message has a special token and {code}, which no text may have")
-        while self._any.search(text):  # again for one inside another
-            text = self._any.sub(lambda found: found[0][:-1] + self._stand_in[found[0][-1]], text)
-        return text
+        return "".join(self._stand_in[char] if place in places else char for place, char in enumerate(text))
+
+    def _places(self, text: str, whole: bool) -> set[int]:
+        """Return the places of characters to hide so that no special token or half of one is left."""
+        places = set()
+        for token in self._special:
+            at = text.find(token)
+            while at >= 0:
+                places.add(at + len(token) - 1)
+                at = text.find(token, at + 1)
+        if not whole:
+            last, first = len(text.rstrip()), len(text) - len(text.lstrip())
+            sizes = range(1, self._longest + 1)
+            places |= {
+                last - size for size in sizes if size <= last and text[last - size : last] in self._heads
+            }
+            places |= {first + size - 1 for size in sizes if text[first : first + size] in self._tails}
+        return places
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,8 @@ from phases.course.exercises import Exercise, find_question, of_phases
 from phases.course.nursery import Nursery
 
 WIDEST = 100
+LOOK = 0.5
+"""Seconds between two looks at the files."""
 STYLES: dict[State, str] = {
     "not started": "dim",
     "refused": "red",
@@ -180,16 +184,56 @@ def answer(
 
 
 @course_app.command()
+def watch() -> int:
+    """Check an exercise whenever its file is saved, until Ctrl-C."""
+    copy = making.around(Path.cwd())
+    with (
+        suppress(KeyboardInterrupt),
+        err.status("Starting: PyTorch is imported once") as status,
+        Nursery() as nursery,
+    ):
+        seen = _saved(copy)
+        out.print("Watching. Save a file to check its exercises; Ctrl-C ends this.")
+        status.update("Waiting for a file to be saved")
+        while True:
+            time.sleep(LOOK)
+            now = _saved(copy)
+            for one in copy.exercises:
+                # A file that is gone comes back: editors write a new one and rename it.
+                if one.file in now and now[one.file] != seen.get(one.file):
+                    status.update(f"{one.id} {one.title}")
+                    show(check_file(copy.folder, one, nursery))
+                    status.update("Waiting for a file to be saved")
+            seen = {**seen, **now}
+    return 0
+
+
+def _saved(copy: making.Copy) -> dict[str, int]:
+    """When each file was saved that is there."""
+    found = {}
+    for file in {one.file for one in copy.exercises}:
+        with suppress(FileNotFoundError):
+            found[file] = (copy.folder / file).stat().st_mtime_ns
+    return found
+
+
+@course_app.command()
 def grade(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a working copy")],
     as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
+    gradescope: Annotated[
+        bool, typer.Option("--gradescope", help="as a results.json of Gradescope's autograder")
+    ] = False,
 ) -> int:
     """Score a working copy with all tests, hidden ones included."""
+    if as_json and gradescope:
+        raise UserError("--json and --gradescope are both given, but one of them is the form of the output")
     making.opened(folder)
     with err.status("Grading"), Nursery() as nursery:
         scores = grading.grade(folder, nursery)
-    if as_json:
-        print(json.dumps(grading.as_json(scores), indent=1))
+    if as_json or gradescope:
+        shape = grading.as_gradescope if gradescope else grading.as_json
+        print(json.dumps(shape(scores), indent=1))
         return 0
     table = Table("exercise", "points", "state", "hints", "why")
     for one in scores:

@@ -90,10 +90,13 @@ def serve(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     show: Callable[[int, str], None] = lambda index, text: None,
+    decorate: Callable[[str, int, int], str] = lambda text, index, place: text,
 ) -> Served:
     """Generate for all prompts; `show` gets each piece of text as it comes, in the order of the prompts.
 
     A prompt's text is shown live when those before it are done, and held back until then.
+
+    decorate: changes the text that came with a token, given its prompt's number and its place in the output.
     """
     start = time.perf_counter()
     completions: dict[int, Completion] = {}
@@ -101,7 +104,7 @@ def serve(
     for completion, new in follow(engine, prompts, params, tokenizer):
         index = completion.index
         completions[index] = completion
-        held[index] += new
+        held[index] += decorate(new, index, len(completion.token_ids) - 1) if new else ""
         while current in completions:
             if held[current]:
                 show(current, held[current])

@@ -67,7 +67,8 @@ def run(
         return show_trace(engine, tokenizer, ids[0], params)
     screen = Screen(prompts, quiet=given.as_json)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
-    served = serve(engine, tokenizer, ids, params, screen.show)
+    decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
+    served = serve(engine, tokenizer, ids, params, screen.show, decorate)
     screen.close()
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
@@ -158,3 +159,19 @@ class Screen:
     def _write(text: str) -> None:
         out.file.write(text)
         out.file.flush()
+
+
+class Tint:
+    """Colours the text of tokens that were guessed and accepted."""
+
+    def __init__(self, stats: Any) -> None:
+        stats.marks = self.marks = dict[tuple[int, int], set[int]]()
+
+    def __call__(self, text: str, index: int, place: int) -> str:
+        """The text that came with output token `place` of a prompt."""
+        return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text
+
+
+def untouched(text: str, index: int, place: int) -> str:
+    """The text as it is."""
+    return text

@@ -252,7 +252,7 @@ def test_hostile_grammars_harm_nobody(model: Model) -> None:
 
 
 def test_stats_reach_through_grammars() -> None:
-    """`--stats` asks the scheduler's drafter, which here is one around that of phase 11."""
+    """`--stats` and `Tint` ask the scheduler's drafter, which here is one around that of phase 11."""
     speculator = Speculator(NGrams(), Control(4))
     assert GrammarDrafter(speculator).stats is speculator.stats
     assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]

@@ -1,17 +1,102 @@
-"""The page's events, its pictures, and the access log."""
+"""What the page shows: how tokens came about, and the tree of remembered prefixes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
+from common.sampling.params import SamplingParams
+from forward import load_model
+from paged_cache import BlockPool
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
-from tests.servers import Client
+from phases.appendix.observability.observer import EngineObserver, picture
+from phases.appendix.server import whole_app
+from serving import messages
+from serving.messages import AddPrompt
+from serving.worker import Worker
+from tests.guidance_kit import served as load
+from tests.servers import Client, Lists, Loopback, tokenizer_for
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension, metrics, settle
 from tests.serving_kit import make as make
 from tests.serving_kit import tokenizer as tokenizer
+
+
+def made_engine(**options: Any):
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    size = 128 * BlockPool.bytes_per_block(model.config, 4, model.dtype)
+    return load(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
+
+
+def marks_of(made, *adds: AddPrompt) -> dict[int, list[str]]:
+    """For each completion the marks of its tokens, in order."""
+    channel = Lists()
+    worker = Worker(made, channel, EngineObserver(made))
+    channel.commands = list(adds)
+    worker.turn()
+    while worker.live:
+        worker.turn()
+    found: dict[int, list[str]] = {}
+    for step in channel.steps:
+        for number, kind, marks in step.notes:
+            if kind == messages.MARKS:
+                found.setdefault(number, []).extend(marks)
+    assert not worker.observer.marks._followed and not worker.observer.marks._single, (
+        "who has ended is still followed"
+    )
+    return found
+
+
+def test_drafts_that_were_right_are_marked_and_only_for_those_who_asked():
+    made = made_engine(drafter="synthetic", draft_accept=1.0, draft_length=3, draft_adaptive=False)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    found = marks_of(made, AddPrompt(0, [1, 2, 3], params, wanted=["marks"]), AddPrompt(1, [4, 5], params))
+    accepted = sum(made.scheduler.drafter.inner.stats.accepted)
+    assert accepted, "nothing was drafted: the test shows nothing"
+    assert found[0].count("draft") >= 3 and found[0][0] == "", f"marks of request 0: {found[0]}"
+    assert 1 not in found, f"request 1 did not ask, but has marks {found[1]}"
+
+
+async def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
+    tokenizer = tokenizer_for(tmp_path, 257)
+    made = engine_with(tokenizer)
+    body = {"prompt": "x", "stream": True, "max_tokens": 40, "guided_choice": ["aaaa"], "temperature": 0}
+    app = whole_app(Loopback(made), tokenizer, "tiny")
+    asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
+    marks = [pair for event in asked.events()[:-1] for pair in event["choices"][0]["token_marks"]]
+    assert "".join(text for text, _ in marks) == "aaaa", f"the texts of the marks are {marks}"
+    forced = "".join(text for text, mark in marks if mark == "forced")
+    assert forced == "aaaa", f"one token was allowed at each place, but only {forced!r} says forced: {marks}"
+    plain = await Client(app).request("/v1/completions", body).run()
+    assert "token_marks" not in plain.events()[0]["choices"][0], "nobody asked for marks"
+
+
+def engine_with(tokenizer):
+    model = load_model("random:tiny", device="cpu", dtype="float32")
+    return load(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
+
+
+def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
+    made = made_engine()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    shared = list(range(1, 13))  # three blocks of four
+    made.generate([shared + [20] * 8, shared + [30] * 4, [99] * 8], params)
+    found = picture(made)["tree"]
+    nodes = found["nodes"]
+    assert found["more"] == 0
+    roots = [node for node in nodes if node[0] == -1]
+    assert sorted(node[1] for node in roots) == [2, 3], f"two beginnings, of 3 and 2 blocks, but: {nodes}"
+    trunk = next(place for place, node in enumerate(nodes) if node[0] == -1 and node[1] == 3)
+    assert sorted(node[1] for node in nodes if node[0] == trunk) == [1, 2], f"two ends below it, but: {nodes}"
+    assert all(node[2] == 0 for node in nodes), f"nobody runs, but somebody stands in the tree: {nodes}"
+    assert all(len(node) == 3 and all(isinstance(value, int) for value in node) for node in nodes)
+
+
+def test_an_index_without_a_tree_has_none():
+    assert picture(made_engine(index="hash"))["tree"] is None
 
 
 async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):

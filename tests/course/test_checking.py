@@ -86,9 +86,9 @@ def test_as_a_student(
     changed = folder / "tests/phases/test_05_paged_cache.py"
     changed.unlink()  # it cannot be written
     changed.write_text("def test_any_schedule(): pass\n")
-    code, said = ladder(capsys, "grade", str(folder), "--json")
+    code, said = ladder(capsys, "grade", str(folder), "--gradescope")
     result = json.loads(said[said.index("{") :])
-    assert result["points"] == 3 and "was changed" in result["exercises"][0]["reason"]
+    assert result["score"] == 3 and "was changed" in result["tests"][0]["output"]
 
 
 def test_of_a_group_the_first_failure_is_told_with_its_example() -> None:

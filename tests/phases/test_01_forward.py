@@ -147,7 +147,7 @@ def test_rope_pairs_halves_not_neighbours() -> None:
 
 def test_rope_depends_on_distance_only() -> None:
     rope = Rope(RopeConfig(), 16)
-    q, k = torch.randn(1, 16), torch.randn(1, 16)
+    q, k = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(0))
 
     def score(query_at: int, key_at: int) -> float:
         rotated_q = apply_rope(q, rope(torch.tensor(query_at)))

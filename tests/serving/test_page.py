@@ -113,7 +113,7 @@ def test_a_chat_in_a_browser(visit, width, scheme):
     )
 
 
-def answers(page, *texts: str) -> list[dict]:
+def answers(page, *texts: str, marks: str = "") -> list[dict]:
     """Have a page's requests answered with these texts in turn; returns the list of their bodies."""
     asked: list[dict] = []
 
@@ -121,7 +121,14 @@ def answers(page, *texts: str) -> list[dict]:
         asked.append(json.loads(route.request.post_data))
         text = texts[min(len(asked), len(texts)) - 1]
         pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
-        chunks = [{"choices": [{"index": 0, "delta": {"content": it}}]} for it in pieces]
+        chunks = [
+            {
+                "choices": [
+                    {"index": 0, "delta": {"content": it}, "token_marks": [[it, marks if i % 2 else ""]]}
+                ]
+            }
+            for i, it in enumerate(pieces)
+        ]
         chunks.append({"choices": [], "usage": {"completion_tokens": len(pieces)}})
         events = [*map(json.dumps, chunks), "[DONE]"]
         route.fulfill(content_type="text/event-stream", body="".join(f"data: {it}\n\n" for it in events))
@@ -166,7 +173,7 @@ The second line, with 2 * 3 * 4 and <b onclick="alert(1)">HTML</b>.
 @pytest.mark.slow
 def test_markdown_becomes_elements_and_never_html(visit):
     page = visit()
-    answers(page, MARKDOWN)
+    answers(page, MARKDOWN, marks="draft")
     say(page, "all of it", 2)
     body = page.locator(".turn.assistant .body")
     for kind, texts in {
@@ -185,6 +192,9 @@ def test_markdown_becomes_elements_and_never_html(visit):
     text = body.evaluate("it => it.textContent")
     assert '<b onclick="alert(1)">HTML</b>' in text and "snake_case_names" in text and "2 * 3 * 4" in text
     assert body.locator("a").get_attribute("href") == "https://a.example/x"
+    tinted = body.locator("pre .draft").evaluate_all("all => all.map((it) => it.textContent)")
+    pieces = [MARKDOWN[i : i + 5] for i in range(5, len(MARKDOWN), 10)]
+    assert tinted and all(any(part in piece for piece in pieces) for part in tinted), "tints have shifted"
 
 
 @pytest.mark.slow

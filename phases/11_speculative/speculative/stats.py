@@ -13,12 +13,14 @@ class SpeculationStats:
 
     steps: times that a request's drafts were verified.
     drafted, accepted: by position, the first draft of a step at 0.
+    marks: if not None, for each (index, sample) the places of the output that were drafted and accepted.
     synthetic: if not None, drafts count as right by decree, so many a step, and the text means nothing.
     """
 
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    marks: dict[tuple[int, int], set[int]] | None = None
     synthetic: float | None = None
 
     def count(self, work: Work, accepted: int) -> None:
@@ -33,6 +35,12 @@ class SpeculationStats:
         for place in range(tried):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
+        if self.marks is not None:
+            request = work.request
+            first = work.start + work.count - drafts - request.prompt_len
+            self.marks.setdefault((request.index, request.sample), set()).update(
+                range(first, first + accepted)
+            )
 
     def clear(self) -> None:
         """Count anew."""

@@ -1,4 +1,4 @@
-"""Answers with log-probabilities, token ids and calls of tools."""
+"""Answers with log-probabilities, token ids, marks and calls of tools."""
 
 from __future__ import annotations
 
@@ -94,9 +94,14 @@ class WideAnswer(Answer):
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer`."""
+        start, stop = piece.start, piece.stop
         made: dict[str, Any] = {"logprobs": self.logprobs(choice, piece)}
         if self.request.return_token_ids:
-            made["token_ids"] = choice.tokens[piece.start : piece.stop]
+            made["token_ids"] = choice.tokens[start:stop]
+        if self.request.stream and self.request.return_token_marks:
+            marks = [*choice.marks[start:stop], ""]  # behind the last token there may be a text more
+            pairs = zip(choice.texts[start:stop], marks, strict=False)
+            made["token_marks"] = [pair for pair in pairs if pair[0]]
         return made
 
     def shape(self, choice: Choice) -> dict[str, Any]:

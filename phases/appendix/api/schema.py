@@ -26,6 +26,9 @@ class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
 
+    # ours
+    return_token_marks: bool | None = False  # in streams: the text of each token, and how it came about
+
     # taken, and without a meaning here
     user: Any = None
     store: Any = None

@@ -1,10 +1,12 @@
-"""Pictures from the engine's process: owners of blocks, and the requests that run."""
+"""Notes from the engine's process: drafts and forced tokens, and pictures of blocks and requests."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,17 @@ import numpy as np
 from common.request import Request
 from continuous.engine import Engine
 from paged_cache import PagedCache
-from serving.messages import Command, DrawEngine, StepReport
+from phases.appendix.guidance.masks import ThreadedMasks
+from prefix_cache.cache import PrefixCache
+from prefix_cache.radix import Node, RadixIndex
+from serving.messages import MARKS, AddPrompt, Command, DrawEngine, StepReport
 from serving.worker import Observer
 
 MOST_CELLS = 1024
 """Blocks that are drawn; of a larger pool, every so many-th."""
 MOST_ROWS = 64
+MOST_NODES = 48
+"""Of the prefix tree, those nearest to its roots first, and of one node's children the youngest."""
 FREE, CACHED, SHARED = -1, -2, -3
 """Owners that are no row: nobody, only the prefix cache, several requests."""
 
@@ -28,7 +35,7 @@ def picture(engine: object) -> dict[str, Any]:
     It reads the tables between two steps, at most ten times a second, and only while somebody watches.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
-        return {"blocks": [], "stride": 1, "rows": []}
+        return {"blocks": [], "stride": 1, "rows": [], "tree": None}
     cache, running = engine.cache, engine.scheduler.running
     count = cache.allocator.count
     owners = np.where(np.asarray(cache.allocator.refs) > 0, CACHED, FREE)  # [N]
@@ -50,23 +57,55 @@ def picture(engine: object) -> dict[str, Any]:
         }
         for request in running[:MOST_ROWS]
     ]
-    return {"blocks": owners[::stride].tolist(), "stride": stride, "rows": rows}
+    index = cache.index if isinstance(cache, PrefixCache) else None
+    found = tree(index) if isinstance(index, RadixIndex) else None
+    return {"blocks": owners[::stride].tolist(), "stride": stride, "rows": rows, "tree": found}
+
+
+def tree(index: RadixIndex) -> dict[str, Any]:
+    """The prefix tree: of each node its parent's place in the list (-1: none), its blocks, who stands there.
+
+    What its tokens are is not in it: they are somebody's prompt. `more` counts the nodes that are left out
+    though their parents are shown.
+    """
+    nodes: list[list[int]] = []
+    todo: deque[tuple[int, Node]] = deque((-1, root) for root in index.roots[:MOST_NODES])
+    more = max(0, len(index.roots) - MOST_NODES)
+    while todo:
+        above, node = todo.popleft()
+        place = above
+        if node.blocks:  # a root has none, and is not drawn
+            place = len(nodes)
+            nodes.append([above, len(node.blocks), node.pins])
+        room = MOST_NODES - len(nodes) - len(todo)
+        kept = nlargest(max(0, room), node.children.values(), key=lambda child: (child.pins > 0, child.used))
+        more += len(node.children) - len(kept)
+        todo += ((place, child) for child in kept)
+    return {"nodes": nodes, "more": more}
 
 
 log = logging.getLogger(__name__)
 
+DRAFT, FORCED = "draft", "forced"
+"""How a token came about, where that is worth a word: a right guess; the only one that a grammar allowed."""
+
 
 class EngineObserver(Observer):
-    """Writes pictures into the reports of those who asked; nothing else costs anything."""
+    """Writes marks and pictures into the reports of those who asked; nothing else costs anything."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         log_late_kernels()
+        self.marks = Marks(engine)
         self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
-        self._draws |= isinstance(command, DrawEngine)
+        match command:
+            case DrawEngine():
+                self._draws = True
+            case AddPrompt() if MARKS in command.wanted:
+                self.marks.follow(range(command.first, command.first + len(requests)), requests)
 
     def due(self) -> bool:
         """Tell if a picture is asked for."""
@@ -74,6 +113,7 @@ class EngineObserver(Observer):
 
     def write(self, step: StepReport, now: float) -> None:
         """See `Observer`."""
+        self.marks.write(step)
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)
 
@@ -87,3 +127,36 @@ def log_late_kernels() -> None:
     triton: Any = sys.modules.get("triton")  # an engine without kernels does without
     if triton is not None:
         triton.knobs.runtime.jit_post_compile_hook = note
+
+
+class Marks:
+    """Marks of the tokens of completions that are followed.
+
+    A step gives a request the drafts that were right, and one token more. So of several tokens in one step
+    all but the last were drafts.
+    """
+
+    def __init__(self, engine: object) -> None:
+        masks = engine.masks if isinstance(engine, Engine) else None
+        self._single = masks.single if isinstance(masks, ThreadedMasks) else {}
+        self._followed: dict[int, tuple[Request, int]] = {}  # and how many tokens have a mark
+
+    def follow(self, numbers: Iterable[int], requests: Iterable[Request]) -> None:
+        """Mark the tokens of these completions from now on."""
+        for number, request in zip(numbers, requests, strict=True):
+            self._followed[number] = request, 0
+            self._single[request] = set()
+
+    def write(self, step: StepReport) -> None:
+        """Add the marks of a step to its report, and forget the completions that have ended."""
+        for number in self._followed.keys() & step.numbers:
+            (request, told), count = self._followed[number], step.numbers.count(number)
+            marks = [DRAFT] * (count - 1) + [""]
+            for place in range(count):
+                if told + place in self._single[request]:
+                    marks[place] = FORCED
+            step.notes.append((number, MARKS, marks))
+            self._followed[number] = request, told + count
+        for end in step.ends:
+            if end.number in self._followed:
+                del self._single[self._followed.pop(end.number)[0]]

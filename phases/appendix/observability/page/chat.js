@@ -43,6 +43,7 @@ function begin(next) {
 }
 
 function redraw() {
+  $("tints").hidden = !talk.messages.some((message) => message.marks?.length);
   $("talk").replaceChildren(...(talk.messages.length ? talk.messages.map(shown) : [greeting()]));
   $("talk").scrollTop = $("talk").scrollHeight;
 }
@@ -128,7 +129,7 @@ function following(change) {
 function request(messages) {
   const system = $("system").value.trim(), said = messages.map(({ role, content }) => ({ role, content }));
   const body = { messages: system ? [{ role: "system", content: system }, ...said] : said,
-    stream: true, stream_options: { include_usage: true } };
+    stream: true, stream_options: { include_usage: true }, return_token_marks: true };
   for (const name of ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]) {
     if ($(name).value !== "") body[name] = Number($(name).value);
   }
@@ -180,7 +181,7 @@ async function stoppable(work) {
 
 const SECONDS_A_PICTURE = 0.1;  // an answer is drawn so often: the browser is the engine's neighbour
 async function answer() {
-  const mine = talk, message = { role: "assistant", content: "" };
+  const mine = talk, message = { role: "assistant", content: "", marks: [] };
   const turn = shown(message), started = performance.now();
   let first = 0, last = 0, count = 0, drawn = 0;
   turn.classList.add("busy");
@@ -193,8 +194,14 @@ async function answer() {
       if (!piece) continue;
       last = performance.now();
       first ||= last;
-      message.content += piece;
-      count += 1;  // until the end says how many tokens it were
+      const marks = choice.token_marks ?? [[piece, ""]];
+      if (!event.usage) count += marks.length;
+      for (const [part, mark] of marks) {
+        const from = message.content.length, to = from + part.length, before = message.marks.at(-1);
+        if (mark && before?.[1] === from && before[2] === mark) before[1] = to;
+        else if (mark && part) message.marks.push([from, to, mark]);
+        message.content += part;
+      }
       if (last - drawn < SECONDS_A_PICTURE * 1e3) continue;
       drawn = last;
       following(() => fill(turn.querySelector(".body"), message));
@@ -212,6 +219,7 @@ async function answer() {
   if (mine !== talk) return;
   if (message.content) following(() => fill(turn.querySelector(".body"), message));
   else turn.remove();
+  if (message.marks.length) $("tints").hidden = false;
   if (ended && !first) $("speed").textContent = "the answer has no text";
   if (!first) return;
   alone = count > 1 ? (count - 1) / Math.max(1e-3, (last - first) / 1e3) : 0;
@@ -237,7 +245,7 @@ async function many() {
         if (!choice.delta.content) continue;
         last = performance.now();
         first ||= last;
-        count += 1;
+        count += choice.token_marks?.length ?? 1;
         cell.firstChild.append(choice.delta.content);
       }
       if (event.usage) count = event.usage.completion_tokens;

@@ -1,7 +1,7 @@
 // The engine: numbers and pictures, at most ten times a second.
 
 const FREE = -1, CACHED = -2, SHARED = -3;
-const STEP_WIDTH = 4, MOST_ROWS = 20, TYPICAL = 0.95;
+const STEP_WIDTH = 4, LEAF = 15, MOST_ROWS = 20, TYPICAL = 0.95;
 const steps = [];  // [number, milliseconds, tokens computed, running, tokens that came out]
 let seen = null, pointed = null;
 const style = getComputedStyle(document.documentElement);
@@ -69,6 +69,56 @@ function drawBlocks({ blocks, stride }, total, size) {
   if (blocks.length) $("blocks").style.height = `${Math.max(24, Math.min(132, high))}px`;
 }
 
+/** Blocks to the right, one line for each leaf: a parent is as high as all that begins with it. */
+function drawTree(tree, size) {
+  if (!tree) {
+    $("tree").hidden = true;
+    $("tree_says").textContent = "this index keeps none";
+    return;
+  }
+  const nodes = tree.nodes.map(([above, blocks, pins]) => ({ above, blocks, pins, start: 0, top: 0, high: 0, kids: [] }));
+  for (const node of nodes) {
+    const parent = nodes[node.above];
+    if (parent) {
+      parent.kids.push(node);
+      node.start = parent.start + parent.blocks;
+    }
+  }
+  for (const node of [...nodes].reverse()) {  // parents stand before their children
+    node.high = Math.max(1, node.kids.reduce((sum, kid) => sum + kid.high, 0));
+  }
+  let leaves = 0;
+  for (const node of nodes) {
+    if (node.above < 0) {
+      node.top = leaves;
+      leaves += node.high;
+    }
+    let top = node.top;
+    for (const kid of node.kids) {
+      kid.top = top;
+      top += kid.high;
+    }
+  }
+  $("tree").style.height = `${Math.max(1, leaves) * LEAF}px`;
+  const [context, width] = canvas("tree");
+  const unit = width / Math.max(8, ...nodes.map((node) => node.start + node.blocks));
+  for (const { start, blocks, top, high, pins } of nodes) {
+    context.fillStyle = pins ? colour("--accent") : colour("--cached");
+    context.beginPath();
+    context.roundRect(start * unit, top * LEAF, Math.max(2, blocks * unit - 1.5), high * LEAF - 2, 2);
+    context.fill();
+    const text = number(blocks * size);
+    if (blocks * unit > context.measureText(text).width + 10) {
+      context.fillStyle = pins ? colour("--on-accent") : colour("--ink");
+      context.fillText(text, start * unit + 5, top * LEAF + (high * LEAF) / 2 + 3.5);
+    }
+  }
+  const used = nodes.filter((node) => node.pins).length;
+  $("tree_says").textContent = nodes.length
+    ? `${several(nodes.length + tree.more, "stretch").replace("chs", "ches")}, ${used} in use${tree.more ? `; ${nodes.length} are drawn` : ""}`
+    : "nothing is remembered yet";
+}
+
 function drawRows(rows, running) {
   $("rows").className = rows.length > 8 ? "many" : "";
   $("rows").replaceChildren(...rows.slice(0, MOST_ROWS).map((row) => {
@@ -119,6 +169,7 @@ function picture() {
   if (!seen?.picture) return;
   const { picture: shown, total, block_size: size, running } = seen;
   drawBlocks(shown, total, size);
+  drawTree(shown.tree, size);
   drawRows(running ? shown.rows : [], running);
 }
 
