@@ -18,10 +18,11 @@ A state at the end of a page is a snapshot for prefix hits, kept while there is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from common.request import Request
 from continuous.work import Work
-from hybrid_cache.managers import Manager, ManagerSizes, Table
+from hybrid_cache.managers import Manager, Table
 from hybrid_cache.stock import Stock
 
 
@@ -55,12 +56,10 @@ class StateManager(Manager):
     newest: by row, the page that its decodes have left last. Its snapshot takes the place of the one before.
     """
 
-    def __init__(
-        self, tables: Table, tails: Table, behind: int, blocks: Table, changed: set[int], limits: ManagerSizes
-    ) -> None:
-        super().__init__((), Slots(slot_count(limits.rows)), blocks, changed, limits)
+    def __init__(self, tables: Table, tails: Table, behind: int, *books: Any) -> None:
+        super().__init__((), Slots(slot_count(len(tables))), *books)
         self.tables, self.tails, self.behind, self.width = tables, tails, behind, 1
-        self.parting, self.newest = [0] * limits.rows, [-1] * limits.rows
+        self.parting, self.newest = [0] * len(tables), [-1] * len(tables)
         self.guessed: dict[int, int] = {}
 
     # Rules of the kind.
