@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import experts
 import parallel
 from common.errors import UserError
-from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from experts.expert_parallel import (
     Traffic,
@@ -23,15 +20,13 @@ from experts.expert_parallel import (
     first_experts,
     imbalance,
     rows_of_ranks,
-    some_of,
     traffic,
 )
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
-from forward.loading import random_model
 from quant.formats import FP8, FP8_BLOCK
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
-from tests.ranks_kit import KERNELS, SMALL, agree, end_crews, same, tokens_of
+from tests.ranks_kit import KERNELS, LLAMA, SMALL, agree, end_crews, same, tokens_of, write_checkpoint
 
 CHOSEN = torch.tensor([[0, 1], [0, 6], [5, 6], [0, 3]])
 """Of seven experts: 0 to 2 are rank 0's of two ranks, 3 to 6 rank 1's; tokens 0 and 1 live on rank 0."""
@@ -75,12 +70,10 @@ def dequantized(stack: ExpertStack) -> Tensor:
 
 
 def _stacks(scheme: Any, hidden: int, inside: int) -> tuple[ExpertStack, ExpertStack]:
-    layers = [
-        [torch.nn.Linear(hidden, inside), torch.nn.Linear(hidden, inside), torch.nn.Linear(inside, hidden)]
-        for _ in range(2)
-    ]
+    sizes = ((hidden, inside), (hidden, inside), (inside, hidden))
+    layers: list[list[Any]] = [[torch.nn.Linear(*size) for size in sizes] for _ in range(2)]
     if scheme is not None:
-        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]  # type: ignore[misc]
+        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]
     return stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
 
 
@@ -114,14 +107,6 @@ def test_interleaved_gates_keep_their_ups() -> None:
         assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
 
 
-def test_some_experts_are_a_copy() -> None:
-    up, _ = _stacks(FP8, 6, 8)
-    found = some_of(up, range(1, 2))
-    assert torch.equal(dequantized(found), dequantized(up)) and len(found.data) == 1
-    assert found.bias is not None and up.bias is not None and torch.equal(found.bias[0], up.bias[1])
-    assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), "the rest can go"
-
-
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
     with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
@@ -145,20 +130,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in files: 7 experts, 2 key/value heads, a dense layer."""
     folder = tmp_path_factory.mktemp("mixture")
     raw = {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 259,
-        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 7,
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4,
+        "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3, "num_experts": 7,
         "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 0,
-        "tie_word_embeddings": False, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "attention_bias": False,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    model = random_model(ModelConfig.from_folder(folder), device="cpu", dtype=torch.float32, seed=4)
-    state = {
-        ("" if name.startswith("lm_head") else "model.") + name: tensor.clone().contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    save_file(state, folder / "model.safetensors")
+    write_checkpoint(folder, LLAMA | raw)
     return folder
 
 
