@@ -42,14 +42,6 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     return None
 
 
-def gain_text(phase: Phase, evidence: Evidence | None) -> str:
-    """A cell of a table: `5.3× output tokens per second (workload, model)`, or nothing."""
-    found = gain(phase, evidence)
-    if found is None:
-        return ""
-    return f"{factor_text(found)} {gain_words(found.metric)} ({found.after.workload}, {found.after.model})"
-
-
 def factor_text(found: Gain | None) -> str:
     """`5.3×`, or nothing without a comparison."""
     if found is None:

@@ -135,12 +135,6 @@ def to_shared_memory(handover: Handover) -> tuple[SharedMemory, Handover]:
     return memory, handover._replace(blocks=shared)
 
 
-def from_shared_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[SharedMemory, Tensor]:
-    """The blocks that another process has put there, without a copy. The caller closes the memory."""
-    memory = SharedMemory(name=name)
-    return memory, _tensor(memory, shape, dtype)
-
-
 def _tensor(memory: SharedMemory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = torch.Size(shape).numel()
     if not size:

@@ -53,7 +53,7 @@ def check_folder(folder: Path, name: str = "") -> None:
 def read_text(path: Path, flag: str, most: int) -> str:
     """Return the text of a file that a person has given, without a byte order mark of Windows' editors.
 
-    flag: what it was given as, such as `--config`.
+    flag: what it was given as, such as `--json-schema`.
     most: bytes that it may have. No more are read, so that a pipe without end is refused as well.
 
     Raises:

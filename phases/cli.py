@@ -137,7 +137,6 @@ def run(
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     as_json: a.AsJson = False,
-    config: a.ConfigFile = None,
     stats: a.ShowStats = False,
     verbose: a.Verbose = False,
     **options: Any,
@@ -160,21 +159,6 @@ def run(
     from phases.commands import run
 
     return run.run(given, prompts, sampling, grammar_of_all)
-
-
-@app.command("config")
-@without_engine_flags
-def write_config(
-    phase: a.PhaseName, device: a.DeviceName = "auto", config: a.ConfigFile = None, **options: Any
-) -> int:
-    """Print an engine's options as a file for `ladder run --config`."""
-    from phases.commands import early
-
-    options = _given(options)
-    early.check(phase, device=device, options=options)
-    from phases.commands import config as command
-
-    return command.run(phase, device=device, config=config, options=options)
 
 
 @app.command()
@@ -222,7 +206,6 @@ def serve(
     phase: a.ServingPhase = "13",
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    config: a.ConfigFile = None,
     **options: Any,
 ) -> int:
     """Serve a model to OpenAI's clients, with a page to look at."""
@@ -333,7 +316,7 @@ def plot(
     return benches.plot(phase)
 
 
-WITH_ENGINE_FLAGS = {"run": run, "config": write_config, "serve": serve}
+WITH_ENGINE_FLAGS = {"run": run, "serve": serve}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

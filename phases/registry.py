@@ -95,7 +95,7 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
 
 
 def _asks_for_nothing(name: str, options: Mapping[str, Any]) -> bool:
-    """Return True if an option switches a whole feature off, as a file does that has a line for each."""
+    """Return True if an option switches a whole feature off."""
     return name in features() and options[name] is False
 
 

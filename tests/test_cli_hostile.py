@@ -20,7 +20,7 @@ from phases.cli import main
 from phases.commands import benches, doctor, engines, listing
 from phases.commands.engines import read_prompts
 from phases.process import LONGEST_LINE
-from prefix_cache import HashIndex, PrefixCache
+from prefix_cache import PrefixCache
 from tests.test_process import nobody_reads, stdout
 
 LONG = "9" * 5000
@@ -79,7 +79,6 @@ TEXTS = {
     "help": ["--help"],
     "names": ["list", "--names"],
     "doctor": ["doctor"],
-    "config": ["config", "9", "--device", "cpu"],
     "json": ["run", "4", "--device", "cpu", "--max-tokens", "2", "--json"],
 }
 
@@ -163,7 +162,7 @@ def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--no-prefix-cache"], ["--no-overlap"], ["--attention-decode", "torch"], ["--config"]],
+    [[], ["--no-prefix-cache"], ["--no-overlap"], ["--attention-decode", "torch"]],
     ids=lambda flags: "".join(flags) or "none",
 )
 def test_flags_of_the_last_engine_reach_it(
@@ -177,16 +176,10 @@ def test_flags_of_the_last_engine_reach_it(
 
     monkeypatch.setattr("phases.commands.run.load_engine", load)
     small = ["--max-rows", "2", "--max-len", "32", "--step-tokens", "32", "--cache-bytes", str(1 << 20)]
-    if flags == ["--config"]:
-        path = tmp_path / "engine.yaml"
-        path.write_text("prefix_cache: {index: hash}\noverlap: false\nmax_rows: 9\n", encoding="utf-8")
-        flags = ["--config", str(path)]
     arguments = ["--model", str(tiny), "--device", "cpu", "--prompt", "abc", "--max-tokens", "3", *small]
     code, out, _ = cli("run", "09", *arguments, *flags, "--json")
     assert code == 0 and json.loads(out)["completion_tokens"] <= 3
     (engine,) = made
-    assert engine.scheduler.rows.count == 2, "flags come before the file"
+    assert engine.scheduler.rows.count == 2
     assert isinstance(engine.cache, PrefixCache) == ("--no-prefix-cache" not in flags)
-    assert isinstance(engine.loop, Overlapped) == (not {"--no-overlap", "--config"} & set(flags))
-    if "--config" in flags:
-        assert isinstance(engine.cache.index, HashIndex)
+    assert isinstance(engine.loop, Overlapped) == ("--no-overlap" not in flags)

@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.measure import Sample, Samples, alternate, alternate_engines, summarize, time_generation
 from benchmarks.plotting import bars, lines, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
-from benchmarks.workloads import Workload, uniform
+from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import ChunkedScheduler
 from common.events import generate
 from common.models.config import ModelConfig
@@ -27,8 +27,8 @@ from paged_cache import PagedCache, PagedEngine
 from prefix_cache import PrefixCache, RadixIndex
 
 PHASE, BEFORE, SERVED = "17_hybrid_cache", "08_prefix_cache", "13_serving"
-MODEL = "gemma3-270m"
-"""Its weights are small, and of its 18 layers 15 have a window of 512 tokens."""
+MODEL, STATES = "gemma3-270m", "random:qwen3.5-0.8b"
+"""Gemma's weights are small, and of its 18 layers 15 have a window of 512 tokens."""
 CONTEXTS = (1024, 2048, 4096, 8192, 16_384)
 BLOCK, STEP_TOKENS, OUTPUT, ROWS = 16, 256, 256, 384
 FULL = 16
@@ -36,10 +36,16 @@ FULL = 16
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Count requests in flight by the books of each cache, then time decodes of equal batches."""
+    """Count requests in flight by the books of each cache, then time decodes of equal batches.
+
+    On a GPU the published workloads follow, for a model most of whose layers have a state.
+    """
     target = options if options.model is not None else replace(options, model=MODEL)
     bench = Bench(target)
     runs = bench.counted() + bench.decodes()
+    if options.device.type == "cuda":
+        del bench
+        runs += published(replace(options, model=STATES))
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
@@ -144,6 +150,32 @@ class Bench:
         """A few tokens, so that kernels are compiled."""
         short = uniform("warm-up", 2, 16, 4)
         return lambda: generate(engine, short.prompts, short.params)
+
+
+def published(options: BenchOptions) -> list[Run]:
+    """One request, 256 and 64 long prompts through layers with states."""
+    sizes: dict[str, Any] = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384, "drafter": "none"}
+    name, top = options.model or "", ceilings(options.device, options.dtype)
+    engine = engine_of("17", name, device=str(options.device), dtype="bfloat16", **sizes)
+    runs = []
+    for load in ("single-512", "offline-256", "prefill-64x1024"):
+        work = workload(load)
+        if options.quick:
+            work = replace(work.first(8), items=tuple(Item(i.prompt, 8) for i in work.items[:8]))
+        kept = alternate_engines({PHASE: engine}, work, device=options.device, repeats=options.repeats)
+        runs.append(
+            summarize_generation(
+                PHASE,
+                work,
+                kept[PHASE],
+                model=name,
+                config=engine.runner.model.config,
+                dtype=options.dtype,
+                top=top,
+                batch=len(work.items),
+            )
+        )
+    return runs
 
 
 def plain(context: int, blocks: int) -> PrefixCache:

@@ -40,9 +40,6 @@ Model = Annotated[str, flag(MODEL_HELP)]
 AnyModel = Annotated[str | None, flag(f"{MODEL_HELP}, or random:SHAPE")]
 DeviceName = Annotated[str, flag("auto, cpu, cuda, cuda:INDEX or mps")]
 DtypeName = Annotated[str, flag("auto, float32, bfloat16 or float16")]
-ConfigFile = Annotated[
-    Path | None, flag("YAML file with options of the engine, from phase 05 on; see `ladder config`")
-]
 
 PromptTexts = Annotated[
     list[str] | None, flag("text to continue; several times: several requests", panel=PROMPT, metavar="TEXT")

@@ -22,7 +22,6 @@ from common.words import count
 from phases import Phase, phase_named
 from phases.commands.engines import Served, encode, serve
 from phases.commands.grammars import check_grammar, show_trace
-from phases.config import options_from_yaml
 from phases.registry import check_options, load_engine, missing_for
 
 SPECULATES = 11
@@ -39,7 +38,7 @@ def run(
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
     begun, phase, model = usage(), phase_named(given.phase), given.model
-    options = {**(options_from_yaml(given.config) if given.config else {}), **given.options}
+    options: dict[str, Any] = given.options
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
     check_options(phase, options, where)

@@ -31,7 +31,6 @@ from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.version import version
-from phases.config import options_from_yaml
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.cluster import Cluster, Share, serve_until_signal
 from replicas.options import ReplicaOptions
@@ -45,15 +44,14 @@ KEY = "LADDER_API_KEY"
 def run(given: SimpleNamespace) -> int:
     """Serve until a signal; returns the exit code.
 
-    given: the arguments of the command line; `options` are those of the engine, which come before what the
-    file says, of `Limits`, and of `ReplicaOptions`.
+    given: the arguments of the command line; `options` are those of the engine, of `Limits`, and of
+    `ReplicaOptions`.
     """
     begun, rung = usage(), phase_named(given.phase)
     of_engine = list(first_phases())
     limits, replicas = route(given.options, [Limits, ReplicaOptions], of_engine)
     checked, copies = Limits(**limits), ReplicaOptions(**replicas)
-    options = options_from_yaml(given.config) if given.config else {}
-    options |= {name: value for name, value in given.options.items() if name in of_engine}
+    options = {name: value for name, value in given.options.items() if name in of_engine}
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)
     check_options(rung, options, where)

@@ -113,8 +113,6 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
 
 
 PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0}
-
-
 PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 
 
@@ -126,14 +124,31 @@ def plan_of(engine: PagedEngine) -> Any:
     return engine.runner.plan(MaskedPlan)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some rows end before others, so a graph's masks are fewer than in the step before, at other places."""
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a graph is called, not replayed; only what masked steps need is called when it is captured."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    options: dict[str, Any] = {**PLAIN, "max_rows": 4}
+    from cuda_graphs.capture import Capturer
+    from cuda_graphs.decode_graph import DecodeGraph
+    from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskedGraph
+
+    def capture(self: Capturer, function: Any) -> Any:
+        of = function.__self__
+        if isinstance(of, LogitsGraph | MaskedGraph) or (isinstance(of, DecodeGraph) and of.plan is None):
+            function()
+        return function
+
+    monkeypatch.setattr(Capturer, "capture", capture)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("calls")
+def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows end before others, so a graph's masks are fewer than in the step before, at other places."""
+    from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskedGraph
+
     letters, digits = Grammar.regex("[xyz]{9}"), Grammar.regex("[0-9]{9}")
     params = [
         SamplingParams(max_tokens=5, ignore_eos=True),
@@ -141,8 +156,6 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         SamplingParams(max_tokens=5, temperature=1.0, seed=1, grammar=digits),
         SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True),
     ]
-    from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskedGraph
-
     captured: list[list[int]] = []
     first, rest = LogitsGraph.compute, MaskedGraph.compute
     with monkeypatch.context() as patch:
@@ -152,8 +165,8 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         patch.setattr(
             MaskedGraph, "compute", lambda self: captured.append(self.first.inputs[1].tolist()) or rest(self)
         )
-        engine = engine_of(model, **options)
-    assert all(set(at) == {-1} for at in captured), f"captured with somebody at positions {captured}"
+        engine = engine_of(model, **PLAIN, max_rows=4)
+    assert captured and all(set(at) == {-1} for at in captured), f"captured with somebody at {captured}"
     graphs = plan_of(engine).graphs
     assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
     replayed: Counter[tuple[int, Any]] = Counter()
@@ -161,34 +174,24 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
     found = engine.generate([PROMPT] * 4, params)
-    eager = engine_of(model, **options)
-    plan_of(eager).graphs.clear()
+    assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
+    graphs.clear()
+    eager = engine.generate([PROMPT] * 4, params)
     free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
-    for one, other in zip(found, eager.generate([PROMPT] * 4, params), strict=True):
+    for one, other in (*zip(found, eager, strict=True), (found[0], free[0]), (found[3], free[1])):
         assert one.token_ids == other.token_ids, (
-            f"prompt {one.index}: {one.token_ids} from graphs, {other.token_ids} without"
-        )
-    for place, other in zip((0, 3), free, strict=True):
-        assert found[place].token_ids == other.token_ids, (
-            f"prompt {place}: a neighbour's grammar changes tokens"
+            f"prompt {one.index}: {one.token_ids} from graphs, {other.token_ids} without or alone"
         )
     for completion, allowed in zip(found[1:3], ("xyz", "0123456789"), strict=True):
-        assert set(text_of(completion)) <= set(allowed), (
-            f"prompt {completion.index} may write {allowed}, and yet it wrote {text_of(completion)!r}"
-        )
-    assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
+        assert set(text_of(completion)) <= set(allowed), f"{allowed} allow {text_of(completion)!r}"
     check(engine)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("calls")
 def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
     """With rows that become free, get new owners with nothing but one token to compute, and fail."""
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs Triton's interpreter")
-    options: dict[str, Any] = {**PLAIN, "max_rows": 7}
-    options |= {"jump_forward": False, "speculate": False}
+    options: dict[str, Any] = {**PLAIN, "max_rows": 7, "jump_forward": False, "speculate": False}
     grammars = [Grammar.regex("[xyz]{30}"), Grammar.regex("[0-9]{30}")]
     lengths = [7, 3, 6, 7, 5, 7, 7]
     prompts, late = [[10 + n, 20 + n] for n in range(len(lengths))], [[40], [41]]
@@ -223,14 +226,14 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
             return take_failed()
 
         masks.take_failed = failed  # type: ignore[method-assign]
+        waiting = list(late)
         while not engine.idle:
             engine.step()
-            if requests[1].finish_reason is not None and late:
+            if requests[1].finish_reason is not None and waiting:
                 params = SamplingParams(max_tokens=3, temperature=1.0, seed=5, grammar=grammars[0])
-                requests += [one for prompt in late for one in engine.add(prompt, params)]
-                late.clear()
+                requests += [one for prompt in waiting for one in engine.add(prompt, params)]
+                waiting.clear()
         check(engine)
-        late.extend([40 + n] for n in range(2))
         assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] + ["length"] * 4
         return [request.output_ids for request in requests], staged
 

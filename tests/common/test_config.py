@@ -47,15 +47,9 @@ def test_text_model_inside_a_multimodal_one() -> None:
 @pytest.mark.parametrize(("hidden", "heads", "layers"), [(2560, 8, 34), (5376, 32, 62)])
 def test_googles_files_of_gemma_leave_out_the_defaults(hidden: int, heads: int, layers: int) -> None:
     """As those of the sizes 4B and 27B do."""
-    inner = {
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": layers,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    }
-    inner |= {"num_attention_heads": heads} if heads != 8 else {}
+    inner = {"model_type": "gemma3_text", "hidden_size": hidden, "intermediate_size": 4 * hidden}
+    inner |= {"num_hidden_layers": layers, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    inner |= {"sliding_window": 1024} | ({"num_attention_heads": heads} if heads != 8 else {})
     found = ModelConfig.from_hf({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner})
     expected = transformers.Gemma3TextConfig(**inner)
     for ours, theirs in (
@@ -217,12 +211,9 @@ def test_a_refused_field_names_its_file(tmp_path: Path) -> None:
         ModelConfig.from_folder(tmp_path)
 
 
-def test_null_is_as_good_as_absent() -> None:
+def test_nothing_is_said_by_null_and_no_token_by_minus_one() -> None:
     nothing = ["head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "hidden_act", "quantization_config"]
     assert ModelConfig.from_hf({**LLAMA, **dict.fromkeys(nothing)}) == ModelConfig.from_hf(LLAMA)
-
-
-def test_no_token_is_said_by_minus_one() -> None:
     config = ModelConfig.from_hf({**LLAMA, "bos_token_id": -1, "eos_token_id": [-1, 3]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (3,))
     assert ModelConfig.from_hf({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()

@@ -133,9 +133,3 @@ def test_every_token_of_the_bundled_models(smollm2_folder, gemma3_folder):
             assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
         words = [i for i in ids if not tokenizer.backend.id_to_token(i).startswith("<0x")]
         assert "".join(streamed(tokenizer, words)) == tokenizer.backend.decode(words)
-
-
-def test_an_added_token_is_written_as_it_is(tmp_path):
-    tokenizer = made(tmp_path, "byte-level")
-    ids = [tokenizer.backend.token_to_id(token) for token in ("<think>", "two words ü", "<|end|>")]
-    assert "".join(streamed(tokenizer, ids)) == "<think>two words ü"

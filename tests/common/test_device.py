@@ -5,37 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.device import (
-    pick_device,
-    pick_dtype,
-)
+from common.device import pick_device, pick_dtype
 from common.errors import UserError
 
 
-def test_auto_prefers_an_accelerator(monkeypatch):
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert pick_device("auto") == torch.device("cpu")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert pick_device("auto") == torch.device("mps")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert pick_device("auto") == pick_device_with_two_gpus(monkeypatch, "cuda") == torch.device("cuda", 1)
-
-
-def pick_device_with_two_gpus(monkeypatch, name):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    return pick_device(name)
-
-
-def test_a_named_device_must_exist(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert pick_device_with_two_gpus(monkeypatch, "cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(UserError, match="'cuda:2', but PyTorch finds 2 CUDA devices"):
-        pick_device("cuda:2")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(UserError, match="no Apple GPU"):
         pick_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device("auto") == torch.device("mps")
+
+
+def test_with_two_gpus(two_gpus):
+    assert {pick_device(name) for name in ("auto", "cuda", "cuda:1")} == {torch.device("cuda", 1)}
+    with pytest.raises(UserError, match="'cuda:2', but PyTorch finds 2 CUDA devices"):
+        pick_device("cuda:2")
 
 
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cuda:-1", "meta"])

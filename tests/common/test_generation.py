@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -163,18 +164,6 @@ def first_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
     return None
 
 
-def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer, SamplingParams(stop=("END",)))
-    shown, reason = [], None
-    for letter in "the E ENEND":
-        reason, _ = stream.advance(tokenizer.encode(letter)[0], None)
-        shown.append(stream.text)
-    assert reason == "stop"
-    assert stream.text == "the E EN"
-    assert shown[4] == "the "  # the E is held back: it may be the beginning of END
-    assert shown[5] == "the E "  # and it was not
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab cdé", max_size=30),
@@ -185,7 +174,7 @@ def test_a_stop_string_may_be_spread_over_tokens(tokenizer: Tokenizer) -> None:
 def test_the_cut_into_tokens_does_not_matter(
     tokenizer: Tokenizer, text: str, stops: list[str], cuts: random.Random, exempt: int
 ) -> None:
-    """Against a search of the whole text; and what was given out is never taken back."""
+    """Against a search of the whole text; what may begin a stop string, and no more, is held back."""
     tokens, rest = [], text
     while rest:
         size = cuts.randint(1, len(rest))
@@ -193,10 +182,14 @@ def test_the_cut_into_tokens_does_not_matter(
         rest = rest[size:]
     params = SamplingParams(stop=tuple(stops), min_tokens=exempt)
     stream, reason = TextStream(tokenizer, params), None
-    for token in tokens:
+    for read, token in enumerate(tokens, 1):
         reason, _ = stream.advance(token, None)
         if reason is not None:
             break
+        known = tokenizer.decode(tokens[:read]).rstrip("\ufffd")
+        held = known.removeprefix(stream.text)
+        assert stream.text + held == known
+        assert not held or any(stop.startswith(held) for stop in stops), f"{held!r} is held back"
     # The text of the first tokens, without a character that they leave incomplete, is not searched.
     start = len(tokenizer.decode(tokens[:exempt]).rstrip("\ufffd"))
     end = first_stop(text, stops, start)
@@ -204,6 +197,28 @@ def test_the_cut_into_tokens_does_not_matter(
     if end is None:
         stream.advance(None, "length")
     assert stream.text == (text if end is None else text[:end])
+
+
+@pytest.mark.parametrize(
+    ("stops", "letter"),
+    [
+        (("a" * 1023 + "b",), "a"),  # every token falls back from the longest state
+        (tuple("a" * size + "b" for size in range(1008, 1024)), "a"),
+        (("end", "</s>"), "x"),
+        ((), "x"),
+    ],
+    ids=["one long", "many long", "short", "none"],
+)
+def test_cost_does_not_grow_with_the_text(tokenizer: Tokenizer, stops: tuple[str, ...], letter: str) -> None:
+    """30,000 tokens; reading the text of the stream again for each of them would take a minute."""
+    token, count = tokenizer.encode(letter)[0], 30_000
+    stream = TextStream(tokenizer, SamplingParams(stop=stops))
+    start = time.process_time()  # of work: a busy machine is no fault
+    shown = [stream.push(event(token)) for _ in range(count - 1)]
+    shown.append(stream.push(event(token, "length")))
+    seconds = time.process_time() - start
+    assert sum(map(len, shown)) == count
+    assert seconds < 4, f"{seconds / count * 1e6:.0f} us a token"
 
 
 # Texts.

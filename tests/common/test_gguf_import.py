@@ -25,7 +25,7 @@ def imported(tmp_path: Path, architecture: str, quantization: str = "F32"):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_float_weights_come_back_exactly_under_their_own_names(tmp_path, architecture):
+def test_float_weights_and_logits_come_back_under_their_own_names(tmp_path, architecture):
     model, folder = imported(tmp_path, architecture)
     stored = load_file(folder / "model.safetensors")
     expected = dict(model.named_parameters())  # the tied head appears once
@@ -34,11 +34,6 @@ def test_float_weights_come_back_exactly_under_their_own_names(tmp_path, archite
         # 1 + w loses the last bit of w, which the norms of Gemma can afford
         atol = 1e-7 if architecture == "gemma3" and "norm" in name else 0
         torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_transformers_loads_the_folder_and_computes_the_same_logits(tmp_path, architecture):
-    model, folder = imported(tmp_path, architecture)
     again = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(5, 45)[None]  # longer than the sliding window
     with torch.no_grad():
@@ -91,42 +86,18 @@ def test_other_architectures_and_damaged_files_are_refused(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-TEXTS = [
-    "  two  spaces   three\ttabs\n\n\nlines\r\n",
-    "def f(x):\n    return x**2  # 123456, 3.14159 I'm they'll DON'T",
-    "Ünïcödé ñandú 中文字符测试，你好世界。日本語 한국어 Привет مرحبا ꙮ \x00\x07",
-    "🎉🚀👩‍👩‍👧‍👦 emoji 🇫🇷 e\u0301 combining n\u0303 \u00a0nbsp\u200bzero 𝔘𝔫𝔦 𐍈",
-    "<html><body>https://example.com/?q=a%20b&c=d#e\\frac{a}{b} $x^2$ ſtraße ﬁ ﬃ",
-    " ",
-    "",
-    "a" * 50 + " " * 40 + "\n" * 40,
-]
-
-
-@pytest.mark.weights
-@pytest.mark.parametrize("fixture", ["smollm2_folder", "gemma3_folder"])
-def test_real_tokenizers_round_trip_and_agree_with_transformers(request, fixture):
-    folder = request.getfixturevalue(fixture)
-    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS:
-        ids = ours.encode(text).ids
-        assert ids == theirs(text)["input_ids"], text
-        assert ours.decode(ids) == text
-
-
 def test_gemma_merges_say_what_the_scores_say(gemma3_folder):
     """Compare with SentencePiece's definition as a plain loop: join the neighbours with the best union."""
     model = json.loads((gemma3_folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     ours = Tokenizer.from_file(str(gemma3_folder / "tokenizer.json"))
     vocabulary = model["vocab"]
     made = {"".join(merge) for merge in model["merges"]}
-    for text in [
+    for text in (
         "internationalization",
         "Donaudampfschifffahrt",
         " the quick brown fox",
         "人工知能の研究開発",
-    ]:
+    ):
         pieces = list(text.replace(" ", "▁"))
         while True:
             # A normal piece's score falls with its id, so the best union is the one with the lowest id.

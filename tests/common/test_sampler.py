@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed, Plan, Sampled, Sampler
+from common.sampling.sampler import Allowed, Sampled, Sampler
 from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
@@ -102,11 +102,15 @@ def reference(
 
 
 def sampler_for(
-    requests: Sequence[dict[str, Any]], vocab_size: int, *, rows: Sequence[int] | None = None
+    requests: Sequence[dict[str, Any]],
+    vocab_size: int,
+    *,
+    rows: Sequence[int] | None = None,
+    device: str = "cpu",
 ) -> Sampler:
     """A sampler with `requests[i]` in row `rows[i]`."""
     places = range(len(requests)) if rows is None else rows
-    sampler = Sampler(max(places, default=0) + 1, vocab_size, "cpu", seed=0)
+    sampler = Sampler(max(places, default=0) + 1, vocab_size, device, seed=0)
     for row, request in zip(places, requests, strict=True):
         settings = dict(request)
         sampler.set_row(row, settings.pop("params"), **settings)
@@ -116,14 +120,6 @@ def sampler_for(
 def choose(sampler: Sampler, logits: Tensor, rows: Sequence[int], steps: Sequence[int] | int = 0) -> Sampled:
     step = [steps] * len(rows) if isinstance(steps, int) else steps
     return sampler.sample(logits, torch.tensor(rows), list(rows), torch.tensor(step))
-
-
-def histogram(params: SamplingParams, logits: Sequence[float], draws: int, **state: Any) -> NDArray[np.int64]:
-    """How often each token is drawn, over `draws` steps of one request."""
-    sampler = sampler_for([{"params": params, **state}], len(logits))
-    batch = torch.tensor(logits).expand(draws, -1)
-    tokens = choose(sampler, batch, [0] * draws, list(range(draws))).tokens
-    return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
 def chi_square_limit(freedom: int, z: float = 4.0) -> float:
@@ -243,26 +239,6 @@ def test_tokens_are_those_of_the_reference() -> None:
     assert ties < 10  # of 1,000: otherwise nothing was compared
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"temperature": 1.0, "top_k": 5},
-        {"temperature": 1.5, "top_p": 0.8},
-        {"temperature": 1.0, "min_p": 0.2},
-        {"temperature": 1.3, "top_k": 8, "top_p": 0.9, "min_p": 0.02},
-    ],
-)
-@pytest.mark.slow
-def test_the_drawn_distribution_is_the_references(settings: dict[str, Any]) -> None:
-    logits = np.random.default_rng(3).uniform(-2, 2, size=20).astype(np.float32).tolist()
-    params = SamplingParams(**settings, seed=11)
-    draws = 6_000 if {"top_k", "top_p"} & set(settings) else 20_000
-    assert_drawn_from(histogram(params, logits, draws), reference(logits, params))
-
-
 def test_the_distribution_over_seeds_is_the_same_as_over_steps() -> None:
     """Seeds 0, 1, 2, ... are what people use; their first tokens must not be alike."""
     logits, draws = [0.3, -0.2, 1.0, 0.1, -1.0], 4_000
@@ -277,23 +253,10 @@ def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
     draws = 20_000
     for probability, rare in ((1e-4, 200), (1e-5, 200), (1e-6, 500)):
         logits = [0.0] + [math.log(probability / (1 - rare * probability))] * rare
-        counts = histogram(SamplingParams(temperature=1.0, seed=17), logits, draws)
+        sampler = sampler_for([{"params": SamplingParams(temperature=1.0, seed=17)}], rare + 1)
+        tokens = choose(sampler, torch.tensor(logits).expand(draws, -1), [0] * draws, range(draws)).tokens
         expected = draws * rare * probability
-        assert abs(counts[1:].sum() - expected) < 4 * math.sqrt(expected), probability
-
-
-# Truncation.
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [(0.01, {0}), (0.499, {0}), (0.501, {0, 1}), (0.79, {0, 1}), (0.81, {0, 1, 2}), (0.96, {0, 1, 2, 3})],
-)
-@pytest.mark.slow
-def test_top_p_keeps_the_token_that_crosses_p(top_p: float, kept: set[int]) -> None:
-    logits = np.log([0.5, 0.3, 0.15, 0.05]).tolist()
-    counts = histogram(SamplingParams(temperature=1.0, top_p=top_p, seed=0), logits, 2_000)
-    assert set(np.flatnonzero(counts).tolist()) == kept
+        assert abs(int((tokens > 0).sum()) - expected) < 4 * math.sqrt(expected), probability
 
 
 # Masks, and rows that stand at several places.
@@ -369,17 +332,6 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
     assert run(order, range(count)) == [[tokens[member] for member in order] for tokens in together]
     some, rows = [3, 7, 11], [5, 0, 2]
     assert run(some, rows) == [[tokens[member] for member in some] for tokens in together]
-
-
-def test_greedy_rows_among_random_ones_are_exact() -> None:
-    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
-    logits[2, 40] = logits[2, 200] = logits.max() + 1  # a tie: the lower id
-    requests = [{"params": SamplingParams(temperature=1.0 * (row % 2), top_p=0.9)} for row in range(6)]
-    sampler = sampler_for(requests, 300)
-    for step in range(20):
-        tokens = choose(sampler, logits, range(6), step).tokens
-        assert tokens[::2].tolist() == logits[::2].argmax(1).tolist()
-        assert int(tokens[2]) == 40
 
 
 # Seeds.
@@ -561,29 +513,20 @@ EVERYTHING = SamplingParams(
 )
 
 
-"""What it costs to know of NaN: `[B]` numbers, read where the tokens are."""
-
-
-def operations(params: Sequence[SamplingParams], vocab_size: int = 64) -> tuple[list[str], Plan]:
-    rows = list(range(len(params)))
-    sampler = sampler_for([{"params": one, "prompt_ids": [1, 2]} for one in params], vocab_size)
-    plan = sampler.plan(rows)
-    on_device, steps, logits = (
-        torch.tensor(rows),
-        torch.zeros(len(rows), dtype=torch.int64),
-        torch.zeros(len(rows), 64),
-    )
-    before = logits.clone()
+def operations(params: Sequence[SamplingParams]) -> list[str]:
+    rows, logits = list(range(len(params))), torch.zeros(len(params), 64)
+    sampler = sampler_for([{"params": one, "prompt_ids": [1, 2]} for one in params], 64)
+    plan, on_device, steps = sampler.plan(rows), torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64)
     with Operations() as record:
         sampler.sample(logits, on_device, [], steps, plan)
-    assert torch.equal(logits, before)
-    return record.names, plan
+    assert not logits.any(), "logits were changed"
+    return record.names
 
 
 @pytest.mark.parametrize("others", [[], [SamplingParams()], [EVERYTHING]])
 def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> None:
     """These operations make the host wait, and cannot stand in a CUDA graph."""
-    names, _ = operations([EVERYTHING, *others])
+    names = operations([EVERYTHING, *others])
     assert not {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"} & set(names)
     assert "scatter_add_" in names  # something was recorded
 
@@ -591,10 +534,10 @@ def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> N
 def test_sampling_has_no_loop_over_rows() -> None:
     greedy, warm = replace(EVERYTHING, temperature=0.0), replace(EVERYTHING, top_k=0, top_p=1)
     for same in (greedy, warm):
-        assert operations([same] * 30)[0] == operations([same] * 2)[0]
+        assert operations([same] * 30) == operations([same] * 2)
     # Draws that select by radix take a few rows at a time, so that their temporary tensors stay in the cache.
-    assert operations([EVERYTHING] * 4)[0] == operations([EVERYTHING] * 2)[0]
-    assert len(operations([EVERYTHING] * 30)[0]) < 10 * len(operations([EVERYTHING] * 2)[0])
+    assert operations([EVERYTHING] * 4) == operations([EVERYTHING] * 2)
+    assert len(operations([EVERYTHING] * 30)) < 10 * len(operations([EVERYTHING] * 2))
 
 
 def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
@@ -635,15 +578,8 @@ def test_cuda_draws_what_the_cpu_draws_eagerly_and_from_a_graph() -> None:
         choose(host, logits[step], range(count), (starts + step).tolist()).tokens for step in range(steps)
     ]
 
-    def on_cuda() -> Sampler:
-        sampler = Sampler(count, vocab_size, "cuda", seed=0)
-        for row, request in enumerate(requests):
-            settings = dict(request)
-            sampler.set_row(row, settings.pop("params"), **settings)
-        return sampler
-
     rows, rows_host = torch.arange(count, device="cuda"), list(range(count))
-    eager = on_cuda()
+    eager, sampler, warm = (sampler_for(requests, vocab_size, device="cuda") for _ in range(3))
     found = [
         eager.sample(logits[step].cuda(), rows, rows_host, (starts + step).cuda()).tokens.cpu()
         for step in range(steps)
@@ -651,13 +587,9 @@ def test_cuda_draws_what_the_cpu_draws_eagerly_and_from_a_graph() -> None:
     # exp is rounded differently, so a draw that falls between two tokens may go the other way, very seldom.
     assert sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True)) <= 1
 
-    sampler = on_cuda()
     plan = sampler.plan(rows_host).for_any_rows()
-    static, step_now = (
-        torch.zeros(count, vocab_size, device="cuda"),
-        torch.zeros(count, dtype=torch.int64).cuda(),
-    )
-    warm = on_cuda()
+    static = torch.zeros(count, vocab_size, device="cuda")
+    step_now = torch.zeros(count, dtype=torch.int64, device="cuda")
     warm.plan(rows_host)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

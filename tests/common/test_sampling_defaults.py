@@ -22,9 +22,6 @@ def test_what_the_file_says_of_sampling_and_nothing_else(tmp_path):
     assert sampling_defaults(tmp_path, "neutral") == {}
     put(tmp_path, temperature=None, repetition_penalty=1.1, min_p=0.05)
     assert sampling_defaults(tmp_path) == {"repetition_penalty": 1.1, "min_p": 0.05}
-
-
-def test_every_field_is_one_of_sampling_params(tmp_path):
     put(tmp_path, **dict.fromkeys(FIELDS, 1))
     assert SamplingParams(**sampling_defaults(tmp_path)).temperature == 1.0
 
@@ -35,8 +32,5 @@ def test_values_that_nobody_can_sample_with(tmp_path, wrong):
     with pytest.raises(UserError, match=r"generation_config\.json: .*--generation-config neutral"):
         sampling_defaults(tmp_path)
     assert sampling_defaults(tmp_path, "neutral") == {}
-
-
-def test_no_such_source(tmp_path):
     with pytest.raises(UserError, match="generation_config is 'vllm'"):
         sampling_defaults(tmp_path, "vllm")

@@ -110,12 +110,9 @@ def test_defaults_are_greedy_and_switch_everything_off() -> None:
     assert not SamplingParams(temperature=1.0, top_p=1e-9).greedy
 
 
-def test_one_stop_string_is_not_a_list_of_characters() -> None:
+def test_what_others_write_becomes_plain_numbers_and_tuples() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-
-
-def test_numbers_of_other_kinds_become_plain_ones() -> None:
     params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])  # type: ignore[arg-type]
     assert (type(params.max_tokens), params.max_tokens) == (int, 7)
     assert (type(params.temperature), params.temperature) == (float, 0.5)
@@ -134,14 +131,9 @@ def test_is_a_value() -> None:
         params.seed = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 5, -1, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1]
-)
-def test_a_seed_is_its_lowest_64_bits(seed: int) -> None:
-    assert SamplingParams(seed=seed).seed_of(0) == seed & ((1 << 64) - 1)
-
-
-def test_the_samples_of_a_prompt_have_different_seeds() -> None:
+def test_a_seed_is_its_lowest_64_bits_and_samples_have_different_ones() -> None:
+    for seed in (0, 5, -1, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1):
+        assert SamplingParams(seed=seed).seed_of(0) == seed & ((1 << 64) - 1)
     params = SamplingParams(seed=(1 << 64) - 1, n=3)
     assert [params.seed_of(sample) for sample in range(3)] == [(1 << 64) - 1, 0, 1]
     assert SamplingParams(n=3).seed_of(1) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,32 +20,33 @@ from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 
 HARD = [
-    "🎉",
     "👩‍👩‍👧‍👦 family",
     "中文字符 mixed 日本語",
-    "e\u0301n\u0303 marks",
+    "e\u0301n\u0303 مرحبا",
     "  two  spaces\n\n",
-    "𐍈𝔘",
-    "مرحبا",
-    " 😀 hi",
+    " 𐍈𝔘 hi",
     " ∈ A",
-    "",
 ]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, Path]:
+    """Tiny models with a byte-level tokenizer (llama), and with one that falls back to bytes (gemma3)."""
+    parent = tmp_path_factory.mktemp("made")
+    for kind in ("llama", "gemma3"):
+        tiny_gguf.write(parent / f"{kind}.gguf", kind)
+        import_gguf(parent / f"{kind}.gguf", parent / kind)
+    return {kind: parent / kind for kind in ("llama", "gemma3")}
+
+
 @pytest.fixture(params=["llama", "gemma3"])
-def folder(request, tmp_path) -> Path:
-    """A tiny model with a byte-level tokenizer (llama), or with one that falls back to bytes (gemma3)."""
-    tiny_gguf.write(tmp_path / "tiny.gguf", request.param)
-    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
-    return tmp_path / "model"
+def folder(request, made, tmp_path) -> Path:
+    return Path(shutil.copytree(made[request.param], tmp_path / "model"))
 
 
 @pytest.fixture
-def llama_folder(tmp_path) -> Path:
-    tiny_gguf.write(tmp_path / "tiny.gguf", "llama")
-    import_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
-    return tmp_path / "model"
+def llama_folder(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made["llama"], tmp_path / "model"))
 
 
 def change(path: Path, **fields) -> None:
@@ -189,28 +191,22 @@ def test_unusable_files_are_named(llama_folder):
             Tokenizer(llama_folder)
 
 
-@pytest.mark.parametrize("text", [text * (1 + 3000 // max(1, len(text))) for text in HARD[:-1]])
-def test_long_texts_have_the_ids_that_the_library_gives_short_ones(folder, text):
-    tokenizer = Tokenizer(folder)
+@pytest.mark.parametrize("text", [text * (1 + 3000 // len(text)) for text in HARD])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_long_texts_have_the_ids_and_the_words_that_the_library_gives_short_ones(made, kind, text):
+    tokenizer = Tokenizer(made[kind])
     assert len(text) > LONG
     text = f"<|im_start|>{text}<bos>{text}"
-    for special in (True, False):
-        found = ids_of(tokenizer.backend, text, add_special_tokens=special)
-        assert found == tokenizer.backend.encode(text, add_special_tokens=special).ids
-
-
-@pytest.mark.parametrize("text", [text * (1 + 3000 // max(1, len(text))) for text in HARD[:-1]])
-def test_many_ids_have_the_text_that_the_library_gives_few(folder, text):
-    tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(f"<|im_start|>{text}<bos>{text}" * 2)
-    assert len(ids) > LONG
-    for skip in (True, False):
-        assert tokenizer.decode(ids, skip) == tokenizer.backend.decode(ids, skip_special_tokens=skip)
+    for either in (True, False):
+        found = ids_of(tokenizer.backend, text, add_special_tokens=either)
+        assert found == tokenizer.backend.encode(text, add_special_tokens=either).ids
+        assert len(found) > LONG
+        assert tokenizer.decode(found, either) == tokenizer.backend.decode(found, skip_special_tokens=either)
 
 
 @pytest.mark.parametrize("way", ["encode", "decode"])
-def test_a_long_text_holds_nobody_up(folder, way):
-    tokenizer, text = Tokenizer(folder), " ".join(map(str, range(150_000)))
+def test_a_long_text_holds_nobody_up(made, way):
+    tokenizer, text = Tokenizer(made["llama"]), " ".join(map(str, range(60_000)))
     given = text if way == "encode" else tokenizer.encode(text) * 4
     with ThreadPoolExecutor(1) as threads:
         begun = time.perf_counter()

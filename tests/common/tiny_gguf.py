@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -33,6 +34,7 @@ LAYER = {
 }
 
 
+@cache
 def oracle(architecture: str) -> transformers.PreTrainedModel:
     """A model of `transformers` with random weights, its norms' too."""
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, combinations
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +19,6 @@ from paged_cache import Feature, PagedSizes, Parts, build
 from paged_cache.scheduler import PagedScheduler
 from phases import phase_named, registry
 from phases.cli import main
-from phases.config import EngineConfig, options_from_yaml
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42], [3]]
@@ -133,39 +131,7 @@ def test_a_named_model_belongs_to_its_engine_and_a_loaded_one_to_its_caller(mode
     assert registry.load_engine(phase_named("08"), model, **SMALL).runner.model is model  # type: ignore[attr-defined]
 
 
-# As a file, and as flags.
-
-
-@pytest.mark.parametrize("number", ["05", "06", "07", "08", "09", "10", "11", "12", "13", "14"])
-def test_what_a_phase_prints_is_taken_back(tmp_path: Path, number: str) -> None:
-    path = tmp_path / "engine.yaml"
-    config = EngineConfig.of(phase_named(number), {}, CPU)
-    path.write_text(config.to_yaml(), encoding="utf-8")
-    again = EngineConfig.of(phase_named(number), options_from_yaml(path), CPU)
-    for name, feature in config.features.items():
-        assert again.features[name] == feature, f"{name} of {number}"
-    assert again == config
-
-
-FILES: dict[str, tuple[str, str]] = {
-    "no YAML": ("a: [", "is not YAML"),
-    "a list": ("- 1", "holds a list"),
-    "an unknown key": ("max_row: 3", "'max_row' is no option here: did you mean max_rows"),
-    "an unknown option": (
-        "prefix_cache: {indx: hash}",
-        "prefix_cache: 'indx' is no option here",
-    ),
-    "no feature": ("overlap: maybe", "overlap is 'maybe', but must be true, false, or its options"),
-    "a bomb": ("[" * 100_000, "is not YAML"),
-}
-
-
-@pytest.mark.parametrize(("text", "says"), FILES.values(), ids=FILES.keys())
-def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "engine.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=says):
-        options_from_yaml(path)
+# As flags.
 
 
 def test_flags_come_from_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -175,7 +141,3 @@ def test_flags_come_from_the_options(capsys: pytest.CaptureFixture[str], monkeyp
     shown = capsys.readouterr().out
     for name in registry.first_phases():
         assert "--" + name.replace("_", "-") in shown, name
-    with pytest.raises(SystemExit):
-        main(["config", "09", "--no-prefix-cache", "--max-rows", "5", "--device", "cpu"])
-    written = capsys.readouterr().out
-    assert "prefix_cache: false" in written and "max_rows: 5 " in written and "overlap: true" in written

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from common.sampling.params import SamplingParams
 from forward import Generator, load, load_model
 from forward.attention import LayerSpec, attend, causal_mask
 from forward.layers import LayerNorm, RMSNorm
+from forward.loading import random_model
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
+from forward.shapes import SHAPES
 from tests.oracles import assert_same_logits, logits_of, written
 
 AWKWARD = {
@@ -256,6 +259,17 @@ def test_every_spelling_means_what_it_means_in_transformers(case: str, tmp_path:
     assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, case)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
+    oracle(name, tmp_path)
+    ids = torch.randint(0, 97, (1, 40))
+    exact, half = (
+        logits_of(load_model(tmp_path, device="cpu", dtype=dtype), ids) for dtype in ("float32", "bfloat16")
+    )
+    assert half.dtype == torch.float32
+    assert (half - exact).norm() / exact.norm() < 0.03
+
+
 @pytest.mark.parametrize("stored", ["embedding", "head", "both", "another head"])
 def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: Path) -> None:
     """In text checkpoints and in multimodal ones, whatever the flags of both levels say."""
@@ -282,6 +296,13 @@ def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: 
         shared = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
         assert shared == (stored != "another head"), config
         assert_same_logits(model, reference, str(config), length=20)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding_itself(tied: bool) -> None:
+    config = replace(SHAPES["tiny"], tie_word_embeddings=tied)
+    model = random_model(config, device="cpu", dtype=torch.float32)
+    assert (model.lm_head.weight is model.get_parameter("embed_tokens.weight")) == tied
 
 
 def test_generator_recomputes_everything() -> None:

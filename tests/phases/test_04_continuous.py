@@ -258,6 +258,24 @@ def test_an_exception_in_the_model_fails_that_step_only(
     assert engine.idle and engine.scheduler.rows.free == 2 and "out of luck" in caplog.text
 
 
+def test_a_failed_step_lands_and_ends_each_of_its_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = fake(3)
+    committed: list[Any] = []
+    monkeypatch.setattr(engine.cache, "commit", lambda *given: committed.append(given))
+    first, second, third = (engine.add([n + 1, 2], greedy(6))[0] for n in range(3))
+    engine.take_in()
+    works = engine.schedule()
+    engine.abort(second)
+    engine.take_in()
+    second.error = earlier = RuntimeError("earlier")
+    engine.fail(works, error := RuntimeError("no"))
+    ends = [(output.request, output.token_id, output.finish_reason) for output in engine.drain()]
+    assert ends == [(second, None, "abort"), (first, None, "error"), (third, None, "error")]
+    assert (first.error, second.error, third.error) == (error, earlier, error)
+    assert [request.in_flight + request.placeholders for request in (first, second, third)] == [0, 0, 0]
+    assert not committed and engine.idle and engine.scheduler.rows.free == 3
+
+
 # Batches and attention.
 
 

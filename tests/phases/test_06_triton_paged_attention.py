@@ -6,6 +6,7 @@ import math
 import weakref
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,19 @@ from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
+from triton_paged_attention.hardware import shared_memory
 from triton_paged_attention.kernels.norms import add_rms_norm, rms_norm
 from triton_paged_attention.layers import optimize
 from triton_paged_attention.linear import FusedLinear, gated
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import PREFILL, DecodeConfig, PrefillConfig, PrefillKey
+from triton_paged_attention.tables import (
+    PREFILL,
+    DecodeConfig,
+    DecodeKey,
+    PrefillConfig,
+    PrefillKey,
+    decode_default,
+)
 
 GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 pytestmark = pytest.mark.usefixtures("poison")
@@ -145,6 +154,20 @@ def test_several_query_tokens_per_request() -> None:
             )  # fmt: skip
             what = f"{splits} splits, {features or 'plain'}"
             assert_attention(batch, out, TOLERANCE[torch.float32], what, **features)
+
+
+def test_few_pairs_are_split_and_stages_fit_the_shared_memory() -> None:
+    device = torch.device("cpu")  # 4 multiprocessors
+    for pairs, d_pad, itemsize in product(range(1, 20), (16, 128, 256, 512, 1024), (1, 2, 4)):
+        config = decode_default(DecodeKey(pairs, d_pad, itemsize), device)
+        assert abs(config.splits - 8 / pairs) <= 0.5 or (config.splits == 1 and pairs > 8)
+        whole = (64, 4) if config.splits == 1 else (32, 2)
+        assert (config.block_n, config.num_warps) == whole or config.num_stages == 1
+        tile = 2 * d_pad * itemsize * config.block_n
+        assert tile * config.num_stages <= shared_memory(device) // 2 or config.block_n == 16
+        larger = tile * (config.num_stages + 1) if config.num_stages > 1 else 2 * tile
+        full = config.num_stages == 3 and config.block_n == whole[0]
+        assert full or larger > shared_memory(device) // 2, "smaller than it must be"
 
 
 def test_decode_of_a_subset_leaves_the_rest_alone() -> None:

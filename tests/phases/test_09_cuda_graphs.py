@@ -79,7 +79,7 @@ def test_every_batch_has_a_size_with_little_padding(most: int) -> None:
     for count in range(1, most + 1):
         size = smallest(sizes, count)
         assert size is not None, f"no graph of {sizes} holds {count} requests"
-        assert count <= size < max(2 * count, count + 16), f"{count} requests run in a graph of {size}"
+        assert count <= size < min(2 * count, count + 16), f"{count} requests run in a graph of {size}"
     assert smallest(sizes, most + 1) is None
 
 

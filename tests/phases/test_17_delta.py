@@ -21,6 +21,7 @@ import hybrid_cache
 from common.errors import UserError
 from common.events import TokenEvent
 from common.models.config import DeltaConfig, ModelConfig
+from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import Rows
 from continuous.work import Work
@@ -35,6 +36,7 @@ from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from phases import phase_named
 from phases.registry import load_engine
+from speculative.speculation import Source
 from tests.fakes import FakeRunner, fingerprint, must
 from tests.oracles import assert_same_logits, written
 from tests.paged_batches import DEVICE
@@ -208,6 +210,22 @@ def expected(model: Model) -> dict[tuple[int, int], list[int | None]]:
     return outputs(Generator(model).stream(AT_ONCE, GREEDY))
 
 
+def poisoned(model: Model, **options: Any) -> Any:
+    """An engine whose free slots are full of NaN when a step is launched."""
+    engine: Any = hybrid_cache.load(model, **options)
+    pool, books, take = engine.runner.attention.pool, engine.cache.states.stock.books, engine.cache.take_moves
+
+    def take_moves(works: Sequence[Work]) -> Any:
+        free = [slot for slot in range(books.count) if books.refs[slot] == 0]
+        for part in (pool.states.recurrent, pool.states.conv):
+            assert not part[:, pool.states.null].any(), "something was written to the null slot"
+            part[:, [*free, pool.states.null + 1]] = float("nan")
+        return take(works)
+
+    engine.cache.take_moves = take_moves
+    return engine
+
+
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "chunks": {"step_tokens": 7, "block_size": 4, "max_rows": 3},
@@ -223,14 +241,13 @@ def test_engine_gives_the_tokens_of_phase_01(
     name: str, model: Model, expected: dict[tuple[int, int], list[int | None]]
 ) -> None:
     """Twice: the second time prompts begin behind snapshots, and in slots that others have used."""
-    engine = hybrid_cache.load(model, **ENGINES[name])
+    engine = poisoned(model, **ENGINES[name])
     for time in ("first", "second"):
         found = outputs(engine.stream(AT_ONCE, GREEDY))
         wrong = [index for index, _ in expected if found[index, 0] != expected[index, 0]]
         assert not wrong, f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
         engine.scheduler.check_integrity()
     cache = engine.scheduler.cache
-    assert isinstance(cache, hybrid_cache.HybridCache)
     if name == "few-blocks":
         assert engine.scheduler.preemptions
     if name == "usual":
@@ -275,9 +292,66 @@ def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], l
         assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
 
 
-def test_guesses_are_refused_by_name(model: Model) -> None:
-    with pytest.raises(UserError, match="speculate is on, but must be off"):
-        hybrid_cache.load(model, drafter="ngram", draft_length=2)
+def test_decodes_of_a_long_answer_leave_the_snapshots_of_prompts(model: Model) -> None:
+    """Each row keeps the newest of its own: two rows have six slots, and 60 tokens are fifteen pages."""
+    engine = hybrid_cache.load(model, block_size=4, max_rows=2)
+    first, other = prompts_of(30, 9)
+    for prompt, count in ((first, 1), (other, 60), ([*first, 1, 2, 3], 1)):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+    assert engine.scheduler.cache.stats.hit_tokens == 28  # type: ignore[attr-defined]
+
+
+def test_a_step_that_begins_within_a_page_leaves_a_snapshot_at_its_end(model: Model) -> None:
+    """Steps of 6 tokens and 5, pages of 8: the second one's cut is in the page that it reads from."""
+    engine = hybrid_cache.load(model, block_size=8, step_tokens=6)
+    (prompt,) = prompts_of(11)
+    for _ in range(2):
+        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=1)))
+    assert engine.scheduler.cache.stats.hit_tokens == 8  # type: ignore[attr-defined]
+
+
+class Knowing(Source):
+    """Guesses the tokens that will come, and a wrong one every now and then."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts, self.rng = texts, random.Random(0)
+
+    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        found = []
+        for request, length in zip(requests, lengths, strict=True):
+            known = len(request.tokens)
+            text = next(text for text in self.texts if text[:known] == request.tokens)
+            found.append([token + (self.rng.random() < 0.2) for token in text[known : known + length]])
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "step_tokens": 9, "max_rows": 2}])
+def test_guesses_go_back_to_the_state_before_them(model: Model, options: dict[str, Any]) -> None:
+    """Right ones are computed again, and wrong ones leave no trace: the tokens are those without guesses."""
+    prompts = prompts_of(36, 21, 9)
+    wanted = outputs(Generator(model).stream(prompts, GREEDY))
+    engine = poisoned(model, draft_adaptive=False, draft_length=3, **options)
+    texts = [[*prompt, *cast("list[int]", wanted[at, 0])] for at, prompt in enumerate(prompts)]
+    engine.scheduler.drafter.source = Knowing(texts)
+    for _ in range(2):
+        assert outputs(engine.stream(prompts, GREEDY)) == wanted
+        engine.scheduler.check_integrity()
+    stats = engine.scheduler.drafter.stats
+    assert sum(stats.drafted) > sum(stats.accepted) > 60
+
+
+def test_the_second_prompt_leaves_a_snapshot_where_it_parts(model: Model) -> None:
+    """Its beginning is cached, but no state is: it is computed in full, and the third begins behind it."""
+    engine = hybrid_cache.load(model, block_size=4)
+    stats = engine.scheduler.cache.stats  # type: ignore[attr-defined]
+    beginning, *ends = prompts_of(42, 30, 31, 32)
+    found = []
+    for end in ends:
+        before = stats.hit_tokens
+        prompt = beginning + end
+        assert outputs(engine.stream([prompt], GREEDY)) == outputs(Generator(model).stream([prompt], GREEDY))
+        found.append(stats.hit_tokens - before)
+    assert found == [0, 0, 40]
 
 
 @pytest.mark.slow
@@ -291,7 +365,7 @@ def test_guesses_are_refused_by_name(model: Model) -> None:
     ],
 )
 def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
-    """Outputs, states at the end, and those at the last block boundary within each work (start, count)."""
+    """Outputs, states at the end of each work (start, count), and those at its cut."""
     from hybrid_cache.delta_kernels import mix_by_kernels
 
     rng = torch.Generator().manual_seed(0)
@@ -306,6 +380,13 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
         for part in (pool.recurrent, pool.conv):
             part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
         pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[: len(works) * places].int()
+        lasts = (contexts - 1) // block_size
+        cuts = np.where(lasts * block_size > starts, contexts - lasts * block_size, 0)
+        if block_size == 16:
+            cuts[0] = -5  # guesses
+        pool.tails[torch.from_numpy(np.arange(len(works)) * places + lasts)] = torch.tensor(
+            cuts, dtype=torch.int32, device=DEVICE
+        )
         pools.append(pool)
     ends = np.cumsum(counts)
     batch = cast(PagedBatch, SimpleNamespace(
@@ -345,8 +426,7 @@ class StateRunner(GroupRunner):
     def __init__(self, rows: Rows, cache: HybridCache) -> None:
         super().__init__(rows, cache)
         assert cache.states is not None
-        self.null, self.snapshots = cache.states.null, 0
-        self.slot_of = np.full(len(cache.states.slots), self.null)
+        self.null, self.snapshots = cache.states.stock.null, 0
         self.states: dict[int, int] = {self.null: 0}
         self.reads: dict[int, Work] = {}
         self.writes: dict[int, Work] = {}
@@ -355,11 +435,13 @@ class StateRunner(GroupRunner):
         self.reads, self.writes = {}, {}
         if not self.fail_run and (moves := self.cache.take_moves(works)) is not None:
             self.places[:, moves.pages] = moves.blocks
-            if moves.states is not None:
-                self.slot_of[moves.states.pages] = moves.states.slots
-                copies = moves.states.copies.tolist()
-                self.states |= {target: self.states[source] for source, target in copies}
         return FakeRunner.forward(self, works, masked=masked)
+
+    def _refresh(self) -> None:
+        behind = self.cache.states.behind  # type: ignore[union-attr]
+        copies = [pair for _, pairs in self.cache._block_copies for pair in pairs if pair[0] >= behind]
+        super()._refresh()
+        self.states |= {target - behind: self.states[source - behind] for source, target in copies}
 
     def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
         chosen = super()._compute(work, written)
@@ -368,18 +450,27 @@ class StateRunner(GroupRunner):
         for position in range(end):
             state = fingerprint(state, self.tokens[work.row][position])
             states.append(state)
-        table, last = self.cache.tables[work.row], (end - 1) // size
-        source = self.slot_of[table[(work.start - 1) // size]] if work.start else self.null
-        right = self.states.get(int(source)) == states[work.start]
+        table = self.cache.tables[work.row]
+        slots, tails = self.places[-2:]
+
+        def slot_behind(tokens: int) -> int:
+            return int(slots[table[(tokens - 1) // size]]) if tokens else self.null
+
+        source, tail = slot_behind(work.start), int(tails[table[(end - 1) // size]]) if work.count > 1 else 0
+        right = self.states.get(source) == states[work.start]
         must(right, f"{name}: slot {source} has not the state behind {work.start} tokens")
-        must(self.writes.get(int(source), work) is work, f"{name} reads slot {source}, which others write")
-        self.reads[int(source)] = work
-        into = int(self.slot_of[table[last]])
-        must(into != self.null, f"{name}: nowhere to write the state behind {end} tokens")
-        self._write(name, work, into, states[end])
-        if last * size > work.start and (boundary := int(self.slot_of[table[last - 1]])) != self.null:
-            self.snapshots += 1
-            self._write(name, work, boundary, states[last * size])
+        must(self.writes.get(source, work) is work, f"{name} reads slot {source}, which others write")
+        self.reads[source] = work
+        if tail >= 0:
+            must(slot_behind(end) != self.null, f"{name}: nowhere to write the state behind {end} tokens")
+            self._write(name, work, slot_behind(end), states[end])
+        uncertain = 0 if work.certain else len(work.drafts)
+        must(max(0, -tail) == uncertain, f"{name}: {uncertain} tokens are guesses, but {-tail} are cut off")
+        cut = end - abs(tail)
+        if tail and (boundary := slot_behind(cut)) != self.null:
+            must(tail < 0 or cut % size == 0, f"{name}: a snapshot within a page")
+            self.snapshots += tail > 0
+            self._write(name, work, boundary, states[cut])
         return chosen
 
     def _write(self, name: str, work: Work, slot: int, state: int) -> None:
@@ -393,11 +484,15 @@ STATEFUL = [LayerGroups(1, {None: [[1]]}, DELTA), LayerGroups(1, {5: [[0]], None
 """Layers with keys and layers with states."""
 
 
-def test_any_schedule_reads_the_right_states() -> None:
+@pytest.mark.parametrize(
+    "seeds", [40, pytest.param(2500, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
     snapshots = hits = preemptions = 0
-    for seed in range(60):
+    for seed in range(seeds):
         rng = random.Random(seed)
-        engine, runner = machine(rng, STATEFUL, StateRunner)
+        engine, runner = machine(rng, STATEFUL, StateRunner, drafts)
         try:
             play(engine, runner, random_script(rng))
         except AssertionError as error:
@@ -405,10 +500,10 @@ def test_any_schedule_reads_the_right_states() -> None:
         hits += runner.cache.stats.hit_tokens
         nothing_leaks(engine)
         states = runner.cache.states
-        assert states is not None and len(states._free) == states.null, "slots are lost"
+        assert states is not None and states.stock.books.free == states.stock.books.count, "slots are lost"
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
-    assert min(snapshots, hits, preemptions) > 10, (snapshots, hits, preemptions)
+    assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)
 
 
 @pytest.mark.parametrize("number", ["02", "05", "13"])

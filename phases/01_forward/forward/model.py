@@ -46,7 +46,10 @@ class Model(nn.Module, ABC):
         """``input_ids [...]``, ``positions [...]`` (0 for a sequence's first token) -> ``[..., hidden]``."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., V]`` float32. Call it on the rows that are sampled, not on all."""
+        """``[..., hidden]`` -> ``[..., V]`` float32. Call it on the rows that are sampled, not on all.
+
+        ``final_soft_cap = c`` replaces each logit ``l`` by ``c * tanh(l / c)``, in float32 too.
+        """
         logits: Tensor = self.lm_head(hidden).float()
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -72,7 +75,10 @@ class Model(nn.Module, ABC):
         return self.config.max_position_embeddings
 
     def tie_weights(self) -> None:
-        """Make the output head the very same parameter as the input embedding, where the config says so."""
+        """Make the output head the very same parameter as the input embedding, where the config says so.
+
+        `TIED` names both by their paths, such as ``lm_head.weight``; the head is put in the place of its own.
+        """
         if self.config.tie_word_embeddings:
             for head, embedding in self.TIED.items():
                 owner, _, name = head.rpartition(".")

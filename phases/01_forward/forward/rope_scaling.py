@@ -58,10 +58,11 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: slow pairs are stretched by ``factor``, fast ones kept, a ramp between.
+    """Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``, a fast one's kept.
 
     A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and
-    fast when it turns more than ``high_freq_factor`` times.
+    fast when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
+    whose shares are linear in the number of turns.
     """
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # [D/2] within the context
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -50,7 +50,10 @@ class HostBatch:
 
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
-        """Lay out the works of one step, in order. `prompt_lens [R]` is by row."""
+        """Lay out the works of one step, in order: every array is int64. `prompt_lens [R]` is by row.
+
+        Samples stand in the order of works, of a work's takers, and of the tokens after which they come.
+        """
         _, row, start, count, drafts, takers, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)

@@ -181,6 +181,10 @@ class Engine:
             self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
+        """End a request with "abort", and the siblings that still wait for its prompt, unless it has ended.
+
+        The journal hears of it first.
+        """
         if request.finish_reason is None:
             self.journal.left(request)
             for member in [request, *request.siblings]:
@@ -251,9 +255,9 @@ class Engine:
         try:
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
-            for request, error in self.masks.take_failed():  # as if they were aborted now
+            for request, why in self.masks.take_failed():  # as if they were aborted now
                 if request.finish_reason is None:
-                    self.end(request, "error", error)
+                    self.end(request, "error", why)
         except BaseException as error:
             self.fail(step.works, error)
             if not isinstance(error, Exception):
@@ -340,7 +344,11 @@ class Engine:
         return False
 
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
-        """End the requests of a step that raised; what they hold is released and nothing is committed."""
+        """End the requests of a step that raised; what they hold is released and nothing is committed.
+
+        Each work lands as one that was not computed. Then its request, its takers and the siblings that wait
+        for its prompt end with "error" and the error, unless they have ended. The journal hears of it last.
+        """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
             self.scheduler.land(work, computed=False)
@@ -369,13 +377,16 @@ class Engine:
         self.scheduler.check_integrity()
 
     def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End a request without a token."""
-        now = time.perf_counter()
-        request.finish_reason, request.finished = reason, now
+        """End a request without a token: it leaves the scheduler, and an output tells its reader so.
+
+        Without an error, the one that it has stays. The output brings the text that was held back for a stop
+        string.
+        """
+        request.finish_reason, request.finished = reason, time.perf_counter()
         request.error = error or request.error
         self.scheduler.leave(request)
         text = request.text.advance(None, reason)[1] if request.text is not None else None
-        self.outputs.append(Output(request, None, reason, now, None, text))
+        self.outputs.append(Output(request, None, reason, request.finished, None, text))
 
     # Front.
 

@@ -63,7 +63,10 @@ class PagedAttention(ABC):
         return self.pool.layers[layer.index], self.batch.slots
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """Write every token's key and value to its slot, all tokens at once."""
+        """Write every token's key and value to its slot, all tokens at once, as `encode` makes them.
+
+        Slots count the tokens of the whole pool: `block * P + offset`.
+        """
         cache.k.flatten(0, 1)[self.batch.slots] = encode(k, cache.k_scale, cache.k.dtype)
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
 
@@ -104,9 +107,10 @@ class TorchPagedAttention(PagedAttention):
         self._others = [(Group.of(members, host, device), self._blocks(members)) for members in found]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """The blocks of a group's requests: `[G * blocks]`. Padding is a request's own first block.
+        """The blocks of a group's requests: `[G * blocks]`, as many of each as the longest context has.
 
-        It is masked, but 0 times a NaN in another's block would be NaN.
+        members: `[G]`, their places in the batch. Padding is a request's own first block: it is masked, but 0
+        times a NaN in another's block would be NaN.
         """
         size = self.pool.data.shape[3]
         counts = -(-self.batch.host.context_lens[members] // size)

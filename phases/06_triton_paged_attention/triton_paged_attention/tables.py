@@ -64,7 +64,12 @@ class DecodeKey(NamedTuple):
 def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
     """With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split.
 
-    Few programs hide latency best with many short loads, many programs carry larger tiles.
+    A pair gets its share of those programs, rounded to a whole number, of at least 1 and at most 32.
+    Few programs hide latency best with many short loads, many programs carry larger tiles: split contexts
+    have tiles of 32 tokens and 2 warps, others of 64 and 4, both with 3 stages.
+
+    What is on its way, a tile of keys and values for each stage, may fill half of the shared memory, so that
+    two programs fit. While it does not, stages go first, down to 1; then tiles are halved, down to 16.
     """
     wanted = 2 * multiprocessors(device)
     splits = max(1, min(32, round(wanted / key.pairs)))

@@ -86,8 +86,10 @@ def first_best(x, ids):
 def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
     """Of a chunk's logits `x` the largest, and the winner's -E / weight and column.
 
+    -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0 if it is greedy.
     A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
-    chunk. In a greedy row, or where the chunk's largest is not finite, the winner is the largest itself.
+    chunk. The winner has the largest -E / weight, and of equals the smallest column. In a greedy row, or
+    where the chunk's largest is not finite, the winner is the largest itself, and its race minus infinity.
     """
     largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
     best = -float("inf")
@@ -115,7 +117,7 @@ def best_kernel(best, ids, logits, row_stride, V: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def winner_kernel(tokens, best, ids, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """One program per row: the first of its chunks' best."""
+    """One program per row: the first of its chunks' best; room behind the last chunk never wins."""
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
     _, at = first_best(x, tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST))
@@ -148,7 +150,10 @@ def race_kernel(
 def finish_kernel(
     tokens, best, races, ids, rows, floats, float_stride, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
 ):  # fmt: skip
-    """One program per row: of its chunks' winners the one that wins with weights of the row's largest."""
+    """One program per row: of its chunks' winners the one that wins with weights of the row's largest.
+
+    In a greedy row, or where the row's largest logit is not finite, that of the largest; first of equals.
+    """
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     hot = tl.load(floats + tl.load(rows + row) * float_stride + _TEMPERATURE)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))

@@ -66,7 +66,18 @@ class Gate:
             return
 
     async def _answer(self, exchange: Exchange, said: dict[str, Any], leaving: Leaving, send: Send) -> None:
-        """Ask replicas until one has answered. Raises `ApiError` where none has."""
+        """Ask one replica after the other, up to `TRIES` of them, until one has answered.
+
+        Each answers into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status is
+        then that of `exchange`. All is done when the answer is complete, or the client has left. Another
+        replica is asked only while nothing of an answer has gone out, and Ray has said nothing itself. Then
+        `gone` of the one that was asked is added to what `said` avoids.
+
+        Raises:
+            ApiError: the last answer's `error()`: nothing has gone out, or Ray has said something itself.
+            ConnectionError: half an answer has gone out, so that the connection must be cut. Half a stream of
+                events gets that error as its last event instead: `data: `, the body as JSON, an empty line.
+        """
         for _ in range(TRIES):
             answer = RelayedAnswer(send)
             await answer.of(self.app, dict(exchange.scope) | {KEY: said}, leaving)
@@ -127,7 +138,13 @@ class RelayedAnswer:
             log.warning("a replica has not answered to the end", exc_info=error)
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Pass on what a replica says."""
+        """Pass on what a replica says, in the order in which it does, and note it in this object's fields.
+
+        A start with the header `GONE` is a replica's that takes nothing: its `NAME` is noted in `gone`. One
+        without a `NAME` is Ray's own: its status is noted in `foreign`. Nothing of such answers is passed on.
+        Any other start notes `status`, and in `events` whether its `content-type` begins with
+        `text/event-stream`. An answer is complete with a body that no more body follows.
+        """
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
             if GONE in headers:

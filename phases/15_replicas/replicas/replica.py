@@ -39,7 +39,13 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or start and end."""
+        """Answer one request, or start and end: `_live`, for a scope of the type `lifespan`.
+
+        While the engine is not `ready`, the answer is a 503 with the headers `NAME` (this replica's name) and
+        `GONE` (`1`), in that order, and an empty body: another replica is asked then. Else the application
+        answers, and its start gets the header `NAME` behind its own. What the gate has put under `KEY` does
+        not stay in the scope; where there is some, its `body` is received first (`BufferedBody`).
+        """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
@@ -58,7 +64,7 @@ class Replica:
         await self.app(scope, receive if said is None else BufferedBody(said["body"], receive), named)
 
     def check_health(self) -> None:
-        """Ray asks this from time to time. Raises when the replica is of no use any more."""
+        """Raise `RuntimeError` unless the engine is `ready`, with its state. Ray asks from time to time."""
         if self.app.engine.state != "ready":
             raise RuntimeError(f"the engine is {self.app.engine.state}")
 
@@ -95,7 +101,11 @@ class Replica:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _watch(self) -> None:
-        """End with the engine."""
+        """Wait while the engine is `ready`, and then end this process with status 1.
+
+        Before that, streams may say that the engine has died: it waits while the application has exchanges,
+        for `LAST_WORDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
+        """
         while self.app.engine.state == "ready":
             await asyncio.sleep(LOOK_SECONDS)
         log.error("the engine has ended, and so does this replica")

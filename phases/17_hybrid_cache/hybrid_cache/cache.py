@@ -13,7 +13,7 @@ from common.request import Request
 from continuous.work import Work
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.managers import FullManager, Manager, ManagerSizes, WindowManager
-from hybrid_cache.state import StateManager, StateMoves
+from hybrid_cache.state import StateManager
 from hybrid_cache.stock import Stock
 from paged_cache.allocator import BlockAllocator
 from prefix_cache.cache import PrefixCache
@@ -22,11 +22,13 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """Pages whose blocks have changed: `[n]` int64, and their blocks now, `[groups, n]` int32."""
+    """Pages whose blocks have changed: `[n]` int64, and their blocks now, `[groups, n]` int32.
+
+    Two rows more are the slots and tails of states, where layers keep any.
+    """
 
     pages: NDArray[np.int64]
     blocks: NDArray[np.int32]
-    states: StateMoves | None = None
 
 
 class Pages(BlockAllocator):
@@ -78,25 +80,30 @@ class HybridCache(PrefixCache):
         self._keeps = index is not None
         self.allocator = Pages(pages, self._died)
         self.stock = Stock(blocks - 1)
-        self.blocks: NDArray[np.int32] = np.zeros((len(layout.groups), pages), np.int32)
+        count = len(layout.groups)
+        self.blocks: NDArray[np.int32] = np.zeros((count + 2 * (layout.states is not None), pages), np.int32)
         self._changed: set[int] = set()
         self._block_copies: list[tuple[int, list[tuple[int, int]]]] = []  # by page
-        self.managers: list[Manager] = []  # in the order of the layout
+        self.kinds: list[Manager] = []  # of attention, in the order of the layout
         limits = ManagerSizes(rows, block_size, step_tokens)
         at = 0
         for kind, groups in layout.kinds.items():
             own = self.blocks[at : at + len(groups)]
             at += len(groups)
             manager = FullManager if kind is None else partial(WindowManager, kind)
-            self.managers.append(manager(groups, self.stock, own, self._changed, limits))
-        self.states = None if layout.states is None else StateManager(limits, pages, self.stock, self.tables)
-        self.managers += [] if self.states is None else [self.states]
+            self.kinds.append(manager(groups, self.stock, own, self._changed, limits))
+        self.width, self.states = at, None
+        self.managers = self.kinds.copy()
+        if layout.states is not None:
+            slots, tails = self.blocks[at : at + 1], self.blocks[-1]
+            self.states = StateManager(self.tables, tails, blocks, slots, self._changed, limits=limits)
+            self.managers.append(self.states)
 
     # Room, in blocks.
 
     def holds(self, tokens: int) -> bool:
         """See `PagedCache.holds`."""
-        most = sum(manager.most(tokens) for manager in self.managers)
+        most = sum(kind.most(tokens) for kind in self.kinds)
         return most <= self.stock.books.count and self.blocks_for(tokens) <= self.tables.shape[1]
 
     def fits(self, request: Request) -> bool:
@@ -105,7 +112,7 @@ class HybridCache(PrefixCache):
             return False
         pages = self._match(request).blocks
         start, upto = len(pages) * self.block_size, len(request.tokens)
-        return sum(manager.cost(pages, start, upto) for manager in self.managers) <= self.stock.spare
+        return sum(kind.cost(pages, start, upto) for kind in self.kinds) <= self.stock.spare
 
     def _match(self, request: Request) -> Match:
         """Find as much as the index knows and all managers agree on."""
@@ -127,37 +134,32 @@ class HybridCache(PrefixCache):
 
     def grow(self, request: Request, upto: int) -> bool:
         """First give back what windows have passed, then take pages, and blocks for them."""
-        row, start = request.row, request.num_computed_tokens
+        row, table, start = request.row, self.tables[request.row], request.num_computed_tokens
         new = self._cursors[row] is None
         if not new:
-            table = self.tables[row]
-            for manager in self.managers:
-                manager.slide(row, table, start, self._committed[row])
-            copied = len(self.blocks) if self._shared_page(row) else 0
-            if self._lacking(row, start, upto) + copied > self.stock.available:
+            for kind in self.kinds:
+                kind.slide(row, table, start, self._committed[row])
+            if self._lacking(row, start, upto) > self.stock.available:
                 return False
+        elif self.states is not None:
+            known = super()._match(request)  # agreed on or not
+            self.states.parting[row] = len(known.blocks) * self.block_size
         if not super().grow(request, upto):
             return False
-        table = self.tables[row]
         if new:
             for manager in self.managers:
                 manager.attach(row, table, start)
         for source, target in super().take_copies():
-            self._make_room(len(self.blocks))
+            self._make_room(self.width)
             pairs = [pair for manager in self.managers for pair in manager.copy(source, target)]
             self._block_copies.append((target, pairs))
         self._make_room(self._lacking(row, start, upto))
-        self._writable[row] = min(manager.grow(row, table, start, upto) for manager in self.managers)
+        self._writable[row] = min(kind.grow(row, table, start, upto) for kind in self.kinds)
         return True
 
     def _lacking(self, row: int, start: int, upto: int) -> int:
-        """Return the blocks that the managers take."""
-        return sum(manager.lacks(row, start, upto) for manager in self.managers)
-
-    def _shared_page(self, row: int) -> bool:
-        """Return True if the page that is written next has another user, see `PagedCache.grow`."""
-        place = self._writable[row] // self.block_size
-        return place < self._owned[row] and self.allocator.refs[int(self.tables[row, place])] > 1
+        """Return the blocks that the kinds take."""
+        return sum(kind.lacks(row, self.tables[row], start, upto) for kind in self.kinds)
 
     def _make_room(self, count: int) -> None:
         """Free blocks that no running request needs, until so many are free.
@@ -189,6 +191,8 @@ class HybridCache(PrefixCache):
 
     def commit(self, request: Request, upto: int) -> None:
         """See `PrefixCache.commit`. A page of the index without blocks gets those of its twin."""
+        if self.states is not None:
+            upto = self.states.roll_back(request, upto)
         if not self._keeps:
             return
         row, first = request.row, self._committed[request.row]
@@ -217,14 +221,13 @@ class HybridCache(PrefixCache):
 
     def take_moves(self, works: Sequence[Work]) -> Moves | None:
         """Return what `HybridPool.regroup` sends to the device before these works run; None: nothing."""
-        for manager in self.managers:
-            manager.launch(works)
-        states = None if self.states is None else self.states.take_moves()
-        if not self._changed and states is None:
-            return None
+        left = [] if self.states is None else self.states.launch(works)
         pages = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
-        return Moves(pages, self.blocks[:, pages], states)
+        moves = Moves(pages, self.blocks[:, pages]) if len(pages) else None
+        if self.states is not None:
+            self.states.let_go(left)
+        return moves
 
     def take_copies(self) -> list[tuple[int, int]]:
         """See `PagedCache.take_copies`: pairs of blocks."""
@@ -240,7 +243,9 @@ class HybridCache(PrefixCache):
     def check(self) -> None:
         """Also: every block in use is of one page and group, and all that requests need is there."""
         super().check()
-        self.stock.books.check(block for manager in self.managers for block in manager.check())
+        for stock in {manager.stock for manager in self.managers}:
+            own = [manager for manager in self.managers if manager.stock is stock]
+            stock.books.check(block for manager in own for block in manager.check())
         for manager in self.managers:
             held = [0] * self.allocator.count
             for row, (first, end) in enumerate(manager.held):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from common.errors import UserError
 from forward.loading import facts_of
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
@@ -21,6 +20,12 @@ from speculative import Speculate
 from triton_paged_attention import Kernels
 
 
+class OnHost(Speculate):
+    """Guesses that are proposed and verified in two steps, since the cache comes between them."""
+
+    whole: ClassVar[bool] = False
+
+
 @dataclass(frozen=True)
 class Hybrid(Feature):
     """Layers with a window give back the blocks that no query of theirs will see again."""
@@ -29,10 +34,13 @@ class Hybrid(Feature):
     phase: ClassVar[int] = 17
 
     def prepare(self, parts: Parts) -> None:
-        """Guess nothing for a model with states, unless the caller asks for it, which `install` refuses."""
+        """Keep guesses out of graphs for a model with states, which go back on the host."""
         asked = parts.recipe
         if facts_of(asked.model).delta is not None:
-            features = (NO_GUESSES if each == Speculate() else each for each in asked.features)
+            features = (
+                OnHost(**vars(each)) if isinstance(each, Speculate) and each.whole else each
+                for each in asked.features
+            )
             parts.recipe = replace(asked, features=tuple(features))
 
     def install(self, parts: Parts) -> None:
@@ -41,13 +49,8 @@ class Hybrid(Feature):
         if layout.plain:
             return
         if layout.states is not None:
-            if parts.features.get("speculate", NO_GUESSES) != NO_GUESSES:
-                raise UserError(
-                    "speculate is on, but must be off for a model with layers of Gated DeltaNet: their state "
-                    "cannot give back a guess that was wrong"
-                )
             each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
-            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 1))
+            parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 2))
         parts.wrap(
             self,
             pool=lambda plain: partial(_pool, parts, layout),
@@ -62,9 +65,6 @@ class Hybrid(Feature):
         from hybrid_cache.kernels import GroupedTriton
 
         return kernels.attention_of(GroupedTriton, parts.model)
-
-
-NO_GUESSES = Speculate(drafter="none")
 
 
 def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:

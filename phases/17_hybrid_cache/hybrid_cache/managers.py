@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous.work import Work
 from hybrid_cache.stock import Stock
 
 Table = NDArray[np.int32]
@@ -32,10 +31,9 @@ class ManagerSizes(NamedTuple):
 class Manager(ABC):
     """Books of the blocks of one kind of layers. A kind implements `first`, `reach` and `agrees`.
 
-    A state, which is one block a group whatever the length, fits in as well: the state behind a page's last
-    computed token is that page's block. A query at `start` needs the state of place `(start - 1) // P` alone,
-    and writes that of the place in which its step ends, which only `launch` knows at admission. What a step
-    jumps over gets no block, and a hit ends where there is one.
+    A state fits in as well (`state.py`): the state behind a page's last computed token is that page's block.
+    A query at `start` needs the state of place `(start - 1) // P` alone. Its step writes that of the place in
+    which it ends; what it jumps over gets none, and a hit ends where there is one.
 
     A request holds a range of places in its table, from the first that its next query needs. Its pages there
     have a block in each group. A page that no running request needs keeps its blocks while a prefix hit may
@@ -87,9 +85,6 @@ class Manager(ABC):
         starts = range(0, tokens + 1, self.block_size)
         return self.width * max(self.reach(at, tokens) - self.first(at) for at in starts)
 
-    def launch(self, works: Sequence[Work]) -> None:  # noqa: B027  # most kinds need nothing
-        """Move blocks to where these works, which are about to run, will look for them; before `Moves`."""
-
     # Requests. `table` is the request's row of the tables.
 
     def cost(self, pages: Sequence[int], start: int, upto: int) -> int:
@@ -105,9 +100,11 @@ class Manager(ABC):
         for page in table[first:end].tolist():
             self._use(page)
 
-    def lacks(self, row: int, start: int, upto: int) -> int:
-        """Return the blocks that `grow` would take."""
-        return self.width * max(0, self.reach(start, upto) - self.held[row][1])
+    def lacks(self, row: int, table: Table, start: int, upto: int) -> int:
+        """Return the blocks that `grow` takes, and before it `copy` where others use the page of `start`."""
+        end, place = self.held[row][1], start // self.block_size
+        shared = place < end and self.users[table[place]] > 1
+        return self.width * (max(0, self.reach(start, upto) - end) + shared)
 
     def grow(self, row: int, table: Table, start: int, upto: int) -> int:
         """Give blocks to the pages of all places within reach; returns the tokens that there is room for."""

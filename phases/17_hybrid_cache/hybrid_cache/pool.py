@@ -74,11 +74,21 @@ class HybridPool(BlockPool):
 
     def regroup(self, moves: Moves | None) -> None:
         """Note where pages have their blocks now, before the step that reads it."""
-        if moves is not None:
-            if self.states is not None:
-                self.states.regroup(moves.states)
-            moved = upload(self.places.device, {"pages": moves.pages}, {"blocks": moves.blocks})
-            self.places[:, moved["pages"]] = moved["blocks"]
+        if moves is None:
+            return
+        moved = upload(self.places.device, {"pages": moves.pages}, {"blocks": moves.blocks})
+        pages, blocks = moved["pages"], moved["blocks"]
+        self.places[:, pages] = blocks[: len(self.places)]
+        if self.states is not None:
+            self.states.places[pages], self.states.tails[pages] = blocks[len(self.places) :]
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks in every layer, and slots, which are numbered behind them."""
+        if self.states is not None:
+            slots = torch.tensor([pair for pair in pairs if pair[0] > self.null], device=self.data.device)
+            self.states.copy(*(slots - self.null - 1).unbind(1))
+            pairs = [pair for pair in pairs if pair[0] <= self.null]
+        super().copy(pairs)
 
     def begin(self, batch: PagedBatch) -> list[PagedBatch]:
         """Start a step; returns its batch for each group: its block tables, and the slots of its tokens."""

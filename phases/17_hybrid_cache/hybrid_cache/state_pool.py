@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from common.models.config import DeltaConfig
-from continuous.batch import upload
 from hybrid_cache.delta_rule import causal_conv, recurrence, scan
 from hybrid_cache.mixer import DeltaInputs
-from hybrid_cache.state import StateMoves
 from paged_cache.attention import PagedBatch
 
 
@@ -19,20 +17,21 @@ class StatePool:
 
     Args:
         config: of the layers.
-        slots: slots; one more, the last, is always zeros: the state before a text.
+        slots: slots. There are two more: `null` is always zeros, the state before a text; the last takes
+            what nothing reads, the states behind guesses.
         pages: numbers of pages.
         block_size: tokens in a page.
         dtype: of the model; states are float32 whatever it is.
 
-    recurrent: `[layers, slots + 1, H, Dk, Dv]` float32, in the order of the layers that have states.
-    conv: `[layers, slots + 1, W - 1, C]`.
-    places: `[pages]` int32, each page's slot.
-    step: `[4, B]` int32, of this step's requests: the slots where the state before it is, where that at the
-        last page boundary within the step goes (-1: nowhere), and where the last one goes (-1: padding); and
-        the tokens before that boundary, or 0.
+    recurrent: `[layers, slots + 2, H, Dk, Dv]` float32, in the order of the layers that have states.
+    conv: `[layers, slots + 2, W - 1, C]`.
+    places, tails: `[pages]` int32, each page's slot and tail, see `StateManager`.
+    step: `[4, B]` int32, of this step's requests: the slots where the state before it is, where that at its
+        cut goes (-1: nowhere), and where the last one goes (-1: padding); and the tokens before the cut.
     """
 
     step: Tensor
+    _on_host: list[list[int]] | None
 
     def __init__(
         self,
@@ -46,9 +45,10 @@ class StatePool:
     ) -> None:
         self.index = {layer: i for i, layer in enumerate(np.flatnonzero(config.layers).tolist())}
         count, self.null, self.block_size = len(self.index), slots, block_size
-        self.recurrent = torch.zeros(count, slots + 1, *config.state_shape, device=device)
-        self.conv = torch.zeros(count, slots + 1, *config.conv_shape, device=device, dtype=dtype)
+        self.recurrent = torch.zeros(count, slots + 2, *config.state_shape, device=device)
+        self.conv = torch.zeros(count, slots + 2, *config.conv_shape, device=device, dtype=dtype)
         self.places = torch.full((pages,), slots, dtype=torch.int32, device=device)
+        self.tails = torch.zeros_like(self.places)
 
     @staticmethod
     def bytes_per_slot(config: DeltaConfig, dtype: torch.dtype) -> int:
@@ -56,42 +56,36 @@ class StatePool:
         each = 4 * np.prod(config.state_shape) + dtype.itemsize * np.prod(config.conv_shape)
         return int(sum(config.layers) * each)
 
-    def regroup(self, moves: StateMoves | None) -> None:
-        """Do what changes before a step."""
-        if moves is None:
-            return
-        wide = {"pages": moves.pages, "copies": moves.copies}
-        moved = upload(self.places.device, wide, {"slots": moves.slots})
-        self.places[moved["pages"]] = moved["slots"]
-        if len(moves.copies):
-            sources, targets = moved["copies"].unbind(1)
-            self.recurrent[:, targets] = self.recurrent[:, sources]
-            self.conv[:, targets] = self.conv[:, sources]
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole slots."""
+        self.recurrent[:, targets] = self.recurrent[:, sources]
+        self.conv[:, targets] = self.conv[:, sources]
 
     def begin(self, batch: PagedBatch) -> None:
         """Start a step: find the slots of its requests. All of it is on the device, for graphs."""
-        size, ends = self.block_size, batch.context_lens.long()
-        counts = batch.query_starts.diff()
-        starts, last = ends - counts, (ends - 1).div(size, rounding_mode="floor")
-        source = self._slots(batch, starts.sub(1).div(size, rounding_mode="floor"))
+        ends, counts = batch.context_lens.long(), batch.query_starts.diff()
+        starts, live, several = ends - counts, (counts > 0) & (ends > 0), counts > 1
+        last = self._pages(batch, ends)
+        tail = self.tails[last]
+        cut = counts - tail.abs()
+        source, boundary = (self.places[self._pages(batch, tokens)] for tokens in (starts, starts + cut))
         source = torch.where(starts > 0, source, self.null)
-        boundary = self._slots(batch, last - 1)
-        saved = (last * size > starts) & (boundary != self.null)
-        live = (counts > 0) & (ends > 0)
-        boundary = torch.where(live & saved, boundary, -1)
-        into = torch.where(live, self._slots(batch, last), -1)
-        cut = torch.where(boundary >= 0, last * size - starts, 0)
-        self.step = torch.stack((source, boundary, into, cut)).int()
-        self.batch = batch
+        saves = live & several & (tail != 0) & (boundary != self.null)
+        into = torch.where(several & (tail < 0), self.null + 1, self.places[last])
+        parts = torch.where(saves, boundary, -1), torch.where(live, into, -1), torch.where(saves, cut, 0)
+        self.step = torch.stack((source, *parts)).int()
+        self.batch, self._on_host = batch, None
 
-    def _slots(self, batch: PagedBatch, places: Tensor) -> Tensor:
-        """The slots of a place in each request's table, `[B]`."""
-        pages = batch.block_tables.gather(1, places.clamp(min=0).unsqueeze(1)).squeeze(1)
-        return self.places[pages.long()]
+    def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
+        """The pages that the last of each request's first `tokens [B]` is in, `[B]`."""
+        places = tokens.sub(1).clamp(min=0).div(self.block_size, rounding_mode="floor")
+        return batch.block_tables.gather(1, places.unsqueeze(1)).squeeze(1).long()
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Mix a ragged batch: its decodes at once, and each longer work by itself."""
-        host, slots, x, config = self.batch.host, self.step.tolist(), inputs.mixed, inputs.config
+        if self._on_host is None:
+            self._on_host = self.step.tolist()
+        host, slots, x, config = self.batch.host, self._on_host, inputs.mixed, inputs.config
         out = torch.empty(len(x), config.value_heads, config.value_dim, device=x.device)
         ones = np.flatnonzero(host.query_lens == 1)
         if len(ones):

@@ -37,7 +37,10 @@ class LlamaAttention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``attention``."""
+        """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``attention``.
+
+        Queries and keys are rotated after `project`, which families override; values are not.
+        """
         q, k, v = self.project(x)
         out = attention(self.spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v)
         return self.o_proj(out.flatten(-2))
@@ -56,7 +59,7 @@ class LlamaBlock(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """``[..., hidden]`` -> ``[..., hidden]``; what is added back is added to `x` as it came."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -78,7 +81,7 @@ class Llama(Model):
         self.tie_weights()
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`."""
+        """See `Model.forward`. Cosines and sines are computed once a step, the last norm after all layers."""
         x = self.embed_tokens(input_ids)  # [..., hidden]
         cos_sin = self.rope(positions)  # once a step, not once a layer
         for layer in self.layers:
