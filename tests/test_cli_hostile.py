@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
@@ -183,3 +184,12 @@ def test_flags_of_the_last_engine_reach_it(
     assert engine.scheduler.rows.count == 2
     assert isinstance(engine.cache, PrefixCache) == ("--no-prefix-cache" not in flags)
     assert isinstance(engine.loop, Overlapped) == ("--no-overlap" not in flags)
+
+
+@pytest.mark.parametrize("columns", ["x", "20"])
+@pytest.mark.parametrize("name", ["help", "doctor"])
+def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("common.console.out.width", Console().width)
+    code, out, _ = cli(*text_of(name))
+    assert code == 0 and len(out) > 100

@@ -281,7 +281,31 @@ def test_only_what_is_missing_is_evicted(index: str) -> None:
     assert again.cached_tokens == 4, "the beginning of the first prompt was evicted too"
 
 
+@BOTH
+def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None:
+    engine = prefix_cache.load(model, index=index)
+    engine.add([1] * 20, greedy(3))
+    engine.step()
+    engine.cache.tables[0, 0] ^= 1  # the request now claims somebody else's block
+    with pytest.raises(AssertionError):
+        engine.check_integrity()
+
+
 # Admission.
+
+
+@BOTH
+def test_admission_leaves_room_for_those_that_run(index: str) -> None:
+    """Who is alone may have the whole pool, and what others have left behind."""
+    engine, _ = fake(MAKE[index](), blocks=10, watermark=0.2)
+    engine.add([1] * 4, greedy(9))
+    engine.step()
+    (large,) = engine.add([2] * 32, greedy(2))
+    engine.step()
+    assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
+    finish(engine)
+    (larger,) = run(engine, ([3] * 37, greedy(3)))
+    assert large.finish_reason == larger.finish_reason == "length"
 
 
 @BOTH

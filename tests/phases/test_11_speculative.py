@@ -35,12 +35,13 @@ from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
 from prefix_cache import PrefixCache
 from speculative import head, loops, ngram, rejection
-from speculative.control import Control
+from speculative.control import SAMPLES, Control
 from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
 from speculative.ngram import NGramIndex, follow
 from speculative.speculation import Source, Speculator, verify
+from speculative.stats import SpeculationStats
 from speculative.taps import Taps
 from speculative.verify_graph import VerifyPlan
 from tests.equivalence.compare import assert_all_same, next_logits
@@ -325,6 +326,16 @@ def test_an_index_takes_each_token_once_and_stays_small(monkeypatch: pytest.Monk
     assert index.propose(3) == [(1000 + n) % 23 for n in range(3)]
 
 
+def test_stats_for_people() -> None:
+    stats = SpeculationStats()
+    assert stats.lines() == ["speculation: nothing was drafted"]
+    request = Request(0, list(range(9)), 4, 99, SamplingParams())
+    stats.count(Work(request, 0, 8, 3, (1, 2), (request,)), 1)
+    first, one, two = stats.lines()
+    assert first == "speculation: 2 drafts in 1 steps, 50% accepted, 2.00 tokens a step"
+    assert "draft  1: 100% of 1" in one and "draft  2:   0% of 1" in two
+
+
 # Options.
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -501,10 +512,9 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     return engine, source
 
 
-@pytest.mark.parametrize("options", [{"overlap": False}, {}, {"step_tokens": 8}], ids=str)
+@pytest.mark.parametrize("options", [{"overlap": False}, {}], ids=str)
 @pytest.mark.slow
 def test_a_head_changes_no_token(model: Model, truth: list[Completion], options: dict[str, Any]) -> None:
-    """Also where requests take turns, and one without a turn has no new hidden states."""
     engine, source = with_head(model, **options)
     for _ in range(2):  # the second time prefixes are found, whose hidden states nobody has seen
         assert plain(engine.generate(*asks())) == plain(truth)
@@ -512,6 +522,48 @@ def test_a_head_changes_no_token(model: Model, truth: list[Completion], options:
         clean_drafts(source)
         assert not source._first and not source._fed and not source._count
     assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]
+
+
+def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
+    """Three take turns in steps of two: who is left without one has no new hidden states in the next."""
+    prompts, params = [[5, 6], [7, 8], [9, 4]], SamplingParams(max_tokens=12, ignore_eos=True)
+    right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
+    engine, source = with_head(model, step_tokens=2)
+    asked = list[tuple[Request, int]]()
+    guess = source.guess
+
+    def watched(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        asked.extend((request, len(request.tokens)) for request in requests)
+        return guess(requests, lengths)
+
+    source.guess = watched  # type: ignore[method-assign]
+    assert plain(engine.generate(prompts, params)) == plain(right)
+    assert len(set(asked)) < len(asked), "everybody had a turn in every step"
+    clean(engine)
+    clean_drafts(source)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
+def test_a_head_that_comes_back_sees_the_prompt(model: Model, tmp_path: Any, overlap: bool) -> None:
+    """Guessing is off for one request and on for the next: the step with its prompt has to be watched."""
+    path = tmp_path / "head.safetensors"
+    head.save(head_of(model), path, {})
+    engine = speculative.load(model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL)
+    speculator: Any = engine.scheduler.drafter
+    allowed, speculator.pace.on = False, False
+    speculator.control.cost(1).samples = SAMPLES
+    speculator.control.decide = lambda rows: allowed
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    engine.generate([[5, 6, 7, 8]], params)
+    assert speculator.source._first == {}, "request 0: guessing was off, and somebody has watched"
+    allowed = True
+    engine.add([9, 8, 7, 6], params)
+    for _ in range(6):
+        engine.step()
+    assert list(speculator.source._first.values()) == [0], (
+        f"request 1: of its 4 prompt tokens the head has missed {list(speculator.source._first.values())}"
+    )
+    assert speculator.stats.steps > 0, "request 1: nothing was guessed"
 
 
 @torch.inference_mode()

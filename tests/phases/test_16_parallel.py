@@ -107,6 +107,14 @@ def test_interleaved_gates_keep_their_ups() -> None:
         assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
 
 
+def test_some_experts_are_a_copy() -> None:
+    up, _ = _stacks(FP8, 6, 8)
+    found = up.part(range(1, 2))
+    assert torch.equal(dequantized(found), dequantized(up)) and len(found.data) == 1
+    assert found.bias is not None and up.bias is not None and torch.equal(found.bias[0], up.bias[1])
+    assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), "the rest can go"
+
+
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
     with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):

@@ -38,7 +38,7 @@ from phases import phase_named
 from phases.registry import load_engine
 from speculative.speculation import Source
 from tests.fakes import FakeRunner, fingerprint, must
-from tests.oracles import assert_same_logits, written
+from tests.oracles import assert_same_logits, logits_of, written
 from tests.paged_batches import DEVICE
 from tests.phases.test_17_hybrid_cache import GroupRunner, machine, nothing_leaks
 from tests.schedules import play, random_script
@@ -80,6 +80,15 @@ def oracle(name: str, folder: Path) -> Any:
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = oracle(name, tmp_path)
     assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, name, length=70)
+
+
+def test_half_precision_stays_close(tmp_path: Path) -> None:
+    """No further from float32 than transformers is."""
+    reference, ids = oracle("every-fourth", tmp_path), torch.randint(0, 97, (1, 70))
+    half = logits_of(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
+    with torch.inference_mode():
+        exact, theirs = reference(ids).logits, reference.bfloat16()(ids).logits.float()
+    assert half.dtype == torch.float32 and (half - exact).norm() < 1.1 * (theirs - exact).norm()
 
 
 def test_a_multimodal_checkpoint_is_its_text_model(tmp_path: Path) -> None:
