@@ -17,9 +17,10 @@ from benchmarks.workloads import Workload
 from common.sampling.grammar import Grammar
 from common.text.detokenizer import _BYTE_OF
 from forward.model import Model
-from phases.appendix.guidance.feature import backend_named
+from phases.appendix.guidance.feature import library
 from phases.appendix.guidance.spelling import Spelling
-from structured.matcher import Matcher, Words
+from structured.automata.backend import AutomataBackend
+from structured.matcher import Backend, Matcher, Words
 from structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # it may not be installed
@@ -93,6 +94,12 @@ PEOPLE = (
     ("Ada", 36, "London"), ("Boris", 51, "Sofia"), ("Chen", 19, "Chengdu"), ("Dara", 64, "Dublin"),
     ("Emil", 8, "Oslo"), ("Fatima", 27, "Rabat"), ("Goro", 73, "Osaka"), ("Hana", 45, "Prague"),
 )  # fmt: skip
+
+BACKENDS: dict[str, Callable[[], Callable[[Spelling], Backend]]] = {
+    "llguidance": library,
+    "automata": lambda: AutomataBackend,
+}
+"""Kinds of backends, each found when it is asked for: a library may not be installed."""
 
 
 def question(name: str, age: int, city: str) -> str:
@@ -175,7 +182,7 @@ def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> 
 
 def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure a step's masks by the library, and moving all matchers, in milliseconds, without a model."""
-    backend = cast("GuidanceBackend", backend_named("llguidance")(vocabulary))
+    backend = cast("GuidanceBackend", library()(vocabulary))
     for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
         compiled = backend.compile(grammar)
         matchers = sorted([compiled.matcher() for _ in range(rows)], key=lambda matcher: matcher.lexer)

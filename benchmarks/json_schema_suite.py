@@ -49,8 +49,9 @@ from benchmarks.plotting import BAD, GOOD, panels, save
 from common.errors import UserError
 from common.paths import cache_home
 from common.sampling.grammar import Grammar
-from phases.appendix.guidance.feature import backend_named
+from phases.appendix.guidance.feature import library
 from phases.appendix.guidance.spelling import Spelling
+from structured.automata.backend import AutomataBackend
 from structured.matcher import Backend, Matcher
 
 PACKAGE = "jsonschema==4.25.1"
@@ -292,9 +293,9 @@ def byte_vocabulary() -> Spelling:
 def backends() -> dict[str, Callable[[], Backend]]:
     """Those that are installed; xgrammar also without this project's check, in both of its modes."""
     words, found = byte_vocabulary(), dict[str, Callable[[], Backend]]()
-    found["automata (by hand)"] = partial(backend_named("automata"), words)
+    found["automata (by hand)"] = partial(AutomataBackend, words)
     with suppress(UserError):
-        found[f"llguidance {metadata.version('llguidance')}"] = partial(backend_named("llguidance"), words)
+        found[f"llguidance {metadata.version('llguidance')}"] = partial(library(), words)
     if find_spec("xgrammar"):
         from benchmarks.xgrammar_backend import XGrammarBackend
 

@@ -34,18 +34,6 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class PromptLogprob(NamedTuple):
-    """Log-probabilities at one position of a prompt, given what stands before it.
-
-    chosen, top: as in `Logprob`, of the prompt's own token.
-    rank: how many tokens are at least as likely; 1: it is the most likely one.
-    """
-
-    chosen: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class TokenEvent(NamedTuple):
     """One token of one request, or the end of a request.
 

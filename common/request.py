@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from common.events import FinishReason, PromptLogprob, TextStream
+from common.events import FinishReason, TextStream
 from common.sampling.params import SamplingParams
 
 NO_ROW = -1
@@ -38,8 +38,6 @@ class Request:
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
     rank: where it stands in line, set by the scheduler's policy; smaller goes first.
     in_flight: scheduled steps that the host has not seen the end of.
-    prompt_logprobs: of each token of the prompt, for who asks; None: not yet, or the first, or not asked for.
-        Of several samples that share their prompt only the first has them.
     cached_tokens: tokens that its last admission found in the prefix cache and did not compute.
     numbers: its prompt as an array, for `ids`.
     """
@@ -67,7 +65,6 @@ class Request:
     in_flight: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
-    prompt_logprobs: list[PromptLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     numbers: NDArray[np.int64] | None = field(default=None, repr=False)

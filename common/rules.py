@@ -24,7 +24,6 @@ def check_prompt(
     *,
     has_tokenizer: bool = True,
     continuous: bool = False,
-    reads_prompts: bool = False,
 ) -> NDArray[np.int64]:
     """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
 
@@ -34,7 +33,6 @@ def check_prompt(
 
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
     continuous: True for the engine of phase 04 and later, which says itself which grammars it takes.
-    reads_prompts: True for an engine that tells the log-probabilities of prompts.
 
     Returns:
         The prompt as numbers, `[P]` int64.
@@ -66,8 +64,6 @@ def check_prompt(
         raise UserError(f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer")
     if params.grammar is not None and not continuous:
         raise UserError(NO_GRAMMARS)
-    if params.prompt_logprobs is not None and not reads_prompts:
-        raise UserError("prompt_logprobs is set, but must be None for an engine without them: see phase 13")
     return numbers
 
 

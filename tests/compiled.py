@@ -25,10 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
-from experts.kernels.choosing import route_kernel
 from experts.kernels.few import SHAPES, few_kernel
 from experts.kernels.grouped import LARGE, TABLE, add_choices_kernel, grouped_kernel
-from experts.kernels.sorting import count_kernel, place_kernel
+from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
@@ -174,7 +173,7 @@ def experts(capability: int) -> Iterator[Kernel]:
     types |= dict.fromkeys(("weights", "x_scale", "scale", "logits"), "*fp32") | {"chosen": "*i64"}
     types |= dict.fromkeys(("most", "choices", "E"), "i32")
     early = capability >= HOPPER
-    route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "K_PAD": 8, "NORMALIZE": True, "PDL": early}
+    route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "NORMALIZE": True, "PDL": early}
     place_by = {"E": 128, "E_PAD": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
     yield "route", route_kernel, route_by, 1, 1, types
     yield "count", count_kernel, {"BLOCK": 2048}, 8, 1, types
@@ -185,7 +184,7 @@ def experts(capability: int) -> Iterator[Kernel]:
         for up, (block_n, block_k, warps) in zip((True, False), SHAPES, strict=True):
             around: dict[str, Any] = {
                 "N": 768 if up else 2048, "K": 2048 if up else 768, "TOP_K": 8, "UP": up, "KIND": 0,
-                "LIMIT": 0.0, "INTERLEAVED": False, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
+                "LIMIT": 0.0, "BIAS": False, "CHANNEL": eight, "SIDE": 0,
                 "ROUNDED": eight,
             }  # fmt: skip
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}

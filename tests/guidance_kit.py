@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.grammars import BACKENDS
 from common.sampling.grammar import Grammar
 from continuous.engine import Engine
 from forward.model import Model
@@ -13,6 +15,7 @@ from phases import find_phase
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.spelling import Spelling
 from phases.registry import load_engine
+from structured.matcher import Backend
 from tests import structured_kit
 from tests.structured_kit import EOS, SIZE, SMALL, tokenizer
 
@@ -31,6 +34,10 @@ SCHEMAS: dict[str, Any] = structured_kit.SCHEMAS | {
 """With bounds, which the automata do not know."""
 GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in SCHEMAS.items()}
 must_obey = partial(structured_kit.must_obey, schemas=SCHEMAS)
+
+
+def backend_named(name: str) -> Callable[[Spelling], Backend]:
+    return BACKENDS[name]()
 
 
 @cache

@@ -25,9 +25,8 @@ class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
     ``kind`` is ``default``, ``linear`` (every frequency divided by ``factor``), or the scaling of a longer
-    context ``llama3``, ``yarn``, ``longrope`` or ``dynamic``; fields have the names of ``config.json``.
-    ``pair_factors`` are longrope's, one for each pair of dimensions. Without an ``attention_factor`` it
-    follows from the other fields. ``share`` is the part of a head's dimensions, the first ones, that turn.
+    context ``llama3`` or ``yarn``; fields have the names of ``config.json``. Without an ``attention_factor``
+    it follows from the other fields. ``share`` is the part of a head's dimensions, the first ones, that turn.
     """
 
     theta: float = 10_000.0
@@ -42,7 +41,6 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
-    pair_factors: tuple[float, ...] = ()
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -297,7 +295,7 @@ def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any])
     heads, context = values["num_heads"], values["max_position_embeddings"]
     head_dim = values["head_dim"] or _even_share(values["hidden_size"], heads)
     share = _rotary_share(raw) if family == "qwen3_5" else 1.0
-    rope, rope_local = _ropes(raw, family, int(share * head_dim), context)
+    rope, rope_local = _ropes(raw, family, context)
     if rope.kind == "yarn":  # model cards add the scaling and leave the length as it was
         context = max(context, int(rope.factor * rope.original_max_position))
     return {
@@ -368,9 +366,7 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
     return tuple(None if everything else window for everything in full)
 
 
-def _ropes(
-    raw: Mapping[str, Any], family: str, head_dim: int, context: int
-) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(raw: Mapping[str, Any], family: str, context: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The global and, for Gemma 3, the local rotary embedding, from either generation of field names.
 
     Where both are there, ``rope_scaling`` takes the place of ``rope_parameters``, as in `transformers`.
@@ -395,7 +391,7 @@ def _ropes(
         full = _replaceable(full, scaling)
         local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
         everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full, scaling)
-        return _rope(everywhere, family, head_dim, context), _rope(local, family, head_dim, context)
+        return _rope(everywhere, family, context), _rope(local, family, context)
     parameters = _replaceable(parameters, scaling)
     usual = {"rope_theta": 10_000.0}
     taken = usual | _merged(around, scaling or parameters)
@@ -405,7 +401,7 @@ def _ropes(
                 f"rope_parameters has {name} {shown(value)}, but rope_scaling, which takes its place, has "
                 f"{shown(taken.get(name))}: say it there"
             )
-    return _rope(taken, family, head_dim, context), None
+    return _rope(taken, family, context), None
 
 
 def _replaceable(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,7 +418,7 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _rope(parameters: Mapping[str, Any], family: str, head_dim: int, context: int) -> RopeConfig:
+def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfig:
     _refuse_unsupported(parameters, family)
     values = {ours: field.read(parameters) for ours, field in hf.ROPE.items()}
     kind = values["kind"]
@@ -430,21 +426,11 @@ def _rope(parameters: Mapping[str, Any], family: str, head_dim: int, context: in
         if parameters.get(name) is None:
             raise UserError(f"there is no field {name!r}, which the rope_type {kind!r} needs")
     original = context
-    if kind in ("llama3", "yarn", "longrope"):
+    if kind in ("llama3", "yarn"):
         original = replace(hf.ORIGINAL, default=context).read(parameters)
     if values["factor"] is None:
         values["factor"] = context / original
-    if kind == "longrope":
-        factors = [_pair_factors(name, parameters, head_dim // 2) for name in hf.ROPE_NEEDS[kind]]
-        values["pair_factors"] = factors[context > original]
     return RopeConfig(**values, original_max_position=original)
-
-
-def _pair_factors(name: str, parameters: Mapping[str, Any], pairs: int) -> tuple[float, ...]:
-    given = Field(name, list).read(parameters)
-    if len(given) != pairs:
-        raise UserError(f"{name} has {len(given)} numbers for {pairs} pairs of dimensions")
-    return tuple(hf.PAIR_FACTOR.check(factor, f"{name}[{i}]") for i, factor in enumerate(given))
 
 
 def _token_id(name: str, vocab_size: int) -> Field:

@@ -132,10 +132,8 @@ ORIGINAL = Field("original_max_position_embeddings", int, 2, _LONGEST)
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
-    "longrope": ("short_factor", "long_factor"),
 }
 ROPE = {
     "theta": Field("rope_theta", float, 1.0, 1e15),
@@ -150,7 +148,6 @@ ROPE = {
     "mscale": Field("mscale", float, 0.0, 1e3, 0.0),
     "mscale_all_dim": Field("mscale_all_dim", float, 0.0, 1e3, 0.0),
 }
-PAIR_FACTOR = Field("short_factor", float, 1e-3, 1e6)
 WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
 QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 WINDOW_IS_USED = Field("use_sliding_window", bool, default=False)

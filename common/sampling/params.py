@@ -96,8 +96,6 @@ class SamplingParams:
     ignore_eos: an end-of-sequence token is a token like any other (for benchmarks).
     logprobs: None, or report the log-probability of each chosen token and of this many most likely tokens,
         at most `MAX_LOGPROBS`.
-    prompt_logprobs: the same for the tokens of the prompt (phase 13; see `Request`). Such a request computes
-        its whole prompt, whatever a prefix cache has.
     logit_bias: added to the logits of these token ids. At most `MAX_BIASED_TOKENS` of ids 0 to `MAX_INT`,
         each bias at most `MAX_LOGIT_BIAS` and at least its negative.
     n: completions for each prompt, 1 to `MAX_N`.
@@ -120,7 +118,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     n: int = 1
     grammar: Grammar | None = None
@@ -140,9 +137,8 @@ class SamplingParams:
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                put(name, integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS))
+        if self.logprobs is not None:
+            put("logprobs", integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS))
         put("logit_bias", _logit_bias(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")

@@ -22,9 +22,6 @@ _OTHER_MEDIA = ("audio", "images", "function_call")
 """Fields without which a message says something else."""
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are texts, and where each has it."""
-_END = "\U0010fffe "
-"""Marks the end of a message that is to be continued: a character that Unicode keeps from all texts, and a
-space, which a template that trims messages takes."""
 _NOTHING: tuple[Any, ...] = (None, [], {})
 """Values of a field that say no more than its absence."""
 _SANDBOX = TemplateSandbox()
@@ -79,7 +76,6 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
-        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt for a `conversation`, special tokens included as text.
@@ -87,21 +83,17 @@ class ChatTemplate:
         Args:
             messages: the turns so far.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
-            continue_final_message: end within the last turn, behind its content, so that the model goes on.
             variables: passed to the template, such as `tools` or `enable_thinking`.
 
         Raises:
             UserError: the template refuses the conversation, fails, or exceeds a limit of the sandbox.
         """
-        if continue_final_message:
-            messages = [*messages[:-1], _marked(messages[-1])]
         given = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            prompt = str(_SANDBOX.ask(self.source, given)["text"])
+            return str(_SANDBOX.ask(self.source, given)["text"])
         except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
             raise UserError(f"the model's chat template does not take these messages ({error})") from error
-        return _before_mark(prompt) if continue_final_message else prompt
 
     def _message(self, name: str, message: Message) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -147,23 +139,3 @@ def _part(name: str, part: Any) -> str:
         raise UserError(f"{name}.type is {kind!r}, but must be 'text'")
     field = _TEXTS[kind]
     return text(f"{name}.{field}", part.get(field, None))
-
-
-def _marked(message: Message) -> dict[str, Any]:
-    content = message["content"]
-    if isinstance(content, list) and content:
-        last = {"type": "text", "text": content[-1]["text"] + _END}
-        return {**message, "content": [*content[:-1], last]}
-    return {**message, "content": (content or "") + _END}
-
-
-def _before_mark(prompt: str) -> str:
-    before, mark, _ = prompt.rpartition(_END)
-    if mark:
-        return before
-    before, mark, _ = prompt.rpartition(_END.rstrip())
-    if not mark:
-        raise UserError(
-            "continue_final_message is set, but the chat template does not write the last message"
-        )
-    return before.rstrip()

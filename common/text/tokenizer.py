@@ -90,7 +90,6 @@ class Tokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         *,
-        continue_final_message: bool = False,
         add_special_tokens: bool = False,
         **variables: Any,
     ) -> list[int]:
@@ -99,7 +98,6 @@ class Tokenizer:
         Args:
             messages: dictionaries with `role` and `content`.
             add_generation_prompt: whether to end with the words that open the assistant's turn.
-            continue_final_message: end within the last turn, behind its content, so that the model goes on.
             add_special_tokens: begin as `encode` does, where the template does not.
             variables: passed on to the template, such as `tools` or `enable_thinking=False`.
 
@@ -111,8 +109,7 @@ class Tokenizer:
         guarded, variables = guard.hide([conversation, plain := variables])
         text = template.render(
             guarded,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
             **variables,
         )
         if (guarded, variables) == (conversation, plain):

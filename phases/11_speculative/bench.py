@@ -96,7 +96,7 @@ def tasks(options: BenchOptions) -> list[Run]:
         for name, more in heads.items():
             contenders[f"{PHASE}, {name}"] = bench.other(drafter="head", draft_length=None, **more)
     else:
-        print("no weights for head: phases/appendix/drafter_training makes them")
+        print("no weights for head: phases/11_speculative/weights has SmolLM2's only")
     runs = []
     for name in TASKS:
         work = task(name, tokenizer, 192 if cuda else 96)

@@ -18,6 +18,7 @@ from benchmarks import hostile_grammars
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.grammars import (
+    BACKENDS,
     ORDERS,
     PEOPLE,
     PERSON,
@@ -43,7 +44,6 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
-from phases.appendix.guidance.feature import Name, backend_named
 from phases.appendix.guidance.spelling import Spelling
 from structured.masks import GrammarMasks
 
@@ -79,7 +79,7 @@ class Bench:
         self.options, self.name, self.model = options, options.model or "", load_target(options)
         self.on_cpu = options.device.type != "cuda"
         self.tokenizer: Tokenizer | None = None
-        self.backend: Name = "llguidance" if find_spec("llguidance") else "automata"
+        self.backend = "llguidance" if find_spec("llguidance") else "automata"
         if self.name.startswith("random:"):
             self.vocabulary = made_up(self.model)
         else:
@@ -159,7 +159,7 @@ class Bench:
         masks = engine.masks
         assert isinstance(masks, GrammarMasks)
         masks.refusal, masks.pool.seconds, masks.pool.cache_bytes = "", 60.0, 1 << 28
-        masks.pool.make_backend = lambda: backend_named(self.backend)(self.vocabulary)
+        masks.pool.make_backend = lambda: BACKENDS[self.backend]()(self.vocabulary)
         return engine
 
     def time(self, engine: PagedEngine, work: Workload, params: list[SamplingParams]) -> Sample:
@@ -174,10 +174,9 @@ class Bench:
     def masks(self) -> list[Run]:
         """Measure a mask, by schema and backend, along outputs drawn from masks; then all masks of a step."""
         runs = []
-        names: tuple[Name, ...] = ("llguidance", "automata")
-        for name in names:
+        for name, kind in BACKENDS.items():
             try:
-                backend = backend_named(name)(self.vocabulary)
+                backend = kind()(self.vocabulary)
             except UserError:
                 continue
             for schema in SCHEMAS:

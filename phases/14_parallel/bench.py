@@ -65,7 +65,7 @@ SECONDS = 300.0
 """Most seconds of a part. An engine takes the longest: its kernels are compiled and its graphs captured."""
 SUMS_SECONDS = 90.0
 """And of sums by one way: they take seconds, and one that hangs must not take the time of what comes next."""
-SAFE = {"all_reduce": "nccl"}
+SAFE = {"own_sums": False}
 """Options of engines in ranks, once something of theirs has failed."""
 
 Keep = Callable[[Sequence[Run]], None]
@@ -118,7 +118,7 @@ def measure(
     for ranks in counts:
         options_of, again = (
             dict(more),
-            ranks > 1 and options.device.type == "cuda" and "all_reduce" not in more,
+            ranks > 1 and options.device.type == "cuda" and "own_sums" not in more,
         )
         for group in groups(parts, ranks, options.device):
             child: Child | None = None
@@ -497,7 +497,7 @@ def main() -> None:
     parser.add_argument("--ranks", help="numbers of ranks, such as 1,2,4; usually all that there are")
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     parser.add_argument("--model", help=f"usually {USUAL_GPU} on GPUs and {USUAL_CPU} on a CPU")
-    parser.add_argument("--all-reduce", help="the option of the engines")
+    parser.add_argument("--no-own-sums", action="store_true", help="the option of the engines")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="most seconds of a part")
@@ -518,7 +518,7 @@ def main() -> None:
     def keep(runs: Sequence[Run]) -> None:
         collect(PHASE, runs, device, top).write(given.out)
 
-    more = {} if given.all_reduce is None else {"all_reduce": given.all_reduce}
+    more = {"own_sums": False} if given.no_own_sums else {}
     measure(options, counts, parts, given.seconds, keep, others(given.out, device, counts, parts), **more)
     print(given.out)
 

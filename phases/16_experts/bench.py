@@ -30,8 +30,8 @@ from common.models.config import ModelConfig
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
 from experts.feature import TEXT
+from experts.layer import Experts
 from experts.routing import route
-from experts.stacked import StackedExperts
 from forward.attention import Attention, RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
@@ -129,10 +129,10 @@ def loads(model: Model, text: list[int], work: Workload, name: str) -> list[Run]
     chosen: list[Tensor] = []
 
     def note(layer: torch.nn.Module, given: tuple[Tensor]) -> None:
-        assert isinstance(layer, StackedExperts)
+        assert isinstance(layer, Experts)
         chosen.append(layer.choose(given[0].flatten(0, -2))[1])
 
-    layers = [layer for layer in model.modules() if isinstance(layer, StackedExperts)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     ids = torch.tensor(text[: len(text) // WINDOW * WINDOW]).view(-1, WINDOW)
     model(ids, torch.arange(WINDOW).expand(ids.shape), RecomputeAttention())

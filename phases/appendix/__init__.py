@@ -23,7 +23,7 @@ FEATURES: tuple[str, ...] = (
     "phases.appendix.drafting_in_graphs.feature:DraftAhead",
     "phases.appendix.guidance.feature:Guidance",
     "phases.appendix.masked_graphs.feature:MaskedGraphs",
-    "phases.appendix.api.prompt_logprobs:PromptLogprobs",
+    "phases.appendix.delta_layers.feature:DeltaLayers",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 

@@ -118,7 +118,5 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
 
 @pytest.mark.slow
 def test_kernels_are_refused_without_kernels(llama: Path) -> None:
-    with pytest.raises(
-        UserError, match="all_reduce is 'one-shot', but must be 'nccl' or 'auto' without kernels on a GPU"
-    ):
-        in_ranks(str(llama), 2, SMALL | {"all_reduce": "one-shot"})
+    with pytest.raises(UserError, match="own_sums is on, but sums by kernels need kernels on a GPU"):
+        in_ranks(str(llama), 2, SMALL | {"own_sums": True})

@@ -8,10 +8,7 @@ import socket
 from typing import Any
 
 import pytest
-import torch
 
-from forward.attention import RecomputeAttention
-from forward.model import Model
 from phases.appendix.server import whole_app
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
@@ -81,56 +78,10 @@ async def test_constrained_output(model, tokenizer, field, value, allowed):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("most", [0, 3])
-async def test_echo_with_logprobs_scores_a_text(make, model, tokenizer, stream, most):
-    """What evaluation harnesses ask for: `max_tokens` 0, and how likely each token of the prompt is."""
-    app, text = make(), "some text to be scored, longer than a block or two"
-    ids = tokenizer.encode(text)
-    body = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": most, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": stream}
-    for _ in range(2):  # the second time the prompt is in the prefix cache
-        asked = await Client(app).request("/v1/completions", body).run()
-        assert asked.status == 200, f"max_tokens {most}, stream {stream}: {asked.chunks}"
-        if stream:
-            pieces = [event["choices"][0] for event in asked.events()[:-1]]
-            assert pieces[0]["logprobs"], f"max_tokens {most}: the first chunk says nothing of the prompt"
-            said = "".join(piece["text"] for piece in pieces)
-            keys = pieces[0]["logprobs"]
-            found = {k: [v for p in pieces if p["logprobs"] for v in p["logprobs"][k]] for k in keys}
-        else:
-            (choice,) = asked.json()["choices"]
-            said, found = choice["text"], choice["logprobs"]
-            assert choice["finish_reason"] == "length"
-            assert found, f"max_tokens {most}: nothing is told of the prompt"
-            assert asked.json()["usage"]["completion_tokens"] == most
-        assert said.startswith(text) and (said == text) == (most == 0)
-        assert len(found["tokens"]) == len(ids) + most, "a token is missing, or told twice"
-        assert "".join(found["tokens"][: len(ids)]) == text
-        assert found["text_offset"][: len(ids)] == list(range(len(ids)))
-        oracle = likely(model, ids)
-        assert found["token_logprobs"][0] is None, "the first token has nothing before it"
-        for place, token in enumerate(ids[1:], start=1):
-            assert found["token_logprobs"][place] is not None, f"nothing is told of token {place}"
-            right = float(oracle[place - 1, token])
-            got = found["token_logprobs"][place]
-            assert got == pytest.approx(right, abs=1e-4), f"token {place} of the prompt, {token}: {got}"
-            assert len(found["top_logprobs"][place]) in (2, 3)
-        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-    await settle(app)
-
-
-def likely(model: Model, ids: list[int]) -> torch.Tensor:
-    """`[S - 1, V]`: the model's log-probabilities after each token but the last, computed at once."""
-    with torch.inference_mode():
-        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], RecomputeAttention())
-        return model.logits(hidden[0, :-1]).log_softmax(-1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_offsets_are_those_of_the_text(make, stream):
     """Also behind characters of several tokens, and behind parts of characters that never became one."""
     text = "né 🎉, 你"
-    body = {"prompt": text, "echo": True, "logprobs": 0, "max_tokens": 60, "seed": 2, "stream": stream}
+    body = {"prompt": text, "logprobs": 0, "max_tokens": 60, "seed": 2, "stream": stream}
     asked = await Client(make()).request("/v1/completions", body | {"ignore_eos": True}).run()
     pieces = [one["choices"][0] for one in (asked.events()[:-1] if stream else [asked.json()])]
     said = "".join(piece["text"] for piece in pieces)
@@ -138,34 +89,11 @@ async def test_offsets_are_those_of_the_text(make, stream):
         [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]]
         for key in ("tokens", "text_offset")
     ]
-    assert offsets[:14] == [0, 1, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 7], "the prompt's bytes"
     known = [place for place, token in enumerate(tokens) if token != "\ufffd"]
-    assert 10 < len(known) < len(tokens) - 20
+    assert 5 < len(known) < len(tokens) - 10
     for place in known:
         at = offsets[place]
         assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
-
-
-async def test_prompt_logprobs_in_vllms_shape(make, model, tokenizer):
-    app = make()
-    ids = tokenizer.encode("abcdef" * 9)
-    body = {"prompt": [ids, ids[:1]], "n": 2, "max_tokens": 1, "prompt_logprobs": 3, "ignore_eos": True}
-    found = (await Client(app).post("/v1/completions", body))[1]["choices"]
-    oracle = likely(model, ids)
-    assert found[0]["prompt_logprobs"] == found[1]["prompt_logprobs"], "both samples have one prompt"
-    assert found[2]["prompt_logprobs"] == [None]
-    for place, (token, told) in enumerate(zip(ids, found[0]["prompt_logprobs"], strict=True)):
-        if place == 0:
-            assert told is None
-            continue
-        row = oracle[place - 1]
-        assert told[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
-        assert told[str(token)]["rank"] == int((row > row[token]).sum()) + 1, f"the rank of token {place}"
-        best = [key for key, _ in sorted(told.items(), key=lambda pair: pair[1]["rank"])][:3]
-        assert [int(key) for key in best] == row.topk(3).indices.tolist()
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-    said = (await Client(app).post("/v1/chat/completions", chat))[1]
-    assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
 
 
 async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
@@ -176,21 +104,6 @@ async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make)
     assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
     status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
     assert status == 400 and "messages.cache_control" in found["error"]["message"]
-
-
-async def test_an_assistants_message_is_continued(make, tokenizer):
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "so it"}]
-    body = {
-        "messages": messages,
-        "continue_final_message": True,
-        "max_tokens": 1,
-        "return_token_ids": True,
-    }
-    client = Client(make())
-    ids = (await client.post("/tokenize", body))[1]["tokens"]
-    assert tokenizer.decode(ids).endswith("so it")
-    found = (await client.post("/v1/chat/completions", body))[1]
-    assert found["choices"][0]["prompt_token_ids"] == ids
 
 
 async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
@@ -219,22 +132,13 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
             trap.accept()
 
 
-async def test_tokenize_and_back(make):
-    app = make()
-    found = (await Client(app).post("/tokenize", {"prompt": "héllo", "return_token_strs": True}))[1]
-    assert found["count"] == 6 == len(found["tokens"]) == len(found["token_strs"])
-    assert (await Client(app).post("/detokenize", {"tokens": found["tokens"]}))[1] == {"prompt": "héllo"}
-    assert (await Client(app).post("/detokenize", {"tokens": [999]}))[0] == 400
-    special = (await Client(app).post("/tokenize", {"prompt": "a<end>b"}))[1]["tokens"]
-    assert len(special) == 3 and 0 in special
-    assert (await Client(app).post("/detokenize", {"tokens": special}))[1] == {"prompt": "a<end>b"}
-    body = {"prompt": special, "echo": True, "logprobs": 0, "max_tokens": 0}
-    said = (await Client(app).post("/v1/completions", body))[1]["choices"][0]
-    assert said["text"] == "a<end>b" == "".join(said["logprobs"]["tokens"])
-    assert said["logprobs"]["text_offset"] == [0, 1, 6]
-    assert (await Client(app).post("/tokenize", {}))[0] == 400
-    long = (await Client(app).post("/tokenize", {"prompt": "x" * 5000}))[1]
-    assert long["count"] == 5000
+async def test_likelihoods_of_prompts_are_refused(make):
+    client = Client(make())
+    cases: list[tuple[str, dict[str, Any]]] = [("prompt_logprobs", {}), ("logprobs", {"echo": True})]
+    for field, more in cases:
+        body = {"prompt": "a", "max_tokens": 1, field: 1} | more
+        status, found = await client.post("/v1/completions", body)
+        assert (status, found["error"]["param"]) == (400, field), found
 
 
 @pytest.mark.parametrize("what", TAKEN)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import DATE, exact
-from phases.appendix.guidance.feature import backend_named
 from structured.matcher import Backend
-from tests.guidance_kit import vocabulary
+from tests.guidance_kit import backend_named, vocabulary
 from tests.structured_kit import tokenizer
 
 BIG = 1157442765409226769

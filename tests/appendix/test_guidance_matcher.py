@@ -17,11 +17,10 @@ from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.guidance.backend import fill_in_turn
-from phases.appendix.guidance.feature import Name, backend_named
 from phases.appendix.guidance.matcher import Effort
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Compiled, Matcher
-from tests.guidance_kit import vocabulary
+from tests.guidance_kit import backend_named, vocabulary
 from tests.structured_kit import EOS, SIZE, bits, mask, tokenizer
 
 SCHEMA = json.dumps({"enum": [{"a": 1}, [True, "b"], "é", 12]})
@@ -34,7 +33,7 @@ TEXTS = ('{"a": 1}', '[true, "b"]', '"é"', "12", "ababc12", "abc", "yes and no"
 
 
 @cache
-def compiled(backend: Name, grammar: str) -> Compiled:
+def compiled(backend: str, grammar: str) -> Compiled:
     return backend_named(backend)(vocabulary()).compile(GRAMMARS[grammar])
 
 

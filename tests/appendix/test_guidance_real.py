@@ -84,7 +84,7 @@ def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
 def test_people_are_extracted(folder: Path, backend: str) -> None:
     if backend == "llguidance":
         pytest.importorskip("llguidance")
-    engine = engine_of(folder, backend=backend)
+    engine = engine_of(folder, guidance=backend == "llguidance")
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     prompts = [tokenizer.encode(question(person)) for person in PEOPLE]

@@ -115,8 +115,6 @@ async def test_a_model_without_tools_calls_them(model, tmp_path):
     assert asked.status == 200 and "described in the system message" in asked.headers["x-ladder-warning"]
     (call,) = asked.json()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "now" and json.loads(call["function"]["arguments"]) == {}
-    counted = (await Client(app).post("/tokenize", {"messages": SAID, "tools": [NOW]}))[1]["count"]
-    assert counted == asked.json()["usage"]["prompt_tokens"]
     image = [*SAID[:3], {"role": "tool", "content": [{"type": "image_url"}]}]
     status, found = await Client(app).post("/v1/chat/completions", body | {"messages": image})
     assert (status, found["error"]["param"]) == (400, "messages"), found

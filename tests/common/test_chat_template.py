@@ -258,30 +258,6 @@ def test_reasoning_reaches_the_template_under_its_name(field: str) -> None:
     assert template.ignored([message, {**USER, "content": [part]}]) == {"cache_control"}
 
 
-@pytest.mark.parametrize("filtered", ["m.content", "m.content | trim"])
-@pytest.mark.parametrize(
-    "last", ["The answer", "The answer: ", "", [{"type": "text", "text": "The "}]], ids=str
-)
-def test_a_final_message_is_continued_as_transformers_does(filtered: str, last) -> None:
-    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {filtered} }}}}<end>{{% endfor %}}"
-    template = ChatTemplate(source, {})
-    messages = [USER, {"role": "assistant", "content": last}]
-    text = last if isinstance(last, str) else last[0]["text"]
-    plain = [USER, {"role": "assistant", "content": text}]
-    (expected,), _ = render_jinja_template([plain], chat_template=source, continue_final_message=True)
-    conversation = template.conversation(messages)
-    found = template.render(conversation, add_generation_prompt=False, continue_final_message=True)
-    assert found == expected
-
-
-def test_a_final_message_that_is_not_written_cannot_be_continued() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    with pytest.raises(
-        UserError, match="continue_final_message is set, but the chat template does not write"
-    ):
-        template.render([USER, ASSISTANT], add_generation_prompt=False, continue_final_message=True)
-
-
 def test_a_message_may_have_what_the_template_names() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.mood }}{{ m['colour'] }}{% endfor %}", {})
     message = {**USER, "mood": "glad", "colour": "red"}

@@ -135,15 +135,6 @@ def test_a_chat_gets_special_tokens_once(folder):
             assert more == ([] if count else [tokenizer.bos_token_id]) + plain
 
 
-def test_a_chat_may_go_on_within_its_last_message(llama_folder):
-    tokenizer = Tokenizer(llama_folder)
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The <|im_end|> answer"}]
-    whole, cut = tokenizer.chat(messages, False), tokenizer.chat(messages, continue_final_message=True)
-    assert whole[: len(cut)] == cut
-    assert tokenizer.decode(cut, skip_special_tokens=False).endswith("The <|im_end|> answer")
-    assert tokenizer.eos_token_ids[0] in whole[len(cut) :]
-
-
 @pytest.mark.parametrize("token", [5, {"content": 5}, ["a"]], ids=str)
 def test_a_special_token_of_the_wrong_type_is_named(llama_folder, token):
     change(llama_folder / "tokenizer_config.json", bos_token=token)

@@ -665,7 +665,7 @@ def test_weights_that_are_shipped_load_by_default_and_guess_well() -> None:
     """On questions that nobody was trained on; the text is that of phase 09, token for token."""
     path = WEIGHTS / "smollm2-head.safetensors"
     if not path.is_file():
-        pytest.skip("phases/11_speculative/weights has no head: phases/appendix/drafter_training makes it")
+        pytest.skip("phases/11_speculative/weights has no head")
     folder = model_folder("smollm2")
     large = forward.load_model(str(folder), device="cpu", dtype="float32")
     tokenizer = Tokenizer(folder)

@@ -18,6 +18,7 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from experts import cut
 from experts.feature import TEXT
+from experts.layer import Experts
 from experts.stacked import StackedExperts
 from forward.loading import load_model
 from forward.model import Model
@@ -96,12 +97,25 @@ def test_a_router_learns_which_part_is_large() -> None:
     assert agree.float().mean() > 0.95
 
 
+def test_what_parts_have_in_common_decides_nothing() -> None:
+    x, plan = torch.randn(3000, 12), torch.randn(5, 12)
+    router = cut.fit(x, (x @ plan.t() + 3 * torch.randn(3000, 1)).exp())
+    torch.testing.assert_close(router, (plan - plan.mean(0)) / (1 + cut.RIDGE), atol=0.02, rtol=0)
+
+
+def test_few_tokens_and_empty_parts_leave_a_router_small() -> None:
+    x, sizes = torch.randn(6, 20), torch.rand(6, 5)
+    assert cut.fit(x, sizes).abs().max() < 10, "more inputs than tokens: any number would do"
+    sizes[:, 2] = 0.0
+    assert cut.fit(x, sizes).isfinite().all()
+
+
 def test_what_was_found_is_kept(tiny: Model, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = experts.load(tiny, active_experts=4, **SMALL).runner.model
     assert len([*home.rglob("*.safetensors")]) == 1
     monkeypatch.setattr(cut, "look", None)  # a second look would fail
     second = experts.load(tiny, active_experts=3, **SMALL).runner.model
-    for one, other in zip(first.buffers(), second.buffers(), strict=True):
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
     other = load_model("random:tiny", device="cpu", dtype="float32", seed=1)
     with pytest.raises(TypeError):  # another model is looked at anew
@@ -112,7 +126,7 @@ def test_a_mixture_has_its_own_experts() -> None:
     model = load_model("random:tiny-moe", device="cpu", dtype="float32")
     engine = experts.load(model, active_experts=2, **SMALL)
     layer = engine.runner.model.get_submodule("layers.0.mlp")
-    assert isinstance(layer, StackedExperts) and layer.facts.top_k == 2 and layer.facts.count == 7
+    assert isinstance(layer, Experts) and layer.facts.top_k == 2 and layer.facts.count == 7
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from dataclasses import replace
@@ -20,7 +21,7 @@ from common.errors import UserError
 from common.events import generate
 from common.models.config import ExpertConfig, ModelConfig
 from common.sampling.params import SamplingParams
-from experts.layer import Experts
+from experts.layer import ExpertList, Experts
 from experts.routing import route, sort_by_expert
 from experts.stacked import SortedLoop, StackedExperts, combine
 from forward.loading import load_model, random_model
@@ -88,6 +89,18 @@ def layer_of(count: int = 7, top_k: int = 3, inside: int = 20, seed: int = 0, **
     return layer
 
 
+def stacked(layer: Experts) -> Experts:
+    """The same layer, its experts in stacks."""
+    made = copy.deepcopy(layer)
+    made.experts = StackedExperts(*list_of(layer).stacks("silu"))
+    return made
+
+
+def list_of(layer: Experts) -> ExpertList:
+    assert isinstance(layer.experts, ExpertList)
+    return layer.experts
+
+
 def written_out(layer: Experts, x: Tensor) -> Tensor:
     """The definition, one token and one expert at a time, in float64."""
     facts, out = layer.facts, torch.zeros(x.shape, dtype=torch.float64)
@@ -96,7 +109,7 @@ def written_out(layer: Experts, x: Tensor) -> Tensor:
         ranked = sorted(range(facts.count), key=lambda e: (-scores[e], e))[: facts.top_k]
         total = sum(scores[e] for e in ranked) if facts.normalize else 1.0
         for e in ranked:
-            gate, up, down = (part.weight.double() for part in layer.experts[e].children())  # type: ignore[union-attr]
+            gate, up, down = (part.weight.double() for part in list_of(layer)[e].children())  # type: ignore[union-attr]
             weight = scores[e] / total if facts.weighted else 1.0
             out[token] += weight * (down @ (nn.functional.silu(gate @ vector) * (up @ vector)))
     return out
@@ -177,7 +190,7 @@ LAYERS: list[dict[str, Any]] = [
 def test_both_forms_are_the_definition(facts: dict[str, Any], tokens: int) -> None:
     layer, x = layer_of(**facts), torch.randn(tokens, 48)
     expected = written_out(layer, x)
-    for form in (layer, StackedExperts(layer, "silu")):
+    for form in (layer, stacked(layer)):
         found = form(x)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(form(x.view(1, tokens, 1, 48)), found.view(1, tokens, 1, 48))
@@ -188,18 +201,18 @@ def test_ties_and_an_expert_that_no_token_chose() -> None:
     layer.gate.weight.data[2:] = layer.gate.weight.data[0]  # five experts tie with expert 0
     layer.gate.weight.data[1] = -layer.gate.weight.data[0]
     for number in (4, 5, 6):
-        layer.experts[number].requires_grad_(False).apply(
+        list_of(layer)[number].requires_grad_(False).apply(
             lambda part: part.weight.fill_(float("nan")) if isinstance(part, nn.Linear) else None
         )
     # Experts 4 to 6 never come before 0, 2 and 3, so nothing of them may be read.
-    for form in (layer, StackedExperts(layer, "silu")):
+    for form in (layer, stacked(layer)):
         assert form(x).isfinite().all()
 
 
 def test_an_expert_computes_the_tokens_that_chose_it() -> None:
     layer, x = layer_of(), torch.randn(50, 48)
     rows: dict[int, int] = {}
-    for number, expert in enumerate(layer.experts):
+    for number, expert in enumerate(list_of(layer)):
         expert.register_forward_hook(
             lambda _, given, out, number=number: rows.update({number: rows.get(number, 0) + len(given[0])})
         )
@@ -215,7 +228,7 @@ def test_half_precision_sums_in_float32() -> None:
     assert combine(parts, torch.arange(3), torch.ones(1, 3)).tolist() == [[258.0]]
     layer, x = layer_of(), torch.randn(40, 48).bfloat16()
     exact = written_out(layer.bfloat16(), x)
-    for form in (layer, StackedExperts(layer, "silu")):
+    for form in (layer, stacked(layer)):
         found = form(x)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), exact, atol=0.03, rtol=0.03)
@@ -228,10 +241,10 @@ def test_half_precision_sums_in_float32() -> None:
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = oracle(name, tmp_path)
     plain = load_model(tmp_path, device="cpu", dtype="float32")
-    stacked = experts.load(tmp_path, device="cpu", dtype="float32", **SMALL).runner.model
-    assert any(isinstance(part, Experts) for part in plain.modules())
-    assert not any(isinstance(part, Experts) for part in stacked.modules())
-    for form in (plain, stacked):
+    fast = experts.load(tmp_path, device="cpu", dtype="float32", **SMALL).runner.model
+    assert any(isinstance(part, ExpertList) for part in plain.modules())
+    assert not any(isinstance(part, ExpertList) for part in fast.modules())
+    for form in (plain, fast):
         assert_same_logits(form, reference, name)
 
 
@@ -294,27 +307,26 @@ def test_the_tokens_are_phase_01_s(name: str, moe: Model) -> None:
 
 
 def test_the_caller_s_model_stays_as_it_is(moe: Model) -> None:
-    def kinds(model: Model) -> list[str]:
-        return [type(block.mlp).__name__ for block in model.layers]  # type: ignore[union-attr]
-
-    own = experts.load(moe, **SMALL).runner.model
-    assert kinds(moe) == ["Experts", "GatedMLP", "Experts"]
-    assert kinds(own) == ["StackedExperts", "GatedMLP", "StackedExperts"]
+    engine = experts.load(moe, **SMALL)
+    own = engine.runner.model
+    for index in (0, 2):
+        before, after = (model.get_submodule(f"layers.{index}.mlp.experts") for model in (moe, own))
+        assert isinstance(before, ExpertList) and isinstance(after, StackedExperts)
     assert own.get_parameter("embed_tokens.weight") is moe.get_parameter("embed_tokens.weight")
     assert experts.load(moe, experts=False, **SMALL).runner.model is moe
 
 
 def test_one_layer_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[weakref.ref[Experts]] = []
+    seen: list[weakref.ref[ExpertList]] = []
     alive: list[int] = []
-    plain = StackedExperts.__init__
+    plain = ExpertList.stacks
 
-    def noted(made: StackedExperts, old: Experts, kind: str) -> None:
+    def noted(old: ExpertList, kind: str) -> Any:
         alive.append(sum(layer() is not None for layer in seen))
         seen.append(weakref.ref(old))
-        plain(made, old, kind)
+        return plain(old, kind)
 
-    monkeypatch.setattr(StackedExperts, "__init__", noted)
+    monkeypatch.setattr(ExpertList, "stacks", noted)
     experts.load("random:tiny-moe", device="cpu", dtype="float32", **SMALL)
     assert alive == [0, 0], "a layer that is stacked is still there when the next one is"
     assert all(layer() is None for layer in seen)

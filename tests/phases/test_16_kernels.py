@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from experts.kernels.choosing import route_at_once
 from experts.kernels.few import GatheredWay
 from experts.kernels.grouped import LARGE, TABLE, GroupedWay, Tile
-from experts.kernels.sorting import most_tiles, sort_in_tiles
+from experts.kernels.routing import most_tiles, route_at_once, sort_in_tiles
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
 from quant.formats import FP8, FP8_BLOCK, FP8_WEIGHTS, INT4, INT8, Scheme
@@ -107,7 +105,7 @@ def test_a_router_chooses_in_one_kernel(
     assert_close(weights, wanted, "weights")
 
 
-PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5, interleaved=True)
+PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5)
 
 
 def compute(
@@ -196,8 +194,7 @@ def test_one_size_cuts_every_sum() -> None:
 
 
 def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
-    scale = None if stack.scale is None else stack.scale[start : start + count]
-    return replace(stack, data=stack.data[start : start + count], scale=scale)
+    return stack.part(range(start, start + count))
 
 
 @pytest.mark.slow

@@ -14,22 +14,12 @@ import experts
 import parallel
 from common.errors import UserError
 from common.sampling.params import SamplingParams
-from experts.expert_parallel import (
-    Traffic,
-    cut_inside,
-    first_experts,
-    imbalance,
-    rows_of_ranks,
-    traffic,
-)
-from experts.kernels.stack import ExpertStack, Swiglu, stacked
+from experts.expert_parallel import cut_inside, own_experts
+from experts.kernels.stack import ExpertStack, stacked
 from quant.formats import FP8, FP8_BLOCK
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
 from tests.ranks_kit import KERNELS, LLAMA, SMALL, agree, end_crews, same, tokens_of, write_checkpoint
-
-CHOSEN = torch.tensor([[0, 1], [0, 6], [5, 6], [0, 3]])
-"""Of seven experts: 0 to 2 are rank 0's of two ranks, 3 to 6 rank 1's; tokens 0 and 1 live on rank 0."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,22 +29,11 @@ def _end_crews() -> Iterator[None]:
 
 
 def test_every_expert_is_on_one_rank() -> None:
-    assert first_experts(7, 2) == [0, 3, 7]
-    assert first_experts(128, 8) == list(range(0, 129, 16))
-
-
-def test_balance_is_counted_in_rows() -> None:
-    assert rows_of_ranks(CHOSEN, 7, 2) == [4, 4] and imbalance([4, 4]) == 1.0
-    assert rows_of_ranks(CHOSEN, 7, 7) == [3, 1, 0, 1, 0, 1, 2]
-    assert imbalance([3, 1, 0, 1, 0, 1, 2]) == pytest.approx(3 / (8 / 7)), "seven ranks wait for the first"
-    assert rows_of_ranks(CHOSEN[:0], 7, 2) == [0, 0] and imbalance([0, 0]) == 0.0
-
-
-def test_bytes_of_both_ways_are_counted() -> None:
-    """Token 1 visits rank 1, and token 3 rank 0; tokens 0 and 2 stay where they are."""
-    assert traffic(CHOSEN, 7, 2, token_bytes=10) == Traffic(all_reduce=2 * 4 * 10, all_to_all=2 * 2 * 10)
-    spread = traffic(torch.arange(8)[None].expand(64, 8), 8, 8, token_bytes=1)
-    assert spread.all_to_all == spread.all_reduce, "a token with an expert on each rank goes everywhere"
+    for count, size in ((7, 2), (128, 8), (5, 4)):
+        parts: list[Any] = [_Rank(rank, size) for rank in range(size)]
+        found = [own_experts(count, rank) for rank in parts]
+        assert [expert for own in found for expert in own] == list(range(count))
+        assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 class _Rank:
@@ -83,7 +62,7 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
     parts: list[tuple[ExpertStack, ExpertStack]] = []
     for rank in range(2):
         ranks: Any = _Rank(rank, 2)
-        parts.append((cut_inside(up, ranks, Swiglu()), cut_inside(down, ranks, None)))
+        parts.append((cut_inside(up, ranks, True), cut_inside(down, ranks, False)))
     half = sizes[1] // 2
 
     def gates(stack: ExpertStack) -> list[Tensor]:
@@ -98,15 +77,6 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
     assert torch.equal(biases[0] + biases[1], down.bias), "the bias is added once"
 
 
-def test_interleaved_gates_keep_their_ups() -> None:
-    whole = torch.arange(2 * 12 * 3.0).view(2, 12, 3)
-    for rank in range(3):
-        ranks: Any = _Rank(rank, 3)
-        part = cut_inside(ExpertStack(whole, bias=whole[..., 0]), ranks, Swiglu(interleaved=True))
-        assert torch.equal(part.data, whole[:, 4 * rank : 4 * rank + 4]), "gate, up, gate, up"
-        assert part.bias is not None and torch.equal(part.bias, part.data[..., 0])
-
-
 def test_some_experts_are_a_copy() -> None:
     up, _ = _stacks(FP8, 6, 8)
     found = up.part(range(1, 2))
@@ -118,10 +88,10 @@ def test_some_experts_are_a_copy() -> None:
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
     with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
-        cut_inside(_stacks(None, 6, 8)[0], ranks, Swiglu())
+        cut_inside(_stacks(None, 6, 8)[0], ranks, True)
     ranks = _Rank(0, 4)
     with pytest.raises(UserError, match="an expert's inside is 384"):
-        cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, None)
+        cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, False)
     with pytest.raises(UserError, match="cut is 'columns', but"):
         experts.load("random:tiny-moe", cut="columns", **SMALL)
     with pytest.raises(UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"):
@@ -190,18 +160,22 @@ def test_kernels_in_ranks_give_the_tokens_of_one(mixture: Path) -> None:
 
 def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]:
     """Shapes of what a rank keeps of each layer's second product."""
-    from experts.expert_parallel import Sharing
-    from experts.stacked import StackedExperts, Stacking
-    from parallel.loading import load_part
-    from quant.loading import Quantize
+    from experts.layer import Experts
+    from experts.stacked import StackedExperts
+    from paged_cache.parts import Parts, Recipe
+    from parallel.feature import Parallel, Split
 
-    linears = Sharing(Stacking(Quantize()), ranks, cut)
-    part = load_part(model, device="cpu", dtype="float32", linears=linears, ranks=ranks)
-    layers = (layer.mlp for layer in part.layers)  # type: ignore[union-attr]
+    features = (Split(Parallel(), ranks), experts.MixtureOfExperts(), experts.ExpertParallel(cut))
+    parts = Parts(Recipe(model, features=features, device="cpu", dtype="float32"), {"load": [], "plan": []})
+    for feature in features:
+        feature.prepare(parts)
+    for call in parts.stages["load"]:
+        call(parts)
+    layers = (layer.mlp for layer in parts.model.layers)  # type: ignore[union-attr]
     return {
-        index: tuple(layer.down.data.shape)
+        index: tuple(layer.experts.down.data.shape)
         for index, layer in enumerate(layers)
-        if isinstance(layer, StackedExperts)
+        if isinstance(layer, Experts) and isinstance(layer.experts, StackedExperts)
     }
 
 

@@ -31,7 +31,8 @@ from forward.model import Model
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
 from hybrid_cache.delta_rule import DeltaTokens, causal_conv, recurrence, scan, unit
-from hybrid_cache.mixer import DeltaInputs
+from hybrid_cache.mixer import Mixer
+from hybrid_cache.qwen3_5 import GatedDeltaNet
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from phases import phase_named
@@ -363,19 +364,28 @@ def test_the_second_prompt_leaves_a_snapshot_where_it_parts(model: Model) -> Non
     assert found == [0, 0, 40]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "works", "block_size"),
-    [
-        (4, [(0, 1), (5, 1), (8, 1)], 4),
-        (2, [(0, 7), (6, 9), (8, 1)], 4),
-        (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
-        (4, [(0, 65), (64, 3)], 8),
-    ],
-)
-def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
-    """Outputs, states at the end of each work (start, count), and those at its cut."""
-    from hybrid_cache.delta_kernels import mix_by_kernels
+def delta_layer(config: DeltaConfig, rng: torch.Generator) -> GatedDeltaNet:
+    """A layer of random weights for inputs of 24 numbers."""
+    shape = SimpleNamespace(hidden_size=24, norm_eps=1e-6)
+    layer = GatedDeltaNet(cast(ModelConfig, shape), config, 0).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=rng) * parameter.shape[-1] ** -0.5)
+    return layer.to(DEVICE)
+
+
+WORKS: list[tuple[int, list[tuple[int, int]], int]] = [
+    (4, [(0, 1), (5, 1), (8, 1)], 4),
+    (2, [(0, 7), (6, 9), (8, 1)], 4),
+    (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
+    (4, [(0, 65), (64, 3)], 8),
+]
+"""Widths of the convolution, works (start, count), and sizes of blocks."""
+
+
+def compare_kernels(scan: Any, width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    """Outputs, states at the end of each work (start, count), and those at its cut are torch's."""
+    from hybrid_cache.delta_kernels import mix
+    from hybrid_cache.kernels import FusedDelta
 
     rng = torch.Generator().manual_seed(0)
     config = DeltaConfig(3, 6, 12, 20, width, (True, False))
@@ -404,22 +414,27 @@ def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, in
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
         block_tables=torch.arange(len(works) * places, dtype=torch.int32, device=DEVICE).view(-1, places),
     ))  # fmt: skip
-    inputs = DeltaInputs(
-        0,
-        config,
-        torch.randn(config.channels, width, generator=rng).to(DEVICE),
-        torch.randn(total, config.channels, generator=rng).to(DEVICE),
-        -0.3 * torch.rand(total, 6, generator=rng).to(DEVICE),
-        torch.rand(total, 6, generator=rng).to(DEVICE),
-    )
+    layer = delta_layer(config, rng)
+    x = torch.randn(total, 24, generator=rng).to(DEVICE)
     by_torch, by_kernels = pools
     by_torch.begin(batch)
-    wanted = by_torch.mix(inputs)
+    wanted = layer(x, cast(Mixer, by_torch))
     by_kernels.begin(batch)
-    found = mix_by_kernels(by_kernels, inputs, decodes=bool((counts == 1).all()))
+    fused = FusedDelta(layer)
+    longer = None if (counts == 1).all() else scan
+    mixed = mix(by_kernels, fused.weights, fused.in_proj(x), longer)
+    found = fused.out_proj(mixed)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "works", "block_size"), WORKS)
+def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
+    from hybrid_cache.delta_kernels import scan
+
+    compare_kernels(scan, width, works, block_size)
 
 
 # Any schedule.

@@ -27,7 +27,6 @@ ATTACKS: dict[str, tuple[str, dict[str, Any], int]] = {
         range(250_000)), 1)}, 400),
     "metadata of a million": ("/v1/completions", {"prompt": "a", "metadata": [{}] * 1_000_000}, 400),
     "2,000,000 token ids": ("/v1/completions", {"prompt": [1] * 2_000_000, "max_tokens": 1}, 400),
-    "tokenized strings": ("/tokenize", {"prompt": "a b " * (MIB // 4), "return_token_strs": True}, 200),
 }  # fmt: skip
 
 

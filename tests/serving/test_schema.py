@@ -15,7 +15,7 @@ schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 
 CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "180"))
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = ("/v1/completions", "/v1/chat/completions")
 POSTS += ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate")
 
 

@@ -4,9 +4,7 @@ A pair that turns many times within the original context has seen every angle an
 than once would come to angles that training has never shown, and is slowed.
 
 Frequencies belong to the model and not to a request: a key in the cache must not depend on the tokens after
-it. `transformers` changes those of ``dynamic`` and ``longrope`` with the length. Here ``longrope`` takes its
-long factors where the model's context is longer than the original, as vLLM does. ``dynamic`` changes nothing
-within the model's context, and no request is longer than that.
+it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
         return _llama3(frequencies, rope)
     if rope.kind == "yarn":
         return _yarn(frequencies, rope)
-    if rope.kind == "longrope":  # arXiv 2402.13753: a searched factor for each pair
-        return frequencies / torch.tensor(rope.pair_factors, dtype=torch.float32, device=frequencies.device)
     return frequencies
 
 
@@ -42,12 +38,10 @@ def sharpness(config: ModelConfig, layer: int) -> float:
 
 def _attention_factor(rope: RopeConfig) -> float:
     """Factor of queries and of keys."""
-    if rope.kind not in ("yarn", "longrope"):
+    if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.kind == "longrope":
-        return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position))
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)

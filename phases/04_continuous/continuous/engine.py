@@ -55,7 +55,6 @@ class Engine:
     cache: the scheduler's, of the class that has been brought.
     loop: what a step is. journal: hears what happens.
     ledger: how `build` of phase 05 divides the memory.
-    reads_prompts: True if requests may ask for the log-probabilities of their prompts.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Engine:
         self.loop: Loop = InTurn()
         self.journal = Journal()
         self.ledger: Any = None
-        self.reads_prompts = False
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
@@ -129,12 +127,8 @@ class Engine:
     ) -> list[Request]:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text, size = self.tokenizer is not None, self.config.vocab_size
-        ids = check_prompt(
-            prompt, size, self.max_len, params,
-            has_tokenizer=known_text, continuous=True, reads_prompts=self.reads_prompts,
-        )  # fmt: skip
-        least = 0 if params.prompt_logprobs is None else 1  # or the prompt would not be computed
-        limit = len(prompt) + max(least, output_limit(len(prompt), params, self.max_len))
+        ids = check_prompt(prompt, size, self.max_len, params, has_tokenizer=known_text, continuous=True)
+        limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
         requests = [Request(0, list(prompt), len(ids), limit, params, numbers=ids) for _ in range(params.n)]
         self.scheduler.check(requests)
         self.masks.check(params)

@@ -77,8 +77,6 @@ class PrefixCache(PagedCache):
 
     def _keys_of(self, request: Request) -> list[Key]:
         """The keys that a waiting request may share, remembered for the head of the line."""
-        if request.params.prompt_logprobs is not None:  # what is found here has no logits
-            return []
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
             self._keys = (request, length, block_keys(request.ids(0, length - 1), self.block_size))

@@ -114,7 +114,7 @@ class DraftModel(Source):
     def _acquire(self, request: Request, tokens: list[int], prompt_len: int) -> Request:
         # Counting drafts for penalties would count wrong ones, too. Without penalties there is less to do.
         plain = replace(request.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-        params = replace(plain, logprobs=None, prompt_logprobs=None)
+        params = replace(plain, logprobs=None)
         own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
         self.rows.acquire(own)
         return own

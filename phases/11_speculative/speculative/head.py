@@ -5,7 +5,7 @@ states that a low, a middle and the last layer of the model had before it, and i
 exist yet its own. EAGLE-3's trees are left out.
 
 The head has the embedding of the model it drafts for, and of its output head the rows of the most frequent
-tokens: the others are never drafted. `phases/appendix/drafter_training` trains it.
+tokens: the others are never drafted. How SmolLM2's was trained stands beside its weights.
 """
 
 from __future__ import annotations

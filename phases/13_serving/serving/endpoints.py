@@ -115,7 +115,7 @@ class Endpoint:
             given["max_tokens"] = max(room if usual is None else usual, given.get("min_tokens", 0))
         try:
             params = SamplingParams(**given)
-            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True, reads_prompts=True)
+            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
         except UserError as error:
             raise self.refusal(str(error), request) from None
         return params

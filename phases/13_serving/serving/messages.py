@@ -17,10 +17,9 @@ from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
 FAILED = "the step that computed this request failed; the server's log says why"
-CACHED, PROMPT, MARKS = "cached", "prompt", "marks"
-"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. PROMPT: the
-log-probabilities of its prompt, a `PromptLogprob` or None a token. MARKS: how each of its tokens of this step
-came about, or ""."""
+CACHED, MARKS = "cached", "marks"
+"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. MARKS: how
+each of its tokens of this step came about, or ""."""
 
 
 class AddPrompt(Struct, array_like=True, tag="add"):

@@ -129,9 +129,6 @@ class Worker:
                 self._fresh.discard(number)
                 if request.cached_tokens:
                     step.notes.append((number, messages.CACHED, [request.cached_tokens]))
-                found = request.prompt_logprobs
-                if found is not None and (len(found) == 1 or found[-1] is not None):
-                    step.notes.append((number, messages.PROMPT, found))
             if token is not None:
                 place = len(step.tokens)
                 if logprob is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,9 @@ from common.errors import UserError
 from common.files import whole
 from common.models.config import ExpertConfig
 from common.paths import cache_home
+from experts.kernels.stack import ExpertStack, Swiglu
 from experts.layer import Experts
+from experts.stacked import StackedExperts
 from forward.attention import RecomputeAttention
 from forward.layers import GatedMLP
 from forward.model import Model
@@ -65,10 +66,9 @@ def cut(model: Model, tokens: Sequence[int], top_k: int) -> None:
             f"active_experts cuts MLPs of gate, up and down in {COUNT} experts, but this model's have "
             f"{size} neurons, biases, or few bits, or no gate"
         )
-    found = kept(model, names, tokens)
     facts = ExpertConfig(COUNT, top_k, size // COUNT, normalize=False, weighted=False)
     model.config = replace(model.config, experts=facts)
-    for name, slices in zip(names, found, strict=True):
+    for name, slices in zip(names, kept(model, names, tokens), strict=True):
         old = model.get_submodule(name)
         assert isinstance(old, GatedMLP)
         replace_layer(model, name, experts_of(old, slices, model))
@@ -82,18 +82,12 @@ def experts_of(mlp: GatedMLP, slices: Slices, model: Model) -> Experts:
     """Return the MLP's neurons as experts."""
     with torch.device("meta"):
         layer = Experts(model.config)
-    neurons = slices.neurons.to(model.device)
-    layer.gate.weight = _fixed(slices.router.to(model.device, model.dtype))
-    for own, expert in zip(neurons, layer.experts, strict=True):
-        assert isinstance(expert, GatedMLP)
-        expert.gate_proj.weight = _fixed(mlp.gate_proj.weight[own])
-        expert.up_proj.weight = _fixed(mlp.up_proj.weight[own])
-        expert.down_proj.weight = _fixed(mlp.down_proj.weight[:, own])
+    neurons, router = slices.neurons.to(model.device), slices.router.to(model.device, model.dtype)
+    gate_up = torch.cat([mlp.gate_proj.weight[neurons], mlp.up_proj.weight[neurons]], dim=1)
+    down = mlp.down_proj.weight[:, neurons].transpose(0, 1).contiguous()  # [E, hidden, I / E]
+    layer.gate.weight = nn.Parameter(router, requires_grad=False)
+    layer.experts = StackedExperts(ExpertStack(gate_up), ExpertStack(down), Swiglu(model.config.activation))
     return layer
-
-
-def _fixed(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 def kept(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slices]:
@@ -103,19 +97,13 @@ def kept(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slic
         row = model.get_submodule(name).get_parameter("gate_proj.weight")[0]
         digest.update(row.float().cpu().numpy().tobytes())
     path = cache_home() / "experts" / f"{digest.hexdigest()[:24]}.safetensors"
-    if path.is_file():
-        stored = load_file(path)
-        return [Slices(*each) for each in zip(stored["neurons"], stored["router"], strict=True)]
-    found = look(model, names, tokens)
-    keep(path, found)
-    return found
-
-
-def keep(path: Path, found: Sequence[Slices]) -> None:
-    """Write the slices of every MLP to a file."""
-    columns = zip(Slices._fields, zip(*found, strict=True), strict=True)
-    with whole(path) as scratch:
-        save_file({name: torch.stack(column) for name, column in columns}, scratch)
+    if not path.is_file():
+        found = zip(*look(model, names, tokens), strict=True)
+        columns = {name: torch.stack(column) for name, column in zip(Slices._fields, found, strict=True)}
+        with whole(path) as scratch:
+            save_file(columns, scratch)
+    stored = load_file(path)
+    return [Slices(*each) for each in zip(stored["neurons"], stored["router"], strict=True)]
 
 
 @torch.no_grad()
@@ -124,19 +112,14 @@ def look(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slic
     length = min(LENGTH, model.max_len, len(tokens))
     ids = torch.tensor(tokens[-(len(tokens) // length) * length :][-PIECES * length :], device=model.device)
     ids = ids.view(-1, length)
-    inputs: list[Tensor] = []
     found: list[Slices] = []
 
-    def made(down: nn.Module, given: tuple[Tensor]) -> None:
-        found.append(divide(inputs.pop().flatten(0, -2), given[0].flatten(0, -2), down.weight))  # type: ignore[arg-type]
+    def note(mlp: nn.Module, given: tuple[Tensor]) -> None:
+        assert isinstance(mlp, GatedMLP)
+        x = given[0].flatten(0, -2)
+        found.append(divide(x, mlp.act(mlp.gate_proj(x)) * mlp.up_proj(x), mlp.down_proj.weight))
 
-    hooks = []
-    for name in names:
-        mlp = model.get_submodule(name)
-        hooks += [
-            mlp.register_forward_pre_hook(lambda _, given: inputs.append(given[0])),
-            mlp.get_submodule("down_proj").register_forward_pre_hook(made),
-        ]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name in names]
     model(ids, torch.arange(length, device=model.device).expand(ids.shape), RecomputeAttention())
     for hook in hooks:
         hook.remove()

@@ -7,8 +7,8 @@ expert parallel costs what tensor parallel costs, and has the shapes of one rank
 The other way is an all-to-all: a rank owns some of the tokens, sends each to the ranks of its experts, and
 gets their outputs back. That is fewer bytes where a token's experts are on few of many ranks, but attention
 must be cut by requests for it, and every rank has to know how many rows come, which no graph can hold.
-Counted by `traffic` for Qwen3-30B-A3B, 8 of 128 experts chosen evenly, bytes a token and layer of all ranks;
-and the busiest rank's rows over the mean, by `imbalance`:
+For Qwen3-30B-A3B, 8 of 128 experts chosen evenly, bytes a token and layer of all ranks, and the busiest
+rank's rows over the mean:
 
     ranks   all-reduce   all-to-all   1 token   16 tokens   256 tokens
         2        8,192        8,170      1.26        1.07         1.02
@@ -21,20 +21,19 @@ every expert's inside is balanced always, but with many ranks too narrow a produ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from common.errors import UserError, choice
 from common.options import option
-from experts.feature import MixtureOfExperts
-from experts.kernels.stack import ExpertStack, Swiglu
-from experts.layer import Experts
-from experts.stacked import ExpertWay, StackedExperts, Stacking
+from experts.feature import MixtureOfExperts, with_kernels
+from experts.kernels.stack import ExpertStack
+from experts.layer import ExpertList, Experts
+from experts.stacked import StackedExperts
 from forward.loading import config_of
 from forward.model import Model
 from paged_cache import Feature, Parts, Recipe
@@ -46,148 +45,66 @@ from quant.loading import Quantize
 CUTS = ("experts", "inside")
 
 
-def first_experts(count: int, ranks: int) -> list[int]:
-    """Return each rank's first expert, and `count`: neighbours differ by one expert at most."""
-    return [count * rank // ranks for rank in range(ranks + 1)]
+def own_experts(count: int, ranks: Ranks) -> range:
+    """Return a rank's experts, of `count` in all; two ranks differ by one expert at most."""
+    return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
-def rows_of_ranks(chosen: Tensor, count: int, ranks: int) -> list[int]:
-    """Return how many rows each rank computes of the choices `[T, k]`, if it has whole experts."""
-    rows = torch.bincount(chosen.flatten(), minlength=count)
-    return [int(rows[first:end].sum()) for first, end in pairwise(first_experts(count, ranks))]
-
-
-def imbalance(rows: Sequence[int]) -> float:
-    """Return the busiest rank's rows over the mean: what all others wait for. 1.0 is a perfect balance."""
-    return max(rows) * len(rows) / max(1, sum(rows))
-
-
-class Traffic(NamedTuple):
-    """Bytes that all ranks together send in a layer."""
-
-    all_reduce: int
-    all_to_all: int
-
-
-def traffic(chosen: Tensor, count: int, ranks: int, token_bytes: int) -> Traffic:
-    """Count what the choices `[T, k]` of a step cost in both ways, tokens spread evenly over the ranks.
-
-    A ring sends each number of a sum `2 (ranks - 1)` times. An all-to-all sends a token once to each other
-    rank that has some of its experts, and gets a sum back from it.
-    """
-    tokens = len(chosen)
-    edges = torch.tensor(first_experts(count, ranks)[1:], device=chosen.device)
-    has = torch.searchsorted(edges, chosen.contiguous(), right=True)  # [T, k], the rank of each choice
-    home = torch.arange(tokens, device=chosen.device) * ranks // max(1, tokens)
-    visits = torch.zeros(tokens, ranks, dtype=torch.bool, device=chosen.device).scatter_(1, has, True)
-    visits.scatter_(1, home[:, None], False)
-    return Traffic(2 * (ranks - 1) * tokens * token_bytes, 2 * int(visits.sum()) * token_bytes)
-
-
-def cut_inside(stack: ExpertStack, ranks: Ranks, act: Swiglu | None) -> ExpertStack:
-    """A rank's part of every expert: with `act` the rows of some gates and ups, else columns of `down`.
+def cut_inside(stack: ExpertStack, ranks: Ranks, gated: bool) -> ExpertStack:
+    """A rank's part of every expert. gated: rows of some gates and of their ups; otherwise columns of `down`.
 
     Raises:
         UserError: the parts would not be equal, or a scale would be of two ranks.
     """
-    blocks = stack.scheme is not None and stack.scheme.scales == "block"
-    size = stack.data.shape[2] if act is None else stack.data.shape[1] // 2
-    if size % (ranks.size * (BLOCK if blocks else 1)):
+    size = stack.data.shape[1] // 2 if gated else stack.data.shape[2]
+    if size % (ranks.size * (BLOCK if stack.in_blocks else 1)):
         raise UserError(f"tensor_parallel is {ranks.size}, but an expert's inside is {size}: cut 'experts'")
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(ranks.size, dim)[ranks.rank].contiguous()
 
-    def rows(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or act is None or act.interleaved:
-            return None if tensor is None else part(tensor, 1)
-        return torch.cat([part(half, 1) for half in tensor.chunk(2, 1)], 1)
-
-    data, scale, bias = stack.data, stack.scale, stack.bias
-    if act is not None:
-        return ExpertStack(rows(data), rows(scale), rows(bias), stack.scheme)  # type: ignore[arg-type]
-    scale = part(scale, 2) if blocks and scale is not None else scale
+    if gated:
+        return stack.each(lambda t: torch.cat([part(half, 1) for half in t.chunk(2, 1)], 1))
+    scale, bias = stack.scale, stack.bias
+    scale = part(scale, 2) if scale is not None and stack.in_blocks else scale
     bias = torch.zeros_like(bias) if bias is not None and ranks.rank else bias  # it is added once
-    return replace(stack, data=part(data, 2), scale=scale, bias=bias)
+    return ExpertStack(part(stack.data, 2), scale, bias, stack.scheme)
 
 
-def some_of(stack: ExpertStack, own: range) -> ExpertStack:
-    """Return the stack of some experts, copied, so that the others are let go of."""
+class OwnExperts(Quantize):
+    """A `Linears` around another: the experts of other ranks are not kept.
 
-    def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[own.start : own.stop].clone()
-
-    data = stack.data[own.start : own.stop].clone()
-    return replace(stack, data=data, scale=part(stack.scale), bias=part(stack.bias))
-
-
-class OverRanks:
-    """An `ExpertWay` around others: a rank computes its part, and the parts of all ranks add up.
-
-    first: the number of this rank's first expert. Others are, to the ways inside, experts that do not exist.
+    eight: kernels read experts of eight bits. own: the experts of this rank.
     """
 
-    def __init__(self, ways: Sequence[ExpertWay], ranks: Ranks, first: int) -> None:
-        self.ways, self.ranks, self.first = list(ways), ranks, first
+    def __init__(self, inner: Quantize | None, ranks: Ranks, eight: bool) -> None:
+        self.inner = inner or Quantize()
+        super().__init__(self.inner.scheme, self.inner.head)
+        self.ranks, self.eight, self.own = ranks, eight, range(0)
 
-    def takes(self, tokens: int) -> bool:
-        """See `ExpertWay.takes`."""
-        return True
-
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertWay`; the same on every rank."""
-        way = next(way for way in self.ways if way.takes(len(x)))
-        return self.ranks.all_reduce(way(x, weights, chosen - self.first))
-
-
-class Sharing(Quantize):
-    """A `Linears` around `Stacking`: a rank keeps its part. Phase 14 asks whether it is a `Quantize`.
-
-    Experts that are not stacked, in a format that no kernel here reads, stay whole on every rank.
-    """
-
-    def __init__(self, inner: Stacking, ranks: Ranks, cut: str) -> None:
-        below = inner.inner
-        super().__init__(*((below.scheme, below.head) if isinstance(below, Quantize) else ()))
-        self.inner, self.ranks, self.by_expert = inner, ranks, cut == CUTS[0]
-
-    def own(self, count: int) -> range:
-        """This rank's experts."""
-        edges = first_experts(count, self.ranks.size)
-        return range(edges[self.ranks.rank], edges[self.ranks.rank + 1])
+    def reading(self) -> Quantize:
+        """See `Quantize.reading`."""
+        return self.inner.reading()
 
     def expect(self, model: Model) -> None:
-        """See `Linears.expect`."""
+        """See `Linears.expect`. In a format that no kernel here reads, all stay, on every rank."""
         self.inner.expect(model)
+        count = model.config.experts.count if model.config.experts else 0
         plain = self.scheme is None and model.config.quantization is None
-        self.by_expert = self.by_expert and (plain or self.inner.eight)
+        self.own = own_experts(count, self.ranks) if plain or self.eight else range(count)
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """See `Linears.place`: other ranks' experts are let go of at once."""
-        group, found, rest = name.partition(".experts.")
-        number = rest.partition(".")[0]
-        if self.by_expert and found and number.isdigit():
-            layer = model.get_submodule(group)
-            if isinstance(layer, Experts) and int(number) not in self.own(layer.facts.count):
-                return
-        self.inner.place(model, name, tensor)
+        number = name.partition(".experts.")[2].partition(".")[0]
+        if not number.isdigit() or int(number) in self.own:
+            self.inner.place(model, name, tensor)
 
     def finish(self, model: Model) -> Model:
         """See `Linears.finish`."""
         for layer in model.modules():
-            if self.by_expert and isinstance(layer, Experts) and isinstance(layer.experts, nn.ModuleList):
-                own = self.own(layer.facts.count)
-                layer.experts = layer.experts[own.start : own.stop]
-        model = self.inner.finish(model)
-        for layer in model.modules():
-            if not isinstance(layer, StackedExperts):
-                continue
-            up, down, own = layer.gate_up, layer.down, self.own(layer.facts.count)
-            if not self.by_expert:
-                layer.keep(cut_inside(up, self.ranks, layer.act), cut_inside(down, self.ranks, None))
-            elif len(down.data) > len(own):  # a family's that lay in stacks already
-                layer.keep(some_of(up, own), some_of(down, own))
-        return model
+            if isinstance(layer, Experts) and isinstance(layer.experts, ExpertList):
+                layer.experts = layer.experts.only(self.own)
+        return self.inner.finish(model)
 
 
 @dataclass(frozen=True)
@@ -205,12 +122,14 @@ class ExpertParallel(Feature):
 
     def prepare(self, parts: Parts) -> None:
         """Let each rank keep its part while the model is loaded. Rank 0 checks before any other begins."""
+        stacks = any(isinstance(one, MixtureOfExperts) for one in parts.recipe.features)
         for one in parts.recipe.features:
             if isinstance(one, Parallel) and one.tensor_parallel > 1:
                 self.check(parts.recipe, one.tensor_parallel)
-        ranks = _ranks(parts)
-        if ranks is not None and isinstance(parts.linears, Stacking):
-            parts.wrap(self, linears=lambda inner: Sharing(inner, ranks, self.cut))
+            elif isinstance(one, Split) and stacks:
+                if self.cut == CUTS[0]:
+                    parts.wrap(self, linears=partial(OwnExperts, ranks=one.ranks, eight=with_kernels(parts)))
+                parts.stages["load"].append(partial(self._share, one.ranks))
 
     def check(self, recipe: Recipe, size: int) -> None:
         """Raise `UserError` for what `size` ranks cannot do."""
@@ -221,18 +140,16 @@ class ExpertParallel(Feature):
         if facts is not None and self.cut == "experts" and facts.count < size:
             raise UserError(f"tensor_parallel is {size}, but a layer has {facts.count} experts: cut 'inside'")
 
+    def _share(self, ranks: Ranks, parts: Parts) -> None:
+        """Leave a rank its part of what is stacked, which adds up with the parts of the others."""
+        for layer in parts.model.modules():
+            if not (isinstance(layer, Experts) and isinstance(layer.experts, StackedExperts)):
+                continue
+            made, first = layer.experts, own_experts(layer.facts.count, ranks).start
+            if self.cut != CUTS[0]:
+                gate_up, down = cut_inside(made.gate_up, ranks, True), cut_inside(made.down, ranks, False)
+                layer.experts, first = StackedExperts(gate_up, down, made.act), 0
+            layer.experts.first, layer.experts.total = first, ranks.all_reduce
+
     def install(self, parts: Parts) -> None:
-        """Add up what the ranks compute."""
-        ranks = _ranks(parts)
-        if ranks is None:
-            return
-        for layer in parts.own_model().modules():
-            if isinstance(layer, StackedExperts):
-                by_expert = len(layer.down.data) < layer.facts.count
-                first = first_experts(layer.facts.count, ranks.size)[ranks.rank] if by_expert else 0
-                layer.ways = [OverRanks(layer.ways, ranks, first)]
-
-
-def _ranks(parts: Parts) -> Ranks | None:
-    """Return the ranks that this engine is one of."""
-    return next((one.ranks for one in parts.recipe.features if isinstance(one, Split)), None)
+        """Do nothing more: the layers are loaded."""

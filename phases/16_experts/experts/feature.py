@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
-
-import torch
 
 from common.errors import UserError, integer
 from common.options import option
 from experts import cut
-from experts.stacked import StackedExperts, Stacking
+from experts.layer import Experts
+from experts.stacked import StackedExperts, stack
 from forward.model import Model
 from paged_cache import Feature, Parts
-from quant.loading import Quantize
 
 TEXT = Path(__file__).parents[3] / "benchmarks" / "texts" / "news_from_nowhere.txt"
 """What a dense model is looked at with when its MLPs are cut."""
@@ -38,11 +37,15 @@ class MixtureOfExperts(Feature):
             integer("active_experts", self.active_experts, low=1)
 
     def prepare(self, parts: Parts) -> None:
-        """Stack the experts while the model is loaded."""
-        kernels = any(feature.name == "kernels" for feature in parts.recipe.features)
-        parts.wrap(self, linears=lambda inner: Stacking(inner or Quantize(), eight=kernels))
+        """Stack the experts when the model is loaded."""
+        loading = parts.stages.get("load", [])  # ranks of phase 14 go through it themselves
+        loading.append(self._stack)
         if self.active_experts is not None:
-            parts.stages.get("load", []).append(self._choose)  # ranks of phase 14 go through it themselves
+            loading.append(self._choose)
+
+    def _stack(self, parts: Parts) -> None:
+        if any(_layers(parts.model)):
+            stack(parts.own_model(), eight=with_kernels(parts))
 
     def _choose(self, parts: Parts) -> None:
         """Let a token go through another number of experts than the model says, or than it has."""
@@ -53,39 +56,39 @@ class MixtureOfExperts(Feature):
             raise UserError(f"active_experts is {count}, but a layer has {most}")
         if facts is None:
             cut.cut(model, _text(parts), count)
-            Stacking(Quantize()).finish(model)
         else:
-            facts = replace(facts, top_k=count)
-            model.config = replace(model.config, experts=facts)
+            model.config = replace(model.config, experts=replace(facts, top_k=count))
             for layer in _layers(model):
-                layer.facts = facts
+                layer.facts = replace(facts, top_k=count)
 
     def install(self, parts: Parts) -> None:
         """Give the layers the kernels' ways, where there are kernels."""
         if "kernels" not in parts.features or not any(_layers(parts.model)):
             return
-        from experts.kernels.choosing import route_at_once  # Triton comes with it
         from experts.kernels.few import GatheredWay
         from experts.kernels.grouped import GroupedWay, scratch_bytes
+        from experts.kernels.routing import route_at_once  # Triton comes with it
 
         for layer in _layers(parts.own_model()):
-            about = layer.gate_up, layer.down, layer.act
-            layer.ways, layer.route = [GatheredWay(*about), GroupedWay(*about)], route_at_once
-        last, size = layer, parts.model.dtype.itemsize
-        parts.reserve.append(
-            lambda whole: scratch_bytes(last.down, whole.size("step_tokens"), last.facts.top_k, size)
-        )
+            assert isinstance(layer.experts, StackedExperts)
+            layer.experts.use(GatheredWay, GroupedWay)
+            layer.route = route_at_once
+            room = partial(scratch_bytes, layer.experts.down, layer.facts.top_k, parts.model.dtype.itemsize)
+        parts.reserve.append(lambda whole: room(whole.size("step_tokens")))
 
 
-def _layers(model: Model) -> Iterator[StackedExperts]:
-    return (layer for layer in model.modules() if isinstance(layer, StackedExperts))
+def with_kernels(parts: Parts) -> bool:
+    """Return True if phase 06's kernels are asked for."""
+    return any(feature.name == "kernels" for feature in parts.recipe.features)
+
+
+def _layers(model: Model) -> Iterator[Experts]:
+    return (layer for layer in model.modules() if isinstance(layer, Experts))
 
 
 def _text(parts: Parts) -> list[int]:
-    """Return the tokens of `TEXT`; those of a model without a tokenizer are random."""
-    tokenizer = parts.recipe.tokenizer
-    if tokenizer is not None:
-        return tokenizer.encode(TEXT.read_text(encoding="utf-8"))
-    generator = torch.Generator().manual_seed(0)
-    count = cut.PIECES * cut.LENGTH
-    return torch.randint(parts.model.config.vocab_size, (count,), generator=generator).tolist()
+    """Return the tokens of `TEXT`; a model without a tokenizer gets all of its own."""
+    tokenizer, most = parts.recipe.tokenizer, parts.model.config.vocab_size
+    if tokenizer is None:
+        return [number * 7919 % most for number in range(cut.PIECES * cut.LENGTH)]
+    return tokenizer.encode(TEXT.read_text(encoding="utf-8"))

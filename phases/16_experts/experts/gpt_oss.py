@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.config import ModelConfig
 from experts.kernels.stack import ExpertStack, Swiglu
-from experts.layer import ExpertRouter, Experts
+from experts.layer import ExpertList, ExpertRouter, Experts
 from forward.attention import LayerSpec
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
-SWIGLU = Swiglu("silu", limit=7.0, interleaved=True)
+SWIGLU = Swiglu("silu", limit=7.0)
 MXFP4 = "mxfp4"
 BLOCK = 32
 """Numbers that share a power of two."""
@@ -50,59 +50,54 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (table[halves.int()] * powers).to(dtype).flatten(-2)
 
 
-class Matrices(nn.Module):
-    """A linear layer for each expert.
-
-    bias: `[E, out]`. weight: `[E, out, in]`; or, packed, `blocks` and `scales` as `unpack` takes them.
-    """
+class PackedStack(nn.Module):
+    """A linear layer for each expert: `blocks` and `scales` as `unpack` takes them, and bias `[E, out]`."""
 
     blocks: Tensor
     scales: Tensor
 
-    def __init__(self, count: int, inputs: int, outputs: int, packed: bool) -> None:
+    def __init__(self, count: int, outputs: int, inputs: int) -> None:
         super().__init__()
-        self.packed = packed
-        self.bias = nn.Parameter(torch.empty(count, outputs))
-        if not packed:
-            self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
-            return
         if inputs % BLOCK:
             raise UserError(f"a matrix of {inputs} inputs cannot be {MXFP4}: {BLOCK} of them share a scale")
         shape = (count, outputs, inputs // BLOCK)
         self.register_buffer("blocks", torch.empty(*shape, BLOCK // 2, dtype=torch.uint8))
         self.register_buffer("scales", torch.empty(shape, dtype=torch.uint8))
-
-    def matrix(self, expert: int) -> Tensor:
-        """Return an expert's weight, `[out, in]`; a packed one is unpacked at every call."""
-        if not self.packed:
-            return self.weight[expert]
-        return unpack(self.blocks[expert], self.scales[expert], self.bias.dtype)
-
-    def stack(self) -> ExpertStack:
-        """Return all of them as kernels read them, unpacked."""
-        if not self.packed:
-            return ExpertStack(self.weight, bias=self.bias)
-        whole = self.bias.new_empty(*self.scales.shape[:2], BLOCK * self.scales.shape[2])
-        for expert, matrix in enumerate(whole):
-            matrix.copy_(self.matrix(expert))
-        return ExpertStack(whole, bias=self.bias)
+        self.bias = nn.Parameter(torch.empty(count, outputs))
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
-        """`[T, in]` -> `[T, out]`."""
-        return F.linear(x, self.matrix(expert), self.bias[expert])
+        """`[T, in]` -> `[T, out]`; the expert's weight is unpacked at every call."""
+        weight = unpack(self.blocks[expert], self.scales[expert], self.bias.dtype)
+        return F.linear(x, weight, self.bias[expert])
+
+    def part(self, own: range) -> ExpertStack:
+        """Return some experts as kernels read them; one at a time is unpacked."""
+        blocks, scales, bias = (t[own.start : own.stop] for t in (self.blocks, self.scales, self.bias))
+        whole = bias.new_empty(*scales.shape[:2], BLOCK * scales.shape[2])
+        for matrix, numbers, powers in zip(whole, blocks, scales, strict=True):
+            matrix.copy_(unpack(numbers, powers, whole.dtype))
+        return ExpertStack(whole, bias=bias.clone())
 
 
-class ClampedMLPs(nn.Module):
-    """The experts of a layer. Rows of `gate_up` are gate 0, up 0, gate 1, up 1 and so on."""
+class ClampedMLPs(ExpertList):
+    """The experts of a layer, which lie in stacks from the start."""
 
-    def __init__(self, config: ModelConfig, packed: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.experts is not None
-        self.count, inside = config.experts.count, config.experts.intermediate_size
-        self.gate_up = Matrices(self.count, config.hidden_size, 2 * inside, packed)
-        self.down = Matrices(self.count, inside, config.hidden_size, packed)
+        self.count, inside, hidden = (
+            config.experts.count,
+            config.experts.intermediate_size,
+            config.hidden_size,
+        )
+        self.gate_up, self.down = (
+            PackedStack(*size)
+            if packed(config)
+            else ExpertStack(torch.empty(size), bias=torch.empty(size[:2]))
+            for size in ((self.count, 2 * inside, hidden), (self.count, hidden, inside))
+        )
 
-    def __iter__(self) -> Iterator[partial[Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         """Return each expert as a function of its tokens."""
         return (partial(self.expert, number) for number in range(self.count))
 
@@ -110,30 +105,15 @@ class ClampedMLPs(nn.Module):
         """`[T, hidden]` -> `[T, hidden]`."""
         return self.down.multiply(number, SWIGLU(self.gate_up.multiply(number, x)))
 
-    def stacks(self) -> tuple[ExpertStack, ExpertStack, Swiglu]:
-        """See `Stacks`: phase 16's feature has nothing to stack."""
-        return self.gate_up.stack(), self.down.stack(), SWIGLU
+    def only(self, own: range) -> ExpertList:
+        """See `ExpertList.only`."""
+        self.gate_up, self.down, self.count = self.gate_up.part(own), self.down.part(own), len(own)
+        return self
 
-
-class BiasedRouter(ExpertRouter):
-    """A router with a bias."""
-
-    def __init__(self, hidden_size: int, count: int) -> None:
-        super().__init__(hidden_size, count)
-        self.bias = nn.Parameter(torch.empty(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden]` -> `[T, E]` float32."""
-        return F.linear(x, self.weight, self.bias).float()
-
-
-class GptOssExperts(Experts):
-    """`Experts` of other MLPs. The softmax is over the chosen alone, which `normalize` comes to."""
-
-    def __init__(self, config: ModelConfig, packed: bool) -> None:
-        super().__init__(config)
-        self.gate = BiasedRouter(config.hidden_size, self.facts.count)
-        self.experts = ClampedMLPs(config, packed)  # type: ignore[assignment]  # iterated over, all the same
+    def stacks(self, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
+        """See `ExpertList.stacks`: these lie in stacks already, perhaps packed."""
+        everything = range(self.count)
+        return self.gate_up.part(everything), self.down.part(everything), SWIGLU
 
 
 class GptOssAttention(LlamaAttention):
@@ -160,7 +140,10 @@ class GptOssBlock(LlamaBlock):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
-        self.mlp = GptOssExperts(config, packed(config))  # type: ignore[assignment]
+        mlp = Experts(config)  # the softmax is over the chosen alone, which `normalize` comes to
+        mlp.gate = ExpertRouter(config.hidden_size, mlp.facts.count, bias=True)
+        mlp.experts = ClampedMLPs(config)
+        self.mlp = mlp  # type: ignore[assignment]
 
 
 class GptOss(Llama):
@@ -180,12 +163,14 @@ class GptOss(Llama):
         owner, found, leaf = name.partition("_proj")
         if not found or ".mlp.experts." not in owner:
             return name
-        return f"{owner}.{leaf.removeprefix('_') or 'weight'}"
+        return f"{owner}.{leaf.removeprefix('_') or 'data'}"
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Plain matrices are stored as `[E, in, out]`."""
-        return tensor.mT if name.endswith((".gate_up.weight", ".down.weight")) else tensor
+        """Plain matrices are stored as `[E, in, out]`; gate 0, up 0, gate 1, up 1 and so on take turns."""
+        if name.endswith((".gate_up.data", ".down.data")):
+            tensor = tensor.mT
+        return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1) if ".gate_up." in name else tensor
 
 
 def packed(config: ModelConfig) -> bool:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.models.config import ExpertConfig, ModelConfig
+from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route
 from forward.layers import GatedMLP
 
@@ -22,19 +23,46 @@ class ExpertRouter(nn.Module):
     Its weight is small, and a wrong expert costs more than a rounded one.
     """
 
-    def __init__(self, hidden_size: int, count: int) -> None:
+    def __init__(self, hidden_size: int, count: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, hidden_size))
+        self.bias = nn.Parameter(torch.empty(count)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden]` -> `[T, E]` float32."""
-        return F.linear(x, self.weight).float()
+        """`[T, hidden]` -> `[T, E]`."""
+        return F.linear(x, self.weight, self.bias)
 
 
-def choose(logits: Tensor, facts: ExpertConfig, by: Route = route) -> tuple[Tensor, Tensor]:
-    """Return each token's weights and experts, as `route` does, by a model's facts."""
-    weights, chosen = by(logits, facts.top_k, facts.normalize)
-    return weights if facts.weighted else torch.ones_like(weights), chosen
+class ExpertList(nn.ModuleList):
+    """The experts of a layer, each an MLP of its own."""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """`x [T, hidden]`, `weights` and `chosen [T, k]` -> `[T, hidden]` float32, the weighted sums.
+
+        An expert computes the rows of the tokens that chose it. In a CUDA graph, where no shape may depend on
+        what was chosen, every expert computes all of them.
+        """
+        everything = torch.arange(len(x), device=x.device)
+        recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for number, expert in enumerate(self):
+            share = (weights * (chosen == number)).sum(dim=1)  # [T], 0 where it was not chosen
+            rows = everything if recorded else share.nonzero()[:, 0]
+            if len(rows):
+                total.index_add_(0, rows, share[rows, None] * expert(x[rows]))
+        return total
+
+    def only(self, own: range) -> ExpertList:
+        """Return the list of some experts alone."""
+        return ExpertList(self[own.start : own.stop])
+
+    def stacks(self, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
+        """Return `gate_up`, `down`, and the function between them.
+
+        kind: of the activation, as a model's configuration names it.
+        """
+        gate_up = stacked([[expert.gate_proj, expert.up_proj] for expert in self])  # type: ignore[list-item]
+        return gate_up, stacked([[expert.down_proj] for expert in self]), Swiglu(kind)  # type: ignore[list-item]
 
 
 class Experts(nn.Module):
@@ -49,8 +77,9 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.facts: ExpertConfig = config.experts
         hidden, facts = config.hidden_size, config.experts
+        self.route: Route = route
         self.gate = ExpertRouter(hidden, facts.count)
-        self.experts = nn.ModuleList(
+        self.experts: nn.Module = ExpertList(
             GatedMLP(hidden, facts.intermediate_size, config.activation) for _ in range(facts.count)
         )
         if facts.shared_size:
@@ -58,25 +87,14 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., hidden]`; an expert computes the rows of the tokens that chose it.
-
-        In a CUDA graph, where no shape may depend on what was chosen, every expert computes all of them.
-        """
+        """`[..., hidden]` -> `[..., hidden]`."""
         flat = x.flatten(0, -2)  # [T, hidden]
-        share = self.shares(flat)  # [T, E]
-        everything = torch.arange(len(flat), device=x.device)
-        recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        total = torch.zeros_like(flat, dtype=torch.float32)
-        for number, expert in enumerate(self.experts):
-            rows = everything if recorded else share[:, number].nonzero()[:, 0]
-            if len(rows):
-                total.index_add_(0, rows, share[rows, number, None] * expert(flat[rows]))
+        total = self.experts(flat, *self.choose(flat))
         if self.facts.shared_size:
-            total += torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+            total = total + torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
         return total.to(x.dtype).view(x.shape)
 
-    def shares(self, flat: Tensor) -> Tensor:
-        """`[T, hidden]` -> `[T, E]` float32: each expert's weight in a token's sum, 0 where not chosen."""
-        logits = self.gate(flat)
-        weights, chosen = choose(logits, self.facts)
-        return torch.zeros_like(logits).scatter(1, chosen, weights)
+    def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """`[T, hidden]` -> each token's weights and experts, `[T, k]`; see `route`."""
+        weights, chosen = self.route(self.gate(flat), self.facts.top_k, self.facts.normalize)
+        return weights if self.facts.weighted else torch.ones_like(weights), chosen

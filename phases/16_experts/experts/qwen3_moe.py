@@ -14,9 +14,10 @@ from forward.models.qwen2 import Qwen2Attention
 from forward.models.qwen3 import Qwen3Attention
 
 
-class SparseBlock(LlamaBlock):
-    """A Llama block with `Experts`, in the layers that have them."""
+class Qwen3MoeBlock(LlamaBlock):
+    """A Llama block around `Qwen3Attention`, with `Experts` in the layers that have them."""
 
+    attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
     mlp: nn.Module  # type: ignore[assignment]  # `LlamaBlock` has one kind only
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
@@ -26,16 +27,10 @@ class SparseBlock(LlamaBlock):
             self.mlp = Experts(config)
 
 
-class Qwen2MoeBlock(SparseBlock):
-    """A sparse block around `Qwen2Attention`."""
+class Qwen2MoeBlock(Qwen3MoeBlock):
+    """The same around `Qwen2Attention`."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
-
-
-class Qwen3MoeBlock(SparseBlock):
-    """A sparse block around `Qwen3Attention`."""
-
-    attention_class: ClassVar[type[LlamaAttention]] = Qwen3Attention
 
 
 class Qwen2Moe(Llama):

@@ -1,117 +1,58 @@
 """The experts of a layer in two tensors, and the ways to compute them.
 
-`Stacking` makes them while a model is loaded, one layer at a time: no more than one layer's weights are there
+`stack` makes them when a model is loaded, one layer at a time: no more than one layer's weights are there
 twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from experts.kernels.stack import ExpertStack, Swiglu, stacked
-from experts.layer import Experts, Route, choose
-from experts.routing import route, sort_by_expert
-from forward.loading import Linears
+from experts.kernels.stack import ExpertStack, ExpertWay, Swiglu
+from experts.layer import ExpertList
+from experts.routing import sort_by_expert
 from forward.model import Model
+from quant.linear import QuantLinear
 from quant.loading import replace_layer
 
 
-class ExpertWay(Protocol):
-    """A way to compute a layer's experts for some numbers of tokens."""
-
-    def takes(self, tokens: int) -> bool:
-        """Return whether it computes this many tokens."""
-        ...
-
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """`x [T, hidden]`, `weights` and `chosen [T, k]` -> `[T, hidden]`, the weighted sums."""
-        ...
-
-
-@runtime_checkable
-class Stacks(Protocol):
-    """A family's experts that lie in stacks already."""
-
-    def stacks(self) -> tuple[ExpertStack, ExpertStack, Swiglu]:
-        """Return `gate_up`, `down`, and the function between them."""
-        ...
-
-
-def stacks_of(layer: Experts, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
-    """Return a layer's experts as `Stacks.stacks` does."""
-    if isinstance(layer.experts, Stacks):
-        return layer.experts.stacks()
-    gate_up = stacked([[expert.gate_proj, expert.up_proj] for expert in layer.experts])  # type: ignore[list-item]
-    return gate_up, stacked([[expert.down_proj] for expert in layer.experts]), Swiglu(kind)  # type: ignore[list-item]
-
-
 class StackedExperts(nn.Module):
-    """`Experts` with the weights of all in two stacks; it asks its ways, plain torch last.
+    """`ExpertList` with the weights of all in two stacks; it asks its ways, in plain torch at first.
 
     gate_up: of every expert `[2 I, hidden]`, its gates and then its ups. down: `[hidden, I]`.
-    kind: of the activation, as a model's configuration names it.
+    first: the number of the first expert that is here, on this rank.
+    total: adds up the outputs of all ranks; None: there are no others.
     """
 
-    def __init__(self, old: Experts, kind: str) -> None:
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, act: Swiglu) -> None:
         super().__init__()
-        self.facts, self.gate = old.facts, old.gate
-        self.route: Route = route
-        gate_up, down, self.act = stacks_of(old, kind)
-        self.keep(gate_up, down)
-        self.shared = SharedExpert(old) if old.facts.shared_size else None
+        self.gate_up, self.down, self.act = gate_up, down, act
+        self.first = 0
+        self.total: Callable[[Tensor], Tensor] | None = None
+        self.use(TokenAlone, SortedLoop)
 
-    def keep(self, gate_up: ExpertStack, down: ExpertStack) -> None:
-        """Compute with these stacks, or with a rank's part of them, in plain torch."""
-        self.gate_up, self.down = gate_up, down
-        for name, stack in (("gate_up", gate_up), ("down", down)):  # as the model's memory is counted
-            self.register_buffer(f"{name}_data", stack.data)
-            self.register_buffer(f"{name}_scale", stack.scale)
-            self.register_buffer(f"{name}_bias", stack.bias)
-        self.ways: list[ExpertWay] = [way(gate_up, down, self.act) for way in (TokenAlone, SortedLoop)]
+    def use(self, *ways: type[ExpertWay]) -> None:
+        """Compute in the first of these ways that takes a number of tokens."""
+        self.ways = [way(self.gate_up, self.down, self.act) for way in ways]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., hidden]`."""
-        flat = x.flatten(0, -2)
-        weights, chosen = self.choose(flat)
-        total = next(way for way in self.ways if way.takes(len(flat)))(flat, weights, chosen)
-        if self.shared is not None:
-            total = total + self.shared(flat)
-        return total.view(x.shape)
-
-    def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """See `choose` of the layer."""
-        return choose(self.gate(flat), self.facts, self.route)
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """See `ExpertWay`."""
+        way = next(way for way in self.ways if way.takes(len(x)))
+        if self.total is None:
+            return way(x, weights, chosen)
+        return self.total(way(x, weights, chosen - self.first))
 
 
-class SharedExpert(nn.Module):
-    """The expert that every token goes through, with its own gate."""
-
-    def __init__(self, old: Experts) -> None:
-        super().__init__()
-        self.mlp, self.gate = old.shared_expert, old.shared_expert_gate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden]` -> `[T, hidden]`."""
-        return torch.sigmoid(self.gate(x)) * self.mlp(x)
-
-
-class SortedLoop:
+class SortedLoop(ExpertWay):
     """Plain torch: tokens sorted by expert, and each expert multiplies its own.
 
     It reads plain weights. It waits for the device to learn how many tokens each expert has, so no graph can
     be recorded of it.
     """
-
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack, act: Swiglu) -> None:
-        self.gate_up, self.down, self.act = gate_up, down, act
-
-    def takes(self, tokens: int) -> bool:
-        """Any number of tokens."""
-        return True
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """See `ExpertWay`."""
@@ -125,7 +66,7 @@ class SortedLoop:
         return combine(products, order, weights)
 
 
-class TokenAlone(SortedLoop):
+class TokenAlone(ExpertWay):
     """Plain torch for one token on a CPU: nothing to sort, and a third of the calls."""
 
     def takes(self, tokens: int) -> bool:
@@ -165,44 +106,15 @@ def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return total.to(products.dtype)
 
 
-class Stacking:
-    """Phase 01's `Linears` around another: experts are stacked when all weights are there.
+def stack(model: Model, eight: bool) -> None:
+    """Put a model's experts into stacks, one layer after the other.
 
-    eight: stack experts of eight bits too, for kernels that read them. Otherwise these stay as phase 10 made
-        them, one by one.
+    eight: those of eight bits as well, for kernels, which read them. Otherwise experts of few bits stay as
+        phase 10 made them, one by one.
     """
-
-    def __init__(self, inner: Linears, *, eight: bool = False) -> None:
-        self.inner, self.eight = inner, eight
-
-    def expect(self, model: Model) -> None:
-        """See `Linears.expect`."""
-        self.inner.expect(model)
-
-    def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """See `Linears.place`."""
-        self.inner.place(model, name, tensor)
-
-    def finish(self, model: Model) -> Model:
-        """See `Linears.finish`."""
-        model = self.inner.finish(model)
-        for name in self._layers(model):
-            layer = model.get_submodule(name)
-            assert isinstance(layer, Experts)
-            replace_layer(model, name, StackedExperts(layer, model.config.activation))
-        return model
-
-    def changes(self, model: Model) -> bool:
-        """See `Linears.changes`."""
-        return self.inner.changes(model) or bool(self._layers(model))
-
-    def _layers(self, model: nn.Module) -> list[str]:
-        """Return the names of what is to be stacked, not the layers: a list would keep them all alive."""
-        found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Experts)]
-        return [name for name, layer in found if self.eight or _plain(layer)]
-
-
-def _plain(layer: Experts) -> bool:
-    return isinstance(layer.experts, Stacks) or all(
-        isinstance(part, nn.Linear) for expert in layer.experts for part in expert.children()
-    )
+    # Names, not layers: a list of these would keep them all alive.
+    for name in [name for name, part in model.named_modules() if isinstance(part, ExpertList)]:
+        experts = model.get_submodule(name)
+        assert isinstance(experts, ExpertList)
+        if eight or not any(isinstance(layer, QuantLinear) for layer in experts.modules()):
+            replace_layer(model, name, StackedExperts(*experts.stacks(model.config.activation)))

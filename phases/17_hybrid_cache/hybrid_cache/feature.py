@@ -12,12 +12,14 @@ from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.layout import LayerGroups
 from hybrid_cache.pool import HybridPool
+from hybrid_cache.qwen3_5 import GatedDeltaNet
 from hybrid_cache.state import slot_count
 from hybrid_cache.state_pool import StatePool
 from paged_cache import Feature, PagedAttention, Parts
 from prefix_cache import INDEXES, Prefix
 from speculative import Speculate
 from triton_paged_attention import Kernels
+from triton_paged_attention.feature import check_triton
 
 
 class OnHost(Speculate):
@@ -42,6 +44,8 @@ class Hybrid(Feature):
                 for each in asked.features
             )
             parts.recipe = replace(asked, features=tuple(features))
+            if any(isinstance(each, Kernels) for each in asked.features):
+                parts.stages.get("load", []).append(_fuse)
 
     def install(self, parts: Parts) -> None:
         """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
@@ -65,6 +69,15 @@ class Hybrid(Feature):
         from hybrid_cache.kernels import GroupedTriton
 
         return kernels.attention_of(GroupedTriton, parts.model)
+
+
+def _fuse(parts: Parts) -> None:
+    """Put layers over kernels into a model with states, before other features look for products."""
+    check_triton(parts.model.device.type)
+    from hybrid_cache.kernels import FusedDelta
+    from triton_paged_attention.layers import replace as put
+
+    put(parts.own_model(), GatedDeltaNet, FusedDelta)
 
 
 def _pool(parts: Parts, layout: LayerGroups, *args: Any, **options: Any) -> HybridPool:

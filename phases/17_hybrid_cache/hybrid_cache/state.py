@@ -57,7 +57,7 @@ class StateManager(Manager):
     """
 
     def __init__(self, tables: Table, tails: Table, behind: int, *books: Any, limits: ManagerSizes) -> None:
-        super().__init__((), Slots(slot_count(limits.rows)), *books, limits)
+        super().__init__((), Slots(slot_count(limits.rows)), *books, limits=limits)
         self.tables, self.tails, self.behind, self.width = tables, tails, behind, 1
         self.parting, self.newest = [0] * limits.rows, [-1] * limits.rows
         self.guessed: dict[int, int] = {}

@@ -73,8 +73,11 @@ class StatePool:
         saves = live & several & (tail != 0) & (boundary != self.null)
         into = torch.where(several & (tail < 0), self.null + 1, self.places[last])
         parts = torch.where(saves, boundary, -1), torch.where(live, into, -1), torch.where(saves, cut, 0)
-        self.step = torch.stack((source, *parts)).int()
-        self.batch, self._on_host = batch, None
+        self.start(batch, torch.stack((source, *parts)).int())
+
+    def start(self, batch: PagedBatch, step: Tensor) -> None:
+        """Start a step whose slots are known."""
+        self.step, self.batch, self._on_host = step, batch, None
 
     def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """The pages that the last of each request's first `tokens [B]` is in, `[B]`."""
@@ -90,8 +93,8 @@ class StatePool:
         ones = np.flatnonzero(host.query_lens == 1)
         if len(ones):
             at = torch.from_numpy(host.query_starts[ones]).to(x.device).unsqueeze(1)  # [decodes, 1]
-            source, into = ([slots[part][i] for i in ones] for part in (0, 2))
-            out[at] = self._advance(inputs.take(at), source, into)
+            sources, targets = ([slots[part][i] for i in ones] for part in (0, 2))
+            out[at] = self._advance(inputs.take(at), sources, targets)
         for i in np.flatnonzero(host.query_lens > 1).tolist():
             first, last = (int(host.query_starts[j]) for j in (i, i + 1))
             source, boundary, into, count = (part[i] for part in slots)

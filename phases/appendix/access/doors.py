@@ -14,7 +14,6 @@ but its browser says so in a header; `curl -d` does not.
 
 from __future__ import annotations
 
-import base64
 import hmac
 import ipaddress
 import re
@@ -179,12 +178,7 @@ class Keys(Extension):
         if not given and b"x-api-key" in exchange.headers:  # as Anthropic's clients send it
             given = b"bearer " + exchange.headers[b"x-api-key"]
         scheme, _, value = given.partition(b" ")
-        if scheme.lower() == b"basic":  # `curl -u :KEY`, and proxies that ask for a password
-            try:
-                value = base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-            except ValueError:
-                value = b""
-        elif scheme.lower() != b"bearer":
+        if scheme.lower() != b"bearer":
             value = b""
         if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
             exchange.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))

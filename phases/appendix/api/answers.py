@@ -8,54 +8,46 @@ from typing import Any
 
 import msgspec
 
-from common.events import Logprob, PromptLogprob
+from common.events import Logprob
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.reasoning import ReasoningReader
 from phases.appendix.tools.formats import CallFormat
 from phases.appendix.tools.reader import CallReader, News
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.http.answers import Answer
-from serving.messages import PROMPT
 
 
 class Offsets:
     """Spells tokens as the text has them, and tells where each begins there.
 
-    A token may be a part of a character. A special token takes no room, unless the text has it.
+    A token may be a part of a character. A special token takes no room.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text: str = "", *, start: int = 0, begins: bool = False) -> None:
-        """Begin with the first token of a prompt or of an output.
+    def __init__(self, tokenizer: Tokenizer, *, start: int = 0, begins: bool = False) -> None:
+        """Begin with the first token of an output.
 
-        text: the prompt's; empty for an output.
-        start, begins: of an output, its place in the text that is returned, and `Detokenizer.begins`.
+        start, begins: its place in the text that is returned, and `Detokenizer.begins`.
         """
         self._bytes, self._special = tokenizer.token_bytes, tokenizer.special_ids
-        self._text, self._next, self._begins = text, start, begins
+        self._next, self._begins = start, begins
         self._decoder = self._bytes.decoder()
 
     def spelled(self, token: int) -> bytes:
         """The bytes of a token, if it comes next."""
-        data = self._bytes[token]
-        if self._text:
-            bare = data.removeprefix(b" ")  # some tokenizers set a space where the text has none
-            return bare if self._comes(bare) and not self._comes(data) else data
-        return self._bytes.first(token) if self._begins and token not in self._special else data
+        first = self._begins and token not in self._special
+        return self._bytes.first(token) if first else self._bytes[token]
 
     def take(self, token: int) -> int:
         """Return the place of the next token; one that goes on with a character is where that begins."""
-        data = self.spelled(token)
-        if token in self._special and not self._comes(data):
+        if token in self._special:
             return self._next
+        data = self.spelled(token)
         self._begins &= not self._bytes[token]
         if data and data[0] & 0xC0 != 0x80:  # what is left of a character will have no end
             self._next += len(self._decoder.decode(b"", final=True))
         begin = self._next
         self._next += len(self._decoder.decode(data))
         return begin
-
-    def _comes(self, data: bytes) -> bool:
-        return self._text.startswith(data.decode("utf-8", "replace"), self._next)
 
 
 NOTHING = Piece("", 0, 0)
@@ -77,11 +69,6 @@ class WideOrder(Order):
     calls: CallFormat | None = None
     reasons: bool | None = None
     loosened: list[str] = field(default_factory=list)
-
-    @property
-    def read(self) -> list[PromptLogprob | None]:
-        """Return the log-probabilities of the prompt's tokens, if they were asked for and have come."""
-        return [None if one is None else PromptLogprob(*one) for one in self.notes[PROMPT]]
 
 
 def order_of(choice: Choice) -> WideOrder:
@@ -120,63 +107,35 @@ class WideAnswer(Answer):
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
         ids = {"prompt_token_ids": choice.order.prompt} if self.request.return_token_ids else {}
-        return super().shape(choice) | ids | self.prompt_logprobs(choice.order)
+        return super().shape(choice) | ids
 
     async def body(self, group: ChoiceGroup) -> bytes:
         """See `Answer`.
 
-        With log-probabilities of long prompts it takes seconds, and a thread, so that others do not wait.
+        With log-probabilities of long outputs it takes a while, and a thread, so that others do not wait.
         """
 
         def make() -> bytes:
             return msgspec.json.encode(self.whole(group))
 
-        found = [order.notes[PROMPT] for order in group.orders] + [one.logprobs for one in group.choices]
-        return await asyncio.to_thread(make) if sum(map(len, found)) > LONG_ANSWER else make()
-
-    def prompt_logprobs(self, order: Order) -> dict[str, Any]:
-        """vLLM's shape: for each token of the prompt but the first what was likely there, by token id."""
-        assert isinstance(order, WideOrder)
-        if self.request.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": [self._place(*one) for one in zip(order.prompt, order.read, strict=True)]}
-
-    def _place(self, token: int, read: PromptLogprob | None) -> dict[str, Any] | None:
-        if read is None:
-            return None
-        known = {other: (value, rank) for rank, (other, value) in enumerate(read.top, start=1)}
-        return {
-            str(other): {
-                "logprob": _finite(value),
-                "rank": rank,
-                "decoded_token": _text(self.tokenizer.token_bytes[other]),
-            }
-            for other, (value, rank) in ({token: (read.chosen, read.rank)} | known).items()
-        }
+        told = sum(len(choice.logprobs) for choice in group.choices)
+        return await asyncio.to_thread(make) if told > LONG_ANSWER else make()
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        """Return the log-probabilities of tokens as four lists; with `echo` the prompt first."""
-        if self.request.logprobs is None:
+        """Return the log-probabilities of tokens as four lists."""
+        if self.request.logprobs is None or piece.start == piece.stop:
             return None
-        order, output = order_of(choice), self.offsets(choice)
-        entries: list[tuple[int, PromptLogprob | Logprob | None, Offsets]] = []
-        if order.text and not piece.start:
-            prompt = Offsets(self.tokenizer, order.text)
-            entries += [(*one, prompt) for one in zip(order.prompt, order.read, strict=False)]
-        entries += [(*one, output) for one in told(choice, piece)]
-        if not entries:
-            return None
+        offsets = self.offsets(choice)
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         lists: dict[str, list[Any]] = {name: [] for name in names}
-        for token, entry, offsets in entries:
-            # Before the prompt's first token there is nothing.
-            lists["token_logprobs"].append(None if entry is None else _finite(entry.chosen))
-            lists["top_logprobs"].append(None if entry is None else self._top(token, entry, offsets))
+        for token, entry in told(choice, piece):
+            lists["token_logprobs"].append(_finite(entry.chosen))
+            lists["top_logprobs"].append(self._top(token, entry, offsets))
             lists["tokens"].append(_text(offsets.spelled(token)))
             lists["text_offset"].append(offsets.take(token))
-        return lists
+        return lists if lists["tokens"] else None
 
-    def _top(self, token: int, entry: PromptLogprob | Logprob, offsets: Offsets) -> dict[str, float]:
+    def _top(self, token: int, entry: Logprob, offsets: Offsets) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
         own, top = _text(offsets.spelled(token)), dict[str, float]()
         for other, value in (*entry.top[: self.request.logprobs], (token, entry.chosen)):
@@ -211,10 +170,6 @@ class WideChatAnswer(WideAnswer):
         _, calls = self.readers(choice)
         called = calls is not None and calls.complete and choice.reason == "stop"
         return "tool_calls" if called else choice.reason
-
-    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
-        """See `Answer`."""
-        return super().whole(group) | self.prompt_logprobs(group.orders[0])
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""

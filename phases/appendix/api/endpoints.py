@@ -1,4 +1,4 @@
-"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities, `echo`; and `/tokenize`."""
+"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities, `echo`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ import re
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from common.errors import UserError
 from common.text.ids import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
 from phases.appendix.api.reasoning import marks, opened
-from phases.appendix.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    Wide,
-)
+from phases.appendix.api.schema import ChatRequest, CompletionRequest, Wide
 from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import shows_tools
 from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
-from serving.app import App
 from serving.completion import Order
 from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
 from serving.http.answers import Answer
-from serving.http.errors import ApiError, too_many, wrong
+from serving.http.errors import ApiError, wrong
 from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 from serving.messages import MARKS, Ready
@@ -35,7 +26,7 @@ from serving.messages import MARKS, Ready
 MANY = 50
 """Messages above which a conversation is long, whatever stands in them."""
 _RESERVED = {
-    *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "tools", "self"),
+    *("messages", "add_generation_prompt", "add_special_tokens", "tools", "self"),
 }
 
 
@@ -48,22 +39,18 @@ class WideCompletions(Endpoint):
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        logprobs, prompt_logprobs = request.logprobs, request.prompt_logprobs
-        if request.echo and logprobs is not None:
-            prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-        else:
-            not_streamed(request)
+        if request.echo and request.logprobs is not None:
+            raise wrong("logprobs", "logprobs are told of the output alone, so echo may not come with them")
         orders: list[Order] = []
-        more = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         for prompt in prompts_of(request.prompt, ready, self.limits):
             if isinstance(prompt, str):
                 special, text = request.add_special_tokens is not False, prompt
                 ids = await self.prompts.encode(prompt, special, ready)
             else:
-                text = await decode(self.prompts, prompt, ready, "prompt") if request.echo else ""
+                text = await decode(self.prompts, prompt, ready) if request.echo else ""
                 ids = prompt
             text = text if request.echo else ""
-            orders.append(self.order(request, ids, ready, USUAL_TOKENS, text=text, **more))
+            orders.append(self.order(request, ids, ready, USUAL_TOKENS, text=text, logprobs=request.logprobs))
         return self.checked(orders)
 
     def order(
@@ -98,7 +85,7 @@ class WideCompletions(Endpoint):
 
     def names(self, request: Any) -> dict[str, str]:
         """Return the fields in which settings of other names were given."""
-        return {"prompt_logprobs": "echo with logprobs"} if request.prompt_logprobs is None else {}
+        return {}
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`. What is wrong with a grammar is told of the field that asked for it."""
@@ -137,17 +124,15 @@ class WideChat(WideCompletions):
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        not_streamed(request)
         if request.top_logprobs and not request.logprobs:
             raise wrong("top_logprobs", "top_logprobs needs logprobs to be true")
         ids, tools = await self.prompt(exchange, request, ready)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        more = {"prompt_logprobs": request.prompt_logprobs, "logprobs": logprobs}
-        more["max_tokens"] = request.max_completion_tokens
-        order = self.order(request, ids, ready, None, tools=tools, **more)
+        most = request.max_completion_tokens
+        order = self.order(request, ids, ready, None, tools=tools, logprobs=logprobs, max_tokens=most)
         free = order.asked in ("", "tools") and request.tool_choice in (None, "none", "auto")
         free = free and (request.response_format or {}).get("type", "text") == "text"
-        if free and not request.continue_final_message and request.separate_reasoning is not False:
+        if free and request.separate_reasoning is not False:
             order.reasons = opened(self.prompts.tokenizer, ids)
         if order.reasons is not None:
             order.shown |= marks(self.prompts.tokenizer)
@@ -175,12 +160,12 @@ def ignore(exchange: Exchange, names: list[str], strict: bool) -> None:
         exchange.extra.append((b"x-ladder-ignored", listed(names)))
 
 
-def ignored(prompts: Prompts, request: ChatRequest | TokenizeRequest) -> list[str]:
+def ignored(prompts: Prompts, request: ChatRequest) -> list[str]:
     """Return the fields in which messages say something that the model's template does not look at."""
     with suppress(UserError):  # a model without a template: `chat_ids` says so
         tokenizer = prompts.tokenizer
         template = tokenizer.tool_template if request.tools else tokenizer.chat_template
-        return [f"messages.{field}" for field in sorted(template.ignored(request.messages or []))]
+        return [f"messages.{field}" for field in sorted(template.ignored(request.messages))]
     return []
 
 
@@ -192,7 +177,7 @@ def characters(messages: list[dict[str, Any]]) -> int:
 
 async def chat_ids(
     prompts: Prompts,
-    request: ChatRequest | TokenizeRequest,
+    request: ChatRequest,
     variables: dict[str, Any],
     tools: list[dict[str, Any]],
 ) -> list[int]:
@@ -207,16 +192,12 @@ async def chat_ids(
             made = described(made, tools)
         return prompts.tokenizer.chat(made, **settings)
 
-    messages, goes_on = request.messages or [], bool(request.continue_final_message)
-    if goes_on and request.add_generation_prompt:
-        words = "continue_final_message and add_generation_prompt are both true, but only one may be"
-        raise wrong("continue_final_message", words)
+    messages = request.messages
     settings = (
         variables
         | ({"tools": tools} if tools else {})
         | {
             "add_generation_prompt": request.add_generation_prompt is not False,
-            "continue_final_message": goes_on,
             "add_special_tokens": bool(request.add_special_tokens),
         }
     )
@@ -224,8 +205,8 @@ async def chat_ids(
     return await prompts.make(long, make, "messages")
 
 
-async def decode(prompts: Prompts, ids: list[int], ready: Ready, param: str = "tokens") -> str:
-    """Return the text of token ids, special ones too, which stand in the field `param`. Raises `ApiError`."""
+async def decode(prompts: Prompts, ids: list[int], ready: Ready) -> str:
+    """Return the text of a prompt's token ids, special ones too. Raises `ApiError`."""
 
     def make() -> str:
         for token in ids:
@@ -233,62 +214,4 @@ async def decode(prompts: Prompts, ids: list[int], ready: Ready, param: str = "t
                 raise UserError(f"token id {token} must be between 0 and {ready.vocab_size - 1}")
         return prompts.tokenizer.decode(ids, skip_special_tokens=False)
 
-    return await prompts.make(len(ids) > LONG, make, param)
-
-
-def not_streamed(request: CompletionRequest | ChatRequest) -> None:
-    """Raise `ApiError` where vLLM's field is streamed, which its server does not do either."""
-    if request.stream and request.prompt_logprobs is not None:
-        raise wrong("prompt_logprobs", "prompt_logprobs cannot be streamed; echo with logprobs can")
-
-
-SLICE = 10_000
-"""Entries of a list that are made JSON while nothing else runs, which takes less than a millisecond."""
-
-
-class Tokenization:
-    """Both routes of one application. strict: refuse what would be ignored."""
-
-    def __init__(self, app: App, strict: bool) -> None:
-        self.app, self.prompts, self.strict = app, app.prompts, strict
-
-    async def tokenize(self, exchange: Exchange) -> None:
-        """Answer with token ids."""
-        request, ready = await self.app.begin(exchange, TokenizeRequest)
-        ignore(exchange, ignored(self.prompts, request), self.strict)
-        ids = await self.ids(request)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": ready.max_len, "tokens": ids}
-        if request.return_token_strs:
-            spelled = self.prompts.tokenizer.backend.id_to_token
-            found["token_strs"] = await self.prompts.make(
-                len(ids) > LONG, lambda: [spelled(token) for token in ids], "tokens"
-            )
-        await exchange.answer(200, await self.prompts.make(len(ids) > LONG, lambda: sliced(found), "tokens"))
-
-    async def detokenize(self, exchange: Exchange) -> None:
-        """Answer with a text."""
-        request, ready = await self.app.begin(exchange, DetokenizeRequest)
-        await exchange.json({"prompt": await decode(self.prompts, request.tokens, ready)})
-
-    async def ids(self, request: TokenizeRequest) -> list[int]:
-        """Return the token ids of a text or a conversation. Raises `ApiError`."""
-        if (request.prompt is None) == (request.messages is None):
-            raise wrong("prompt", "exactly one of prompt and messages must be given")
-        if request.prompt is None:
-            return await chat_ids(self.prompts, request, {}, request.tools or [])
-        if len(request.prompt) > self.app.limits.max_text:
-            raise too_many("prompt", len(request.prompt), self.app.limits.max_text, "characters")
-        return await self.prompts.encode(request.prompt, request.add_special_tokens is not False)
-
-
-def sliced(value: dict[str, Any]) -> bytes:
-    """Return an object as JSON; of a long list a slice at a time, so that streams go on in between."""
-
-    def encoded(field: Any) -> bytes:
-        if not isinstance(field, list):
-            return msgspec.json.encode(field)
-        slices = (field[at : at + SLICE] for at in range(0, len(field), SLICE))
-        return b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in slices) + b"]"
-
-    fields = (msgspec.json.encode(name) + b":" + encoded(field) for name, field in value.items())
-    return b"{" + b",".join(fields) + b"}"
+    return await prompts.make(len(ids) > LONG, make, "prompt")

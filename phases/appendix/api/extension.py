@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
-from phases.appendix.api.endpoints import Tokenization, WideChat, WideCompletions, ignore
-from phases.appendix.api.schema import DetokenizeRequest, TokenizeRequest
+from phases.appendix.api.endpoints import WideChat, WideCompletions, ignore
 from phases.appendix.observability.live import HTML
 from serving.app import App, Extension
 from serving.endpoints import Endpoint
@@ -87,7 +86,7 @@ def chat_of(app: App, strict: bool) -> WideChat:
 
 
 class Api(Documented):
-    """Takes the place of the route for tokens, and adds chats, `/tokenize`, models, and the document.
+    """Takes the place of the route for tokens, and adds chats, models, and the document.
 
     version: of the server.
     strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
@@ -100,7 +99,7 @@ class Api(Documented):
 
     def install(self, app: App) -> None:
         """See `Extension`."""
-        self.app, tokenization = app, Tokenization(app, self.strict)
+        self.app = app
         with suppress(UserError):  # where there is a template it is compiled now, not while others stream
             _ = app.prompts.tokenizer.chat_template
         completions = WideCompletions(app.prompts, app.model, app.limits)
@@ -108,8 +107,6 @@ class Api(Documented):
         self.add(app, "/v1/completions", completions)
         self.add(app, "/v1/chat/completions", chat_of(app, self.strict))
         app.routes |= {
-            "/tokenize": {"POST": tokenization.tokenize},
-            "/detokenize": {"POST": tokenization.detokenize},
             "/v1/models": {"GET": self.models},
             f"/v1/models/{app.model}": {"GET": self.models},
             "/version": {"GET": lambda exchange: exchange.json({"version": self.version})},
@@ -118,7 +115,6 @@ class Api(Documented):
             "/favicon.ico": {"GET": lambda exchange: exchange.answer(200, ICON, [SVG])},
             "/ping": app.routes["/health"],
         }
-        self.bodies |= {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
 
     async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""

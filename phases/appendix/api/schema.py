@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
-
 from serving.http.schema import Generation
 
 
@@ -17,7 +15,7 @@ class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     """Fields of all requests for tokens, those of the phase among them."""
 
     add_special_tokens: bool | None = None  # to a text unless false, to a conversation only if true
-    prompt_logprobs: int | None = None
+    prompt_logprobs: None = None
 
     # vLLM's
     return_token_ids: bool | None = False
@@ -64,7 +62,7 @@ class ChatRequest(Wide, kw_only=True):
     function_call: None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
+    continue_final_message: Literal[False] | None = False
     chat_template: None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = True
@@ -73,23 +71,3 @@ class ChatRequest(Wide, kw_only=True):
     reasoning_effort: Any = None
     verbosity: Any = None
     modalities: Any = None
-
-
-class TokenizeRequest(Struct, kw_only=True):
-    """`POST /tokenize`: a text or a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
-    add_special_tokens: bool | None = None  # to a text unless false, to a conversation only if true
-    return_token_strs: bool | None = False
-
-
-class DetokenizeRequest(Struct, kw_only=True):
-    """`POST /detokenize`."""
-
-    model: str | None = None
-    tokens: list[int]

@@ -277,9 +277,13 @@ def install(model: Model, *, fewest: int = 2) -> None:
     """Take a few tokens through blocks as columns, attention's splits too, where all matrices have shapes."""
     for block in model.modules():
         direct = block.ways[0] if isinstance(block, FusedBlock) and block.ways else None
-        if isinstance(block, FusedBlock) and isinstance(direct, LatencyBlock):
-            attend, mlp = block.self_attn, block.mlp
-            assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+        if not isinstance(block, FusedBlock):
+            continue
+        attend, mlp = block.self_attn, block.mlp
+        if isinstance(direct, LatencyBlock) and isinstance(
+            mlp, FusedMLP
+        ):  # of experts no product has columns
+            assert isinstance(attend, FusedAttention)
             layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
             gates = (None, None, mlp.kind, None)
             shapes = [shape_for(fused.linear, gate) for fused, gate in zip(layers, gates, strict=True)]

@@ -59,7 +59,7 @@ class EmbeddingAnswer(WideAnswer):
 
 
 class Embeddings(Endpoint):
-    """`/v1/embeddings`: a prompt an input, and no token of any. strict: refuse what would be ignored."""
+    """`/v1/embeddings`: a prompt an input. strict: refuse what would be ignored."""
 
     body: type[Generation] = EmbeddingRequest
     answers: type[Answer] = EmbeddingAnswer
@@ -67,15 +67,15 @@ class Embeddings(Endpoint):
     strict = False
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
-        """See `Endpoint`. Nothing is sampled, so settings of the sampler say nothing."""
+        """See `Endpoint`. One token comes of each prompt, and nobody sees it."""
         ignore(exchange, [name for name in COPIED if getattr(request, name) is not None], self.strict)
         exchange.extra.append((b"x-ladder-warning", WARNING))
         plain, orders = EmbeddingRequest(input=""), list[Order]()
         try:
             for prompt in prompts_of(request.input, ready, self.limits):
                 ids = await self.prompts.encode(prompt, ready=ready) if isinstance(prompt, str) else prompt
-                more = {"max_tokens": 0, "prompt_logprobs": 0, "temperature": 0.0}
-                orders.append(Order(ids, self.params(plain, ids, ready, 0, **more), wanted=(MEAN,)))
+                params = self.params(plain, ids, ready, 1, max_tokens=1, temperature=0.0)
+                orders.append(Order(ids, params, wanted=(MEAN,)))
             return self.checked(orders)
         except ApiError as error:
             raise renamed(error, {"prompt": "input", "n": "input"}) from None

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, cast, get_args
+from typing import ClassVar, cast
 
 import torch
 
-from common.errors import UserError, boolean, choice, integer
+from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
@@ -26,8 +26,6 @@ from structured.masks import GrammarMasks
 from structured.matcher import Backend
 from structured.pool import GrammarPool
 
-Name = Literal["llguidance", "automata"]
-
 
 @dataclass(frozen=True)
 class Guidance(Feature):
@@ -36,13 +34,11 @@ class Guidance(Feature):
     name: ClassVar[str] = "guidance"
     phase: ClassVar[int] = 12
 
-    backend: Name = option("llguidance", "who makes the masks: llguidance or automata (by hand)")
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
     jump_rows: int = option(4, "running requests, at most, for which steps that overlap draft what is forced")
 
     def __post_init__(self) -> None:
         """Check the options."""
-        choice("backend", self.backend, get_args(Name))
         boolean("jump_forward", self.jump_forward)
         integer("jump_rows", self.jump_rows, low=0)
 
@@ -59,8 +55,6 @@ class Guidance(Feature):
         plain = parts.masks
         if not isinstance(plain, GrammarMasks):
             raise UserError("guidance is on, but structured is off: switch it on with structured=True")
-        if self.backend == "automata":
-            return
         config, on_cpu = parts.model.config, parts.model.device.type == "cpu"
         pool = GrammarPool(
             partial(guidance, parts.recipe.tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
@@ -95,15 +89,11 @@ def early_halves(engine: PagedEngine) -> EarlyHalves:
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
     """Make the backend for a model's vocabulary. Raises `UserError` if the library is not installed."""
     assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
-    return backend_named("llguidance")(Spelling.of(tokenizer, size, eos))
+    return library()(Spelling.of(tokenizer, size, eos))
 
 
-def backend_named(name: Name) -> Callable[[Spelling], Backend]:
-    """Return a kind of backend. Raises `UserError` if it is not installed."""
-    if name == "automata":
-        from structured.automata.backend import AutomataBackend
-
-        return AutomataBackend
+def library() -> Callable[[Spelling], Backend]:
+    """Return the library's kind of backend. Raises `UserError` if it is not installed."""
     try:
         from phases.appendix.guidance.backend import GuidanceBackend
     except ModuleNotFoundError as error:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forward.attention import Attention, LayerSpec
+from forward.layers import GatedMLP
 from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
 from phases.appendix.latency.gemv import gemv
@@ -156,7 +157,7 @@ class LatencyBlock:
         """See `LlamaBlock.forward`."""
         attend, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
         assert isinstance(x, Tensor) and isinstance(attention, LatencyAttention)
-        assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+        assert isinstance(attend, FusedAttention)
         lone = len(x) == 1 and attention.alone
         heads = self.heads if lone else self.few_heads
         qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
@@ -166,6 +167,8 @@ class LatencyBlock:
             meet = heads is None
             parts = attention.attend_fused(attend.spec, qkv, cos_sin, attend.norms, few=not lone, meet=meet)
             x = attend.o_proj(parts.out, residual=x) if heads is None else heads(parts, x)
+        if not isinstance(mlp, FusedMLP):  # a mixture of experts
+            return x + mlp(norm(x))
         # Two kernels that read a matrix each, and nothing in between.
         return mlp.down_proj(mlp.gate_up_proj(x, norm=norm.weights, gate=mlp.kind), residual=x)
 
@@ -174,13 +177,20 @@ def install(model: Model) -> Model:
     """Add ways to a model's blocks and linear layers, and return the model, which is the same object.
 
     Blocks whose layers were left to torch stay as they are. The way is taken with a `LatencyAttention` only.
+    Products outside of these blocks have ways as well: nothing behind them reads early what they write.
     """
-    for block in model.modules():
-        if isinstance(block, FusedBlock) and whole(block):
+    blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
+    inside = {part for block in blocks for part in block.modules()}
+    for part in model.modules():
+        if isinstance(part, FusedLinear) and part not in inside and part is not model.lm_head:
+            add_way(part)
+    for block in blocks:
+        if whole(block):
             attend, mlp = block.self_attn, block.mlp
-            assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
+            assert isinstance(attend, FusedAttention)
             add_way(attend.qkv_proj, run_ahead=starts_early(attend.spec))
-            for linear in (attend.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
+            for linear in (attend.o_proj, *inside):
                 add_way(linear)
             out = attend.o_proj
             block.ways.insert(0, LatencyBlock(heads_of(out.linear) if out.total is None else None))
@@ -191,16 +201,15 @@ def install(model: Model) -> Model:
 
 
 def whole(block: FusedBlock) -> bool:
-    """Return whether all layers of a block are kernels of phase 06."""
+    """Return whether all layers of a block are kernels of phase 06, or experts in the place of an MLP."""
     attend, mlp = block.self_attn, block.mlp
+    inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) and mlp.fused else ()
     return (
         isinstance(attend, FusedAttention)
-        and isinstance(mlp, FusedMLP)
         and attend.fused
-        and mlp.fused
         and attend.spec.sinks is None
+        and (bool(inside) or not isinstance(mlp, FusedMLP | GatedMLP))
         and not any(
-            isinstance(fused.linear, SideBySide)
-            for fused in (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
+            isinstance(fused.linear, SideBySide) for fused in (attend.qkv_proj, attend.o_proj, *inside)
         )
     )

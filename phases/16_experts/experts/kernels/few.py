@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from experts.kernels.choosing import early
-from experts.kernels.grouped import GroupedWay, finish_sums, gated_unit, product_arguments, rows_of_gates
+from experts.kernels.grouped import finish_sums, gated_unit, product_arguments
+from experts.kernels.routing import early
+from experts.kernels.stack import ExpertWay
 
 FEW = 4
 """Tokens up to which experts are gathered."""
@@ -32,32 +33,29 @@ SHAPES = ((8, 512, 4), (4, 256, 4))
 
 
 @triton.jit
-def read_tile(data, row, inside, k, x, scale, columns, K: tl.constexpr, SIDE: tl.constexpr):
-    """Products of weight rows `row [N]` and `x [BLOCK_K]` at the inputs `k`: `[N]` float32."""
-    w = tl.load(data + row[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
-    w = w.to(tl.float32)
+def read_tile(data, row, inside, k, scale, columns, K: tl.constexpr, SIDE: tl.constexpr):
+    """Weights of rows `row [N]` at inputs `k [BLOCK_K]`: `[N, BLOCK_K]` float32."""
+    there = inside[:, None] & (k < K)[None, :]
+    w = tl.load(data + row[:, None] * K + k[None, :], mask=there, other=0.0).to(tl.float32)
     if SIDE > 0:
-        at = row[:, None] // SIDE * columns + k[None, :] // SIDE
-        w *= tl.load(scale + at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
-    return tl.sum(w * x[None, :], axis=1)
+        w *= tl.load(scale + row[:, None] // SIDE * columns + k[None, :] // SIDE, mask=there, other=0.0)
+    return w
 
 
 @triton.jit
 def few_kernel(
     out, x, x_scale, data, scale, bias, weights, chosen, E, scale_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr,
-    SIDE: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per `BLOCK_N` of `N` outputs, of a choice (UP) or of a token, whose choices it adds up."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, up_row = rows_of_gates(n, N, INTERLEAVED) if UP else (n, n)
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
     rows: tl.constexpr = 2 * N if UP else N
     choices: tl.constexpr = 1 if UP else TOP_K
     total = tl.zeros([BLOCK_N], tl.float32)
-    if PDL:
+    if PDL and UP:
         gdc_wait()
         gdc_launch_dependents()
     for place in tl.static_range(choices):
@@ -67,19 +65,24 @@ def few_kernel(
         inside = (n < N) & here  # nothing is read of an expert that is on another rank
         source = choice // TOP_K if UP else choice
         matrix, scales = data + expert * rows * K, scale + expert * scale_stride
-        part = tl.zeros([BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_N], tl.float32)
+        parts = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)  # summed at the end, so that no read waits for it
+        ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
-            vector = tl.load(x + source * K + k, mask=(k < K) & here, other=0.0).to(tl.float32)
-            part += read_tile(matrix, row, inside, k, vector, scales, columns, K, SIDE)
+            w = read_tile(matrix, n, inside, k, scales, columns, K, SIDE)
             if UP:
-                up += read_tile(matrix, up_row, inside, k, vector, scales, columns, K, SIDE)
+                w_up = read_tile(matrix, n + N, inside, k, scales, columns, K, SIDE)
+            if PDL and not UP and place + start == 0:
+                gdc_wait()  # only now: choices and weights are older than the kernel before, which waited too
+            vector = tl.load(x + source * K + k, mask=(k < K) & here, other=0.0).to(tl.float32)[None, :]
+            parts += w * vector
+            if UP:
+                ups += w_up * vector
         unit = tl.load(x_scale + source, mask=here, other=0.0) if ROUNDED else 1.0
         biases = bias + expert * rows
-        part = finish_sums(part, unit, scales, biases, row, inside, ROUNDED, CHANNEL, BIAS)
+        part = finish_sums(tl.sum(parts, axis=1), unit, scales, biases, n, inside, ROUNDED, CHANNEL, BIAS)
         if UP:
-            up = finish_sums(up, unit, scales, biases, up_row, inside, ROUNDED, CHANNEL, BIAS)
+            up = finish_sums(tl.sum(ups, axis=1), unit, scales, biases, n + N, inside, ROUNDED, CHANNEL, BIAS)
             total += gated_unit(part, up, KIND, LIMIT)
         else:
             total += part * tl.load(weights + choice, mask=here, other=0.0)
@@ -88,17 +91,17 @@ def few_kernel(
 
 
 @dataclass(frozen=True, eq=False)
-class GatheredWay(GroupedWay):
+class GatheredWay(ExpertWay):
     """An `ExpertWay` for a few tokens. shapes: for measurements."""
 
     shapes: tuple[tuple[int, int, int], ...] = SHAPES
 
     def takes(self, tokens: int) -> bool:
-        """See `ExpertWay.takes`."""
+        """See `ExpertWay`."""
         return tokens <= FEW
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `GroupedWay`."""
+        """See `ExpertWay`."""
         chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
         both = zip((self.gate_up, self.down), (self.act, None), self.shapes, strict=True)
         for stack, act, (block_n, block_k, warps) in both:

@@ -1,6 +1,6 @@
 """Products of many tokens with the experts that they chose, each expert's weights read once a tile of rows.
 
-A step sorts its choices by expert (`sorting`). One kernel then computes gates, ups and the function between
+A step sorts its choices by expert (`routing`). One kernel then computes gates, ups and the function between
 them, a tile of rows and of outputs per program; the same kernel computes `down` and multiplies by the
 router's weight; a third adds up each token's choices in the order of the router. No sum depends on what else
 is in the batch: tiles of one kind cut K in the same parts, and no output is added to by two programs.
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from experts.kernels.sorting import Tiles, sort_in_tiles
-from experts.kernels.stack import ExpertStack, Swiglu
+from experts.kernels.routing import sort_in_tiles
+from experts.kernels.stack import ExpertStack, ExpertWay, Swiglu
 from quant.formats import BLOCK
 from quant.products import round_rows
 from triton_paged_attention.linear import KINDS, activate
@@ -75,17 +75,9 @@ def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
     if SIDE == 0:
         acc = tl.dot(a, w, acc, input_precision="ieee")
     else:
-        acc += (
-            tl.dot(a, w, input_precision="ieee")
-            * tl.load(scale + row // SIDE * columns + k0 // SIDE)[None, :]
-        )
+        each = tl.load(scale + row // SIDE * columns + k0 // SIDE)
+        acc += tl.dot(a, w, input_precision="ieee") * each[None, :]
     return acc
-
-
-@triton.jit
-def rows_of_gates(n, N: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the weight rows of gates `n` and of the ups that belong to them."""
-    return (n * 2 if INTERLEAVED else n), (n * 2 + 1 if INTERLEAVED else N + n)
 
 
 @triton.jit
@@ -106,9 +98,8 @@ def finish_sums(
 def grouped_kernel(
     out, x, x_scale, data, scale, bias, weights, order, table, most, scale_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr,
-    SIDE: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per tile and `BLOCK_N` of `N` outputs.
 
@@ -126,18 +117,17 @@ def grouped_kernel(
     choice = tl.load(order + begin + i, mask=there, other=0)
     if UP:
         source, target = choice // TOP_K, begin + i
-        row, up_row = rows_of_gates(n, N, INTERLEAVED)
     else:
         source, target = begin + i, choice
-        row, up_row = n, n
     matrices: tl.constexpr = 2 if UP else 1
     data += expert * matrices * N * K
     bias += expert * matrices * N
     scale += expert * scale_stride
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
-    row_in, up_in = tl.where(inside, row, 0), tl.where(inside, up_row, 0)  # what is read without a mask
+    up_row = n + N  # of the ups that belong to gates `n`
+    row_in, up_in = tl.where(inside, n, 0), tl.where(inside, up_row, 0)  # what is read without a mask
     from_x = x + source.to(tl.int64)[:, None] * K + k[None, :]
-    from_w, from_up = data + row[None, :] * K + k[:, None], data + up_row[None, :] * K + k[:, None]
+    from_w, from_up = data + n[None, :] * K + k[:, None], data + up_row[None, :] * K + k[:, None]
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for k0 in range(0, K, BLOCK_K):
@@ -149,7 +139,7 @@ def grouped_kernel(
             w = tl.load(from_up + k0, mask=inside[None, :] & left[:, None], other=0.0)
             acc_up = tile_product(a, w, acc_up, scale, up_in, k0, columns, SIDE)
     unit = tl.load(x_scale + source, mask=there, other=0.0)[:, None] if ROUNDED else 1.0
-    acc = finish_sums(acc, unit, scale, bias, row, inside, ROUNDED, CHANNEL, BIAS)
+    acc = finish_sums(acc, unit, scale, bias, n, inside, ROUNDED, CHANNEL, BIAS)
     if UP:
         acc_up = finish_sums(acc_up, unit, scale, bias, up_row, inside, ROUNDED, CHANNEL, BIAS)
         acc = gated_unit(acc, acc_up, KIND, LIMIT)
@@ -160,9 +150,7 @@ def grouped_kernel(
 
 
 @triton.jit
-def add_choices_kernel(
-    out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def add_choices_kernel(out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program per token and part of it: the sum of its choices among the experts that are here."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -183,71 +171,48 @@ def product_arguments(
     act: of the first product; None for the second.
     """
     values, units = round_rows(x, "fp8") if stack.rounds else (x, x)
-    block = stack.scheme is not None and stack.scheme.scales == "block"
     tensors = [values, units, stack.data, *(x if t is None else t for t in (stack.scale, stack.bias))]
-    kind, limit, interleaved = act or Swiglu()
+    kind, limit = act or Swiglu()
     return tensors, {
         "scale_stride": 0 if stack.scale is None else stack.scale[0].numel(),
         "N": stack.data.shape[1] // (1 if act is None else 2), "K": stack.data.shape[2], "TOP_K": top_k,
-        "UP": act is not None, "KIND": KINDS[kind], "LIMIT": limit, "INTERLEAVED": interleaved,
-        "CHANNEL": stack.scale is not None and not block, "SIDE": BLOCK if block else 0,
+        "UP": act is not None, "KIND": KINDS[kind], "LIMIT": limit,
+        "CHANNEL": stack.scale is not None and not stack.in_blocks, "SIDE": BLOCK * stack.in_blocks,
         "ROUNDED": stack.rounds, "BIAS": stack.bias is not None,
     }  # fmt: skip
 
 
-def grouped_product(
-    x: Tensor, stack: ExpertStack, weights: Tensor, tiles: Tiles, tile: Tile, act: Swiglu | None
-) -> Tensor:
-    """One product of all experts: with `act` the first, `[T, K] -> [T k, N / 2]`, otherwise the second.
-
-    The first goes from tokens to places of `tiles.order`, the second from there to choices.
-    """
-    tensors, constants = product_arguments(x, stack, act, weights.shape[1])
-    most, block_n = tiles.table.shape[1], tile.block_n // (1 if act is None else 2)
-    out = torch.empty(weights.numel(), constants["N"], dtype=x.dtype, device=x.device)
-    grouped_kernel[(most * triton.cdiv(constants["N"], block_n),)](
-        out, *tensors, weights, tiles.order, tiles.table, most, **constants,
-        ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )  # fmt: skip
-    return out
-
-
-def scratch_bytes(down: ExpertStack, tokens: int, top_k: int, itemsize: int) -> int:
+def scratch_bytes(down: ExpertStack, top_k: int, itemsize: int, tokens: int) -> int:
     """Return the bytes that `GroupedWay` needs for a moment: what lies between its kernels."""
     _, hidden, inside = down.data.shape
     return tokens * top_k * ((hidden + inside) * itemsize + (inside if down.rounds else 0) + 4)
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedWay:
-    """An `ExpertWay` for any number of tokens.
+class GroupedWay(ExpertWay):
+    """An `ExpertWay` for any number of tokens. tile: for measurements; None: the table's."""
 
-    gate_up, down: of `E` experts, `[E, 2 I, hidden]` and `[E, hidden, I]`.
-    act: between them.
-    tile: for measurements; None: the table's.
-    """
-
-    gate_up: ExpertStack
-    down: ExpertStack
-    act: Swiglu
     tile: Tile | None = None
 
-    def takes(self, tokens: int) -> bool:
-        """See `ExpertWay.takes`."""
-        return True
-
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertWay`. A choice that is no number of an expert here adds nothing."""
-        count, hidden, _ = self.down.data.shape
+        """See `ExpertWay`."""
+        (count, hidden, _), (tokens, top_k) = self.down.data.shape, chosen.shape
         chosen, weights = chosen.contiguous(), weights.contiguous()
         tile = self.tile or tile_for(chosen.numel(), count)
         tiles = sort_in_tiles(chosen, count, tile.rows)
-        inner = grouped_product(x.contiguous(), self.gate_up, weights, tiles, tile, self.act)
-        parts = grouped_product(inner, self.down, weights, tiles, tile, None)
-        out, block = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
-        add_choices_kernel[(len(x), triton.cdiv(hidden, block))](
-            out, parts, chosen, count,
-            SIZE=hidden, TOP_K=chosen.shape[1], BLOCK_N=block, num_warps=max(1, block // 256),
+        most = tiles.table.shape[1]
+        for stack, act in ((self.gate_up, self.act), (self.down, None)):
+            tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
+            n, block_n = constants["N"], tile.block_n // (1 if act is None else 2)
+            x = torch.empty(chosen.numel(), n, dtype=x.dtype, device=x.device)
+            grouped_kernel[(most * triton.cdiv(n, block_n),)](
+                x, *tensors, weights, tiles.order, tiles.table, most, **constants,
+                ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )  # fmt: skip
+        out, block = x.new_empty(tokens, hidden), min(1024, triton.next_power_of_2(hidden))
+        add_choices_kernel[(tokens, triton.cdiv(hidden, block))](
+            out, x, chosen, count,
+            SIZE=hidden, TOP_K=top_k, BLOCK_N=block, num_warps=max(1, block // 256),
         )  # fmt: skip
         return out

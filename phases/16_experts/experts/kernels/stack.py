@@ -1,8 +1,9 @@
-"""The weights of all experts for one product, one behind the other, as kernels read them."""
+"""The weights of all experts for one product, one behind the other, and what a way to compute them is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,24 +23,21 @@ class Swiglu(NamedTuple):
 
     kind: of the gate's activation, a key of `triton_paged_attention.linear.KINDS`.
     limit: 0, or gpt-oss's form: gates at most and ups within this, `gate * sigmoid(1.702 gate) * (up + 1)`.
-    interleaved: the rows of a stack are gate 0, up 0, gate 1, up 1; otherwise all gates, then all ups.
     """
 
     kind: str = "silu"
     limit: float = 0.0
-    interleaved: bool = False
 
     def __call__(self, both: Tensor) -> Tensor:
         """`[..., 2 I]` -> `[..., I]`, in plain torch."""
-        gate, up = (both[..., ::2], both[..., 1::2]) if self.interleaved else both.chunk(2, dim=-1)
+        gate, up = both.chunk(2, dim=-1)
         if not self.limit:
             return activation(self.kind)(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-@dataclass(frozen=True)
-class ExpertStack:
+class ExpertStack(nn.Module):
     """One weight `[N, K]` for each expert.
 
     data: `[E, N, K]`, plain numbers or those of eight bits.
@@ -49,18 +47,68 @@ class ExpertStack:
     """
 
     data: Tensor
-    scale: Tensor | None = None
-    bias: Tensor | None = None
-    scheme: Scheme | None = None
+    scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        data: Tensor,
+        scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        scheme: Scheme | None = None,
+    ) -> None:
+        super().__init__()
+        self.scheme = scheme
+        for name, tensor in (("bias", bias), ("data", data), ("scale", scale)):
+            kept = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            self.register_parameter(name, kept)
 
     @property
     def rounds(self) -> bool:
         """True if the input is rounded to e4m3, token by token."""
         return self.scheme is not None and self.scheme.activations is not None
 
+    @property
+    def in_blocks(self) -> bool:
+        """True if blocks of a weight share a scale."""
+        return self.scheme is not None and self.scheme.scales == "block"
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ExpertStack:
+        """Return the stack of what `change` makes of each tensor."""
+        made = (None if t is None else change(t) for t in (self.data, self.scale, self.bias))
+        return ExpertStack(*made, self.scheme)  # type: ignore[arg-type]  # there is always data
+
+    def part(self, own: range) -> ExpertStack:
+        """Return some experts alone, copied, so that the others are let go of."""
+        return self if len(own) == len(self.data) else self.each(lambda t: t[own.start : own.stop].clone())
+
     def multiply(self, expert: int, x: Tensor) -> Tensor:
         """`[T, K]` times one expert's plain weight: `[T, N]`."""
         return F.linear(x, self.data[expert], None if self.bias is None else self.bias[expert])
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWay(ABC):
+    """A way to compute a layer's experts for some numbers of tokens.
+
+    gate_up, down: of `E` experts, `[E, 2 I, hidden]` and `[E, hidden, I]`.
+    act: between them.
+    """
+
+    gate_up: ExpertStack
+    down: ExpertStack
+    act: Swiglu
+
+    def takes(self, tokens: int) -> bool:
+        """Return whether it computes this many tokens; usually any."""
+        return True
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """`x [T, hidden]`, `weights` and `chosen [T, k]` -> `[T, hidden]`, the weighted sums.
+
+        A choice that is no number of an expert here, but of one on another rank, adds nothing.
+        """
 
 
 def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
@@ -71,33 +119,25 @@ def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
     Raises:
         UserError: experts are quantized in a way that no kernel here reads, or not all alike.
     """
-    made: list[Tensor | None] = [None, None, None]
-    scheme: Scheme | None = None
+    whole = _joined(experts[0]).each(lambda tensor: tensor.new_empty(len(experts), *tensor.shape))
     for number, layers in enumerate(experts):
-        data, scale, bias, own = _joined(layers)
-        if number and own != scheme:
+        own = _joined(layers)
+        if own.scheme != whole.scheme:
             raise UserError("experts of one layer are quantized differently")
-        scheme = own
-        for place, tensor in enumerate((data, scale, bias)):
-            if tensor is None:
-                continue
-            if made[place] is None:
-                made[place] = tensor.new_empty(len(experts), *tensor.shape)
-            made[place][number].copy_(tensor)  # type: ignore[index]
-    whole, scales, biases = made
-    assert whole is not None
-    return ExpertStack(whole, scales, biases, scheme)
+        for into, tensor in zip(whole.parameters(), own.parameters(), strict=True):
+            into[number].copy_(tensor)
+    return whole
 
 
-def _joined(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, Scheme | None]:
-    """One expert's layers of one input as data, scales, bias and scheme."""
+def _joined(layers: Sequence[nn.Module]) -> ExpertStack:
+    """One expert's layers of one input, their outputs end to end: a stack without its first dimension."""
     biases = [layer.bias for layer in layers if isinstance(layer.bias, Tensor)]
     bias = torch.cat(biases) if biases else None
-    if all(isinstance(layer, nn.Linear) for layer in layers):
-        return torch.cat([layer.weight for layer in layers]), None, bias, None  # type: ignore[misc]
     weights = [layer.weight for layer in layers if isinstance(layer, QuantLinear)]
+    if not weights:
+        return ExpertStack(torch.cat([layer.weight for layer in layers]), bias=bias)  # type: ignore[misc]
     kinds = {(weight.scheme.weights, weight.scheme.activations) for weight in weights}
     if len(weights) < len(layers) or not kinds <= {("fp8", None), ("fp8", "fp8"), ("int8", None)}:
         raise UserError("experts are read as they are, in fp8 or in int8, not in w8a8 or int4")
     weight = QuantizedWeight.cat([weight.per_channel() for weight in weights])
-    return weight.data, weight.scale, bias, weight.scheme
+    return ExpertStack(weight.data, weight.scale, bias, weight.scheme)

@@ -1,18 +1,67 @@
-"""Choices sorted by expert, and the tiles of a grouped product: made on the device, which nobody waits for.
+"""Routing on the device: the router's choice in one kernel, and choices sorted by expert, in tiles.
+
+In plain torch the choice is ten small kernels a layer, as long as reading the experts of one token takes.
 
 A choice is `token * k + place`. Sorted, the choices of expert 0 come first, in the order of tokens. A tile is
-some rows of one expert. How many tiles there are depends on the routing, so there is room for the most that
-can be, and those left over have no rows: a graph is recorded once for a number of tokens.
+some rows of one expert. How many tiles there are depends on the routing, and nothing waits to learn it: there
+is room for the most that can be, and those left over have no rows. A graph is recorded once for a number of
+tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from triton_paged_attention.hardware import dependent_launch
+
+
+@triton.jit
+def route_kernel(
+    weights, chosen, logits,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per token; of equal probabilities the lowest number is first.
+
+    A probability, as the bits of a float that is not negative, is ordered as a whole number is; the expert's
+    number stands behind it, upside down, so one sort of whole numbers decides between equal ones as well.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, E_PAD)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    x = tl.exp(x - tl.max(x, axis=0))
+    x = tl.where(e < E, x / tl.sum(x, axis=0), -1.0)
+    keys = tl.sort((x.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (E_PAD - 1 - e), descending=True)
+    found = (keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    if NORMALIZE:
+        found = found / tl.sum(tl.where(e < TOP_K, found, 0.0), axis=0)
+    tl.store(weights + token * TOP_K + e, found, mask=e < TOP_K)
+    tl.store(chosen + token * TOP_K + e, E_PAD - 1 - (keys & 0xFFFFFFFF), mask=e < TOP_K)
+
+
+def early(device: torch.device) -> dict[str, Any]:
+    """Return what starts a kernel while the last one still ends, where the device can."""
+    return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
+
+
+def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """`routing.route` in one kernel."""
+    tokens, count = logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    route_kernel[(tokens,)](
+        weights, chosen, logits.contiguous(), E=count, E_PAD=triton.next_power_of_2(count),
+        TOP_K=top_k, NORMALIZE=normalize, num_warps=1, **early(logits.device),
+    )  # fmt: skip
+    return weights, chosen
 
 
 @triton.jit

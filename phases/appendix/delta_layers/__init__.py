@@ -1,0 +1,1 @@
+"""Layers of Qwen3.5 in few kernels."""

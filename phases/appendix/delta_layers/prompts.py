@@ -1,0 +1,150 @@
+"""Prompts of Gated DeltaNet in two kernels: first what the state does not change, of all chunks at once.
+
+Phase 17's kernel goes from chunk to chunk and does everything there. Here `prepare_kernel` makes queries,
+keys, values and the inverses of the triangular systems, with a program for each few chunks; `scan_kernel` has
+only matrix products left, with the state in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_cache.delta_kernels import DeltaWeights, convolve, finish, gates, shift, solve, unit
+from hybrid_cache.state_pool import StatePool
+
+CHUNK = 32
+"""Tokens in a chunk: its system is solved row by row."""
+MOST_PARTS = 16
+"""Programs that prepare a request's chunks, for each key head."""
+
+
+@triton.jit
+def prepare_kernel(
+    q_out, k_out, v_out, solved, scores, totals, x, weight, a_log, dt_bias, kept, query_starts, step,
+    requests, scale,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per request, key head and part of its chunks; requests of one token are left out."""
+    request, key_head, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(2)
+    first = tl.load(query_starts + request).to(tl.int64)
+    count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
+    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request)
+    if (count > 1) & (into >= 0):
+        H: tl.constexpr = KH * GROUPS
+        cut = tl.load(step + 3 * requests + request)
+        t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+        earlier, seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
+        row, old = x + first * WIDTH, kept + source * (W - 1) * C
+        begin = -((CHUNK - cut % CHUNK) % CHUNK)  # so that a chunk ends at the boundary
+        for start in range(begin + tl.program_id(2) * CHUNK, count, parts * CHUNK):
+            at = start + t
+            live, token = (at >= 0) & (at < count), first + at
+            q = convolve(row, weight, old, at, live, key_head * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
+            k = convolve(row, weight, old, at, live, (KH + key_head) * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
+            q, k = (unit(q) * scale).to(q_out.dtype.element_ty), unit(k).to(q_out.dtype.element_ty)
+            at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
+            tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
+            tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
+            alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            asked = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            for group in range(GROUPS):
+                head = key_head * GROUPS + group
+                values = 2 * KH * DK + head * DV
+                v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
+                at_value = (token * H + head)[:, None] * DV + j[None, :]
+                tl.store(
+                    v_out + at_value, v.to(v_out.dtype.element_ty), mask=live[:, None] & (j < DV)[None, :]
+                )
+                decay, beta = gates(row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV)
+                total = tl.cumsum(decay, axis=0)
+                tl.store(totals + token * H + head, total, mask=live)
+                since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+                inverse = (
+                    solve(tl.where(earlier, -beta[:, None] * since * alike, 0.0), t, CHUNK) * beta[None, :]
+                )
+                at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
+                tl.store(solved + at_chunk, inverse.to(solved.dtype.element_ty), mask=live[:, None])
+                tl.store(scores + at_chunk, (since * asked).to(scores.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def scan_kernel(
+    out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step, requests, eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program per request and value head; requests of one token are left out."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(query_starts + request).to(tl.int64)
+    count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
+    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
+    if (count > 1) & (into >= 0):
+        H: tl.constexpr = KH * GROUPS
+        boundary = tl.load(step + requests + request).to(tl.int64)
+        cut, key_head = tl.load(step + 3 * requests + request), head // GROUPS
+        t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+        mask = (i < DK)[:, None] & (j < DV)[None, :]
+        place, size = head * (DK * DV) + i[:, None] * DV + j[None, :], H * DK * DV
+        weight, row = tl.load(norm + j, mask=j < DV, other=0.0), x + first * WIDTH
+        state = tl.load(states + source * size + place, mask=mask, other=0.0)
+        dtype = q_in.dtype.element_ty
+        for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):
+            at = start + t
+            live, token = (at >= 0) & (at < count), first + at
+            is_key, is_value = live[:, None] & (i < DK)[None, :], live[:, None] & (j < DV)[None, :]
+            at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
+            at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
+            at_value = (token * H + head)[:, None] * DV + j[None, :]
+            q = tl.load(q_in + at_key, mask=is_key, other=0.0)
+            k = tl.load(k_in + at_key, mask=is_key, other=0.0)
+            v = tl.load(v_in + at_value, mask=is_value, other=0.0).to(tl.float32)
+            inverse = tl.load(solved + at_chunk, mask=live[:, None], other=0.0)
+            score = tl.load(scores + at_chunk, mask=live[:, None], other=0.0)
+            total = tl.load(totals + token * H + head, mask=live, other=0.0)
+            z = tl.load(
+                row + at[:, None].to(tl.int64) * WIDTH + C + head * DV + j[None, :], mask=is_value, other=0.0
+            )
+            whole, faded = tl.min(total, axis=0), tl.exp(total)[:, None]
+
+            before = state.to(dtype)
+            wrong = v - faded * tl.dot(k, before, input_precision=PRECISION)
+            writes = tl.dot(inverse, wrong.to(dtype), input_precision=PRECISION).to(dtype)
+            o = faded * tl.dot(q, before, input_precision=PRECISION)
+            o += tl.dot(score, writes, input_precision=PRECISION)
+            left = tl.trans((k.to(tl.float32) * tl.exp(whole - total)[:, None]).to(dtype))
+            state = tl.exp(whole) * state + tl.dot(left, writes, input_precision=PRECISION)
+            tl.store(out + at_value, finish(o, z, weight, eps, DV).to(out.dtype.element_ty), mask=is_value)
+            if (start + CHUNK == cut) & (boundary >= 0):
+                tl.store(states + boundary * size + place, state, mask=mask)
+        tl.store(states + into * size + place, state, mask=mask)
+        values = 2 * KH * DK + head * DV
+        shift(row, kept, source, boundary, into, cut, count, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
+        if head % GROUPS == 0:
+            queries, keys = key_head * DK, (KH + key_head) * DK
+            shift(row, kept, source, boundary, into, cut, count, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
+            shift(row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+
+
+def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]) -> None:
+    """See `hybrid_cache.delta_kernels.scan`."""
+    layer, config, conv, *rates, (norm, eps, _) = weights
+    index, requests, (tokens, heads, _) = pool.index[layer], pool.step.shape[1], out.shape
+    states, kept, keys = pool.recurrent[index], pool.conv[index], config.key_heads
+    where = pool.batch.query_starts, pool.step, requests
+    q, k = (x.new_empty(tokens, keys, config.key_dim) for _ in range(2))
+    solved, scores = (x.new_empty(tokens, heads, CHUNK) for _ in range(2))
+    totals = x.new_empty(tokens, heads, dtype=torch.float32)
+    made = q, k, torch.empty_like(out), solved, scores, totals
+    chunked = {**sizes, "CHUNK": CHUNK, "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32"}
+    prepare_kernel[requests, keys, min(MOST_PARTS, triton.cdiv(tokens, CHUNK))](
+        *made, x, conv, *rates, kept, *where, config.key_dim**-0.5, **chunked, num_warps=4
+    )
+    scan_kernel[requests, heads](out, *made, x, norm, states, kept, *where, eps, **chunked, num_warps=8)
