@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
 `--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, with
-`--experts` those of phase 16, else phase 09's for a few tokens.
+`--experts` those of phase 16, with `--delta` those of layers with states, else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -28,6 +28,8 @@ import phases  # noqa: F401  # puts every phase's package on the path
 from experts.kernels.few import SHAPES, few_kernel
 from experts.kernels.grouped import LARGE, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
+from hybrid_cache import delta_kernels
+from phases.appendix.delta_layers import kernels as delta_layers
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
@@ -93,7 +95,7 @@ Kernel = tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
 def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
-    kinds = {"--quant": few_bits, "--ahead": drafting, "--experts": experts}
+    kinds = {"--quant": few_bits, "--ahead": drafting, "--experts": experts, "--delta": delta}
     kernels = next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)
     for capability in map(int, filter(str.isdigit, wanted)):
         for name, kernel, constants, warps, stages, types in kernels(capability):
@@ -193,6 +195,29 @@ def experts(capability: int) -> Iterator[Kernel]:
                 cut = {"ROWS": tile.rows, "BLOCK_N": tile.block_n // (1 + up), "BLOCK_K": tile.block_k}
                 name, how = f"{tile.rows} rows, {up=}, {eight=}", (tile.num_warps, tile.num_stages)
                 yield name, grouped_kernel, around | cut, *how, types | numbers
+
+
+def delta(capability: int) -> Iterator[Kernel]:
+    """Kernels between two projections of Qwen3.5's layers, for prompts by phase 17's and in two kernels."""
+    types = {"query_starts": "*i32", "step": "*i32", "requests": "i32", "states": "*fp32", "totals": "*fp32"}
+    tables = ("tables", "page_tables", "context_lens", "blocks", "states", "tails")
+    numbers = dict.fromkeys(("requests", "tokens", "width", "pages", "null"), "i32") | {"page_slots": "*i64"}
+    numbers |= {"slots": "*i64"} | types | dict.fromkeys(tables, "*i32")
+    layer = {
+        "KH": 16, "GROUPS": 2, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "C": 8192, "W": 4,
+        "W_PAD": 4, "WIDTH": 12_352, "PDL": capability >= HOPPER, "PRECISION": "tf32",
+    }  # fmt: skip
+    gate = {"SIZE": 2048, "BLOCK": 1024, "PDL": capability >= HOPPER}
+    for name, kernel, constants, warps, more in (
+        ("step", delta_kernels.step_kernel, layer, 8, types),
+        ("prompts", delta_kernels.scan_kernel, layer | {"CHUNK": delta_kernels.CHUNK}, 8, types),
+        ("prepare", delta_layers.prepare_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 4, types),
+        ("scan", delta_layers.scan_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 8, types),
+        ("begin", delta_layers.begin_kernel, {"P": 64, "KINDS": 6, "BLOCK": 128}, 1, numbers),
+        ("gate", delta_layers.under_gate_kernel, gate, 4, {"stride": "i32"}),
+    ):
+        own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        yield name, kernel, own, warps, 1, more
 
 
 if __name__ == "__main__":

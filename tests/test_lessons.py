@@ -99,6 +99,9 @@ def test_sources_say_what_to_read_next_at_a_commit(phase: Phase) -> None:
 @every_lesson
 def test_numbers_of_measurements_are_generated(phase: Phase) -> None:
     assert list(numbers.unmarked(lesson(phase))) == [], "see benchmarks/numbers.py"
+    page = phase.folder / "measurements.md"
+    if page.exists():
+        assert list(numbers.unmarked(page.read_text(encoding="utf-8"), sections=("",))) == []
 
 
 def test_marks_are_whole_and_do_not_begin_a_line() -> None:

@@ -146,15 +146,16 @@ def step_kernel(
 
 
 @triton.jit
-def solve(system, t, CHUNK: tl.constexpr):
-    """The inverse of `1 - system`, which is strictly lower triangular, by forward substitution."""
-    inverse = system
-    for row in range(1, CHUNK):  # the rows before are the inverse's by now
-        here = (t == row)[:, None]
-        below = tl.sum(tl.where(here, inverse, 0.0), axis=0)
-        below += tl.sum(below[:, None] * inverse, axis=0)
-        inverse = tl.where(here, below[None, :], inverse)
-    return inverse + (t[:, None] == t[None, :]).to(tl.float32)
+def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of `1 - system`, strictly lower triangular: of blocks of 1, of 2, and so on, two by two."""
+    inverse = (t[:, None] == t[None, :]).to(tl.float32)
+    for level in tl.static_range(6):
+        if (1 << level) < CHUNK:
+            half, pair = t >> level, t >> (level + 1)
+            corner = (pair[:, None] == pair[None, :]) & (half[:, None] > half[None, :])
+            right = tl.dot(tl.where(corner, system, 0.0), inverse, input_precision=PRECISION)
+            inverse += tl.dot(inverse, right, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def scan_kernel(
                 faded = tl.exp(total)[:, None]
 
                 alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-                inverse = solve(tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK)
+                inverse = solve(tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK, PRECISION)
                 wrong = beta * (v - faded * tl.dot(k, state, input_precision=PRECISION))
                 writes = tl.dot(inverse, wrong, input_precision=PRECISION)
 

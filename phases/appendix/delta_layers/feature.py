@@ -57,7 +57,7 @@ def _fuse(parts: Parts) -> None:
 
 def _attention(made: Callable[[Any], PagedAttention], pool: Any) -> PagedAttention:
     from hybrid_cache.kernels import GroupedTriton
-    from phases.appendix.delta_layers.begin import begin
+    from phases.appendix.delta_layers.kernels import begin
 
     attention = made(pool)
     assert isinstance(attention, GroupedTriton)
