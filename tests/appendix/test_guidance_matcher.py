@@ -141,14 +141,14 @@ def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[l
     for step in range(tokens):
         if not running:
             break
-        begun = time.perf_counter()
+        begun = time.process_time()  # of work: a busy machine is no fault
         backend.fill([(matcher, row, ()) for row, matcher in enumerate(running)], words)
         moves = []
         for row, matcher in enumerate(running):
             found = [token for token in bits(words[row], len(real().tokens)) if token not in real().eos]
             moves.append((matcher, found[step % 2 : step % 2 + 1] or found[:1]))
         backend.advance(moves)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.process_time() - begun)
         ended += [matcher.problem for matcher in running if matcher.problem]
         running = [matcher for (matcher, move) in moves if move and not matcher.problem]
     return ended, seconds

@@ -18,7 +18,6 @@ A state at the end of a page is a snapshot for prefix hits, kept while there is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from common.request import Request
 from continuous.work import Work
@@ -49,15 +48,17 @@ class StateManager(Manager):
         tails: `[pages]` int32; of a step of several tokens that ends in a page, the tokens behind its cut.
             Negative: they are guesses; 0: there is no cut.
         behind: blocks of the pool; slots are numbered behind them where both are copied.
-        books: blocks, changed pages and limits of a `Manager`; blocks are `[1, pages]` slots.
+        blocks, changed, limits: as a `Manager`'s; blocks are `[1, pages]` slots.
 
     parting: by row, how many tokens of its prompt are cached without a snapshot behind them.
     guessed: by row, the cut before guesses that have not landed.
     newest: by row, the page that its decodes have left last. Its snapshot takes the place of the one before.
     """
 
-    def __init__(self, tables: Table, tails: Table, behind: int, *books: Any, limits: ManagerSizes) -> None:
-        super().__init__((), Slots(slot_count(limits.rows)), *books, limits=limits)
+    def __init__(
+        self, tables: Table, tails: Table, behind: int, blocks: Table, changed: set[int], limits: ManagerSizes
+    ) -> None:
+        super().__init__((), Slots(slot_count(limits.rows)), blocks, changed, limits)
         self.tables, self.tails, self.behind, self.width = tables, tails, behind, 1
         self.parting, self.newest = [0] * limits.rows, [-1] * limits.rows
         self.guessed: dict[int, int] = {}
