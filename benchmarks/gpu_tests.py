@@ -34,7 +34,6 @@ SELECTIONS = (
         "tests/phases/test_09_cuda_graphs.py",
         "tests/phases/test_09_sampling.py",
         "tests/appendix/test_latency.py",
-        "tests/appendix/test_latency_head_sizes.py",
     ),
 )
 """What pytest is asked for, in one call after the other."""

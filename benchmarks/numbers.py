@@ -95,10 +95,10 @@ def names() -> set[str]:
     return {f"{table}.{key}" for table, entries in _entries().items() for key in entries}
 
 
-def unmarked(lesson: str) -> Iterator[str]:
-    """Find the numbers with a unit in sections 1, 2, 6 and 9 that are typed by hand."""
-    for part in re.split(r"^## ", lesson, flags=re.MULTILINE):
-        if part.startswith(SECTIONS):
+def unmarked(text: str, sections: tuple[str, ...] = SECTIONS) -> Iterator[str]:
+    """Find the numbers with a unit that are typed by hand, in the sections that begin so."""
+    for part in re.split(r"^## ", text, flags=re.MULTILINE):
+        if part.startswith(sections):
             bare = part
             for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
                 bare = pattern.sub("~", bare)

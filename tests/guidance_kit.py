@@ -11,7 +11,7 @@ from benchmarks.grammars import BACKENDS
 from common.sampling.grammar import Grammar
 from continuous.engine import Engine
 from forward.model import Model
-from phases import find_phase
+from phases import phase_named
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.spelling import Spelling
 from phases.registry import load_engine
@@ -47,9 +47,7 @@ def vocabulary() -> Spelling:
 
 def served(model: str | Path | Model, phase: str = "13", **options: Any) -> Engine:
     """An engine as users have it."""
-    found = find_phase(phase)
-    assert found is not None
-    made = load_engine(found, model, **options)
+    made = load_engine(phase_named(phase), model, **options)
     assert isinstance(made, Engine)
     return made
 

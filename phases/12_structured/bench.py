@@ -174,9 +174,9 @@ class Bench:
     def masks(self) -> list[Run]:
         """Measure a mask, by schema and backend, along outputs drawn from masks; then all masks of a step."""
         runs = []
-        for name, kind in BACKENDS.items():
+        for name, made in BACKENDS.items():
             try:
-                backend = kind()(self.vocabulary)
+                backend = made()(self.vocabulary)
             except UserError:
                 continue
             for schema in SCHEMAS:

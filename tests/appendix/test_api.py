@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import re
 import socket
 from typing import Any
 
@@ -33,28 +33,20 @@ TAKEN: dict[str, dict[str, Any]] = {
 }
 
 
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("guided_choice", ["abc", "de"], lambda text: text in ("abc", "de")),
-        ("guided_regex", "[ab]{2,5}", lambda text: 2 <= len(text) <= 5 and set(text) <= set("ab")),
-        ("structured_outputs", {"regex": "x+y"}, lambda text: text.strip("x") == "y"),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"schema": {"enum": ["left", 7, None]}}},
-            lambda text: json.loads(text) in ("left", 7, None),
-        ),
-        (  # the flat form, with the schema beside the type
-            "response_format",
-            {"type": "json_schema", "schema": {"const": "flat"}},
-            lambda text: json.loads(text) == "flat",
-        ),
-        (
-            "response_format",
-            {"type": "json_object", "schema": {"enum": [1, 22]}},
-            lambda text: json.loads(text) in (1, 22),
-        ),
-        ("response_format", {"type": "json_object"}, lambda text: isinstance(json.loads(text), dict)),
+        ("guided_choice", ["abc", "de"], "abc|de"),
+        ("guided_regex", "[ab]{2,5}", "[ab]{2,5}"),
+        ("structured_outputs", {"regex": "x+y"}, "x+y"),
+        ("response_format", schema_of({"enum": ["left", 7, None]}), '"left"|7|null'),
+        ("response_format", {"type": "json_schema", "schema": {"const": "flat"}}, '"flat"'),
+        ("response_format", {"type": "json_object", "schema": {"enum": [1, 22]}}, "1|22"),
+        ("response_format", {"type": "json_object"}, r"\{(?s:.*)\}"),
     ],
 )
 async def test_constrained_output(model, tokenizer, field, value, allowed):
@@ -69,7 +61,7 @@ async def test_constrained_output(model, tokenizer, field, value, allowed):
     assert status == other == 200, found
     choice = found["choices"][0]
     if choice["finish_reason"] == "stop":  # or it was cut, and says so
-        assert allowed(choice["text"]), f"{field} allowed {choice['text']!r}"
+        assert re.fullmatch(allowed, choice["text"]), f"{field} allowed {choice['text']!r}"
     else:
         assert choice["finish_reason"] == "length"
     wrong, answer = await Client(app).post("/v1/completions", body | {"guided_regex": "(((("})
@@ -119,10 +111,6 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
             {"messages": [{"role": "user", "content": image}]},
             {"messages": said, "guided_json": {"$ref": url}},
             {"messages": said, "guided_json": {"$ref": "file:///etc/passwd"}},
-            {
-                "messages": said,
-                "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": url}}},
-            },
             {"messages": said, "tools": [tool], "tool_choice": "required"},
             {"messages": said, "guided_grammar": f'start: "a"\n%import {url}.x\n'},
         ):
@@ -161,6 +149,8 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     assert set(app.routes) == set(document["paths"]), "a route is not in the document"
     fields = document["components"]["schemas"]
     assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "EmbeddingRequest"} <= set(fields)
+    asked = {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"}
+    assert asked <= set(fields["ChatRequest"]["properties"])
     icon = await Client(app).request("/favicon.ico", b"", "GET", key).run()
     assert (icon.status, icon.headers["content-type"]) == (200, "image/svg+xml")
     assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, "a watcher needs a key"

@@ -20,6 +20,7 @@ from hybrid_cache.state_pool import StatePool
 from paged_cache.attention import PagedBatch
 from phases import phase_named
 from phases.registry import load_engine
+from tests.compiling import spilled
 from tests.paged_batches import DEVICE
 from tests.phases.test_17_delta import WORKS, compare_kernels, outputs
 
@@ -29,7 +30,7 @@ PAGES, NULL = 50, 30
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "works", "block_size"), WORKS[1:])
 def test_prompts_in_two_kernels(width: int, works: list[tuple[int, int]], block_size: int) -> None:
-    from phases.appendix.delta_layers.prompts import scan
+    from phases.appendix.delta_layers.kernels import scan
 
     compare_kernels(scan, width, works, block_size)
 
@@ -37,7 +38,7 @@ def test_prompts_in_two_kernels(width: int, works: list[tuple[int, int]], block_
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_begins_as_the_pool_says(seed: int) -> None:
     """Requests of no token, padding, guesses and snapshots: all that a table of pages may say."""
-    from phases.appendix.delta_layers.begin import begin
+    from phases.appendix.delta_layers.kernels import begin
 
     rng = torch.Generator().manual_seed(seed)
 
@@ -123,3 +124,12 @@ def test_pairs_stand_apart_and_turn_as_before(sharpness: float) -> None:
         fuse(made)
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(outs[1], outs[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu() -> None:
+    """A step keeps its states in registers; the products of prompts leave a few hundred bytes outside."""
+    step, *others = spilled(90, "--delta")
+    assert step == 0 and len(others) == 5 and max(others) < 512, (
+        f"bytes outside of registers: {step}, {others}"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from forward.attention import RecomputeAttention
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache import PagedEngine
-from phases import find_phase
+from phases import phase_named
 from phases.appendix.drafting_in_graphs.loop import InGraph
 from phases.appendix.latency import ways as attention
 from phases.appendix.latency.ways import LatencyBlock
@@ -39,24 +38,12 @@ from tests.heads import clean_drafts, head_of, hidden_states
 from tests.schedules import check
 
 PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
-AHEAD = {
-    "kernels": True,
-    "graphs": True,
-    "draft_ahead": True,
-    "graph_tokens": 0,
-    "step_tokens": 64,
-    "max_len": 64,
-    "block_size": 8,
-    "cache_bytes": 1 << 20,
-    "draft_length": 2,
-    **PLAIN,
-}
+AHEAD = dict.fromkeys(("kernels", "graphs", "draft_ahead"), True) | PLAIN
+AHEAD |= {"graph_tokens": 0, "step_tokens": 64, "max_len": 64, "block_size": 8, "cache_bytes": 1 << 20}
 
 
 def load(model: Model, **options: Any) -> Any:
-    phase = find_phase("11")
-    assert phase is not None
-    return load_engine(phase, model, **options)
+    return load_engine(phase_named("11"), model, **options)
 
 
 def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None]]:
@@ -107,19 +94,12 @@ def of_few_words(model: Model) -> Model:
     """Says hardly anything but the first eight tokens."""
     own = clone(model)
     with torch.no_grad():
-        own.lm_head.weight[8:] *= 0.2
+        own.lm_head.weight[8:] *= 0.1
     return own
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "length"),
-    [
-        pytest.param("head", 2, marks=pytest.mark.long),
-        pytest.param("ngram", 2, marks=pytest.mark.long),
-        ("ngram", 9),
-    ],
-)
+@pytest.mark.parametrize(("kind", "length"), [pytest.param("head", 2, marks=pytest.mark.long), ("ngram", 9)])
 def test_drafting_inside_the_graph_changes_no_token(
     model: Model, tmp_path: Any, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +107,7 @@ def test_drafting_inside_the_graph_changes_no_token(
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)  # or each is called once before
     prompts, longer = [[5, 6, 7], [9] * 12, [4, 4]], 0
     if kind == "ngram":
-        model, longer = of_few_words(model), 30  # or nothing ever repeats
+        model, longer = of_few_words(model), 14  # or nothing ever repeats
     params = [
         SamplingParams(max_tokens=9 + longer, ignore_eos=True),
         SamplingParams(max_tokens=11 + longer, temperature=0.8, seed=1, ignore_eos=True),
@@ -160,13 +140,9 @@ def test_drafting_inside_the_graph_changes_no_token(
             nothing = not found and work.request.finish_reason is None
             where = f"request {work.request.id}, behind token {work.start}"
             assert work.drafts or not found, f"{where}: what was guessed does not count"
-            assert not nothing or accepted or not work.drafts, (
-                f"{where}: nothing was guessed, and counts as wrong"
-            )
-            known = work.start + 1 + accepted
-            assert work.request.row < 0 or work.request.num_computed_tokens == known, (
-                f"{where}: {work.request.num_computed_tokens} tokens are said to be computed, not {known}"
-            )
+            assert not nothing or accepted or not work.drafts, f"{where}: a guess of nothing counts as wrong"
+            computed, known = work.request.num_computed_tokens, work.start + 1 + accepted
+            assert work.request.row < 0 or computed == known, f"{where}: {computed} computed, not {known}"
             blank += nothing
         landed(work, accepted)
 
@@ -197,9 +173,7 @@ def test_drafting_inside_the_graph_changes_no_token(
     # Two samples share a block until one of them writes, which may be in such a step.
     both = SamplingParams(max_tokens=9, temperature=0.8, seed=1, n=2, ignore_eos=True)
     expected = continuous.load(model, max_rows=2, max_len=64).generate(prompts[1:2], both)
-    assert plain(engine.generate(prompts[1:2], both)) == plain(expected), (
-        "samples write into each other's block"
-    )
+    assert plain(engine.generate(prompts[1:2], both)) == plain(expected), "samples share what they write"
     clean(engine)
 
 
@@ -226,9 +200,7 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
             expected = index.propose(k)
             where = f"request {request}, behind {written}"
             assert told[request, k + 2 :].tolist() == (expected or [-1] * k), f"{where}: the host is told"
-            assert tokens[row, size : size + k].tolist() == (expected or written[-1:] * k), (
-                f"{where}: other drafts"
-            )
+            assert tokens[row, size : size + k].tolist() == (expected or written[-1:] * k), where
             assert torch.equal(tokens[row, :size], before[row, :size]), f"{where}: the text is another"
             assert torch.equal(tokens[row, size + k :], before[row, size + k :]), f"{where}: more was written"
             found += bool(expected)
@@ -250,52 +222,6 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
 @pytest.mark.parametrize("capability", [90, pytest.param(75, marks=pytest.mark.long)])
 def test_what_stands_between_the_layers_compiles_for_a_gpu(capability: int) -> None:
     assert spilled(capability, "--ahead") == [0] * 5
-
-
-def test_between_the_layers_of_a_step_that_drafts() -> None:
-    """Two requests and a row of padding, two drafts each: the second is right once, then wrong."""
-    from phases.appendix.drafting_in_graphs.kernels import Chain, Places, accept, find_places, hand_on
-
-    k, size, count = 2, 3, 9
-    ints = partial(torch.zeros, dtype=torch.int64)
-    given = torch.tensor([[3, 1, -1], [0, 2, 0], [4, 0, 0], [5, 2, 0]])  # row, drafter's row, base, prompt
-    next_at = torch.tensor([0, 6, 0, 9])
-    at, rows, small_rows, picked = (ints(size) for _ in range(4))
-    token_rows, token_at, steps, small_token_rows, small_at = (ints(count) for _ in range(5))
-    contexts, small_contexts = (torch.zeros(size, dtype=torch.int32) for _ in range(2))
-    small = small_rows, small_token_rows, small_at, small_contexts
-    places = Places(at, rows, token_rows, token_at, steps, contexts, *small)
-    find_places(given, next_at, places, k)
-    assert at.tolist() == [9, 6, -1] and rows.tolist() == [3, 1, 0]
-    assert token_at.tolist() == [9, 10, 11, 6, 7, 8, -1, -1, -1], "a token is read from another place"
-    assert small_at.tolist() == [6, 7, 8, 7, 8, 9, -1, -1, -1], "the drafter goes on from another place"
-    assert steps.tolist()[:6] == [5, 6, 7, 5, 6, 7], "a token is sampled with another step's noise"
-    assert contexts.tolist() == [12, 9, 3] and small_contexts.tolist() == [9, 10, 3]
-
-    tokens, small_tokens, told, newest = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(size)
-    draft_steps, chain_rows, chain_at = ints(k, size), ints(size), ints(size)
-    sampled = torch.tensor([70, 71, 72, 80, 81, 82, 1, 1, 1])
-    ids = torch.tensor([60, 70, 79, 61, 89, 81, 0, 1, 1])  # newest, draft, draft
-    written = given, tokens, next_at, told, places
-    accept(sampled, ids, *written, Chain(picked, draft_steps, chain_rows, chain_at, contexts), k)
-    assert told[:, 0].tolist()[:2] == [1, 0], "a right draft does not count, or one behind a wrong draft does"
-    assert tokens[3].tolist()[9:13] == [0, 70, 71, 0] and tokens[1].tolist()[6:9] == [0, 80, 0]
-    assert not tokens[0].any(), "padding was written"
-    assert next_at.tolist() == [0, 7, 0, 11] and picked.tolist()[:2] == [1, 3]
-    assert draft_steps[:, :2].tolist() == [[7, 6], [8, 7]], "a draft is drawn with another step's noise"
-    assert chain_rows[:2].tolist() == [0, 2] and chain_at.tolist() == [8, 8, -1], (
-        "the drafter goes on behind the first draft from another place"
-    )
-    assert contexts.tolist() == [9, 9, 0], "the drafter sees other keys"
-
-    names = torch.arange(0, 100, 11)
-    hand_on(torch.tensor([3, 4, 9]), 1, names, *written, small_tokens, newest, k)
-    assert newest[:2].tolist() == [33, 44], "the drafter goes on from another token"
-    assert (int(tokens[3, 13]), int(tokens[1, 9])) == (33, 44), "a draft is verified in another place"
-    assert (int(small_tokens[0, 9]), int(small_tokens[2, 9])) == (33, 44), "the drafter reads another draft"
-    assert told[:2, 5].tolist() == [33, 44]
-    hand_on(torch.tensor([33, 44, 9]), 0, None, *written, small_tokens, newest, k)
-    assert newest[:2].tolist() == [33, 44] and told[:2, 4].tolist() == [33, 44]
 
 
 @pytest.mark.slow
@@ -331,10 +257,11 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
 
     source.carried = checked  # type: ignore[method-assign]
     usual = {"max_tokens": 12, "ignore_eos": True}
-    params = [SamplingParams(**usual), SamplingParams(temperature=0.8, seed=1, **usual)]
-    for some, each in (([[1, 2, 3]], params[0]), ([[1, 2, 3], [5] * 20], params)):
-        engine.generate(some, each)
-    assert seen > 40
+    engine.generate(
+        [[1, 2, 3], [5] * 20],
+        [SamplingParams(**usual), SamplingParams(temperature=0.8, seed=1, **usual)],
+    )
+    assert seen > 20
 
 
 @pytest.mark.gpu

@@ -162,13 +162,8 @@ def test_which_blocks_change(monkeypatch: pytest.MonkeyPatch, hidden: int, colum
 @pytest.mark.parametrize(
     ("rows", "size", "gated", "wanted"),
     [
-        (960, 576, False, (64, 1)),
-        (3072, 576, True, (64, 2)),
-        (576, 1536, False, (128, 1)),
         (8192, 576, False, (64, 4)),  # 128 programs of 132 that run side by side
         (6144, 1024, True, (128, 2)),  # as many weights as a warp's registers hold
-        (49_152, 576, False, (64, 4)),
-        (1024, 3072, False, (256, 1)),
         (576, 700, False, None),  # no part divides it
         (4096, 4096, False, None),  # more warps than a program has
         (63, 576, True, None),  # no two matrices

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +15,7 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import PagedEngine
-from phases.appendix.guidance import backend as llguidance
-from phases.appendix.guidance.backend import FEW, OPTIONS, GuidanceBackend, source_of
+from phases.appendix.guidance.backend import FEW, GuidanceBackend
 from phases.appendix.guidance.drafter import GrammarDrafter
 from speculative.control import Control
 from speculative.ngram import NGrams
@@ -92,10 +89,7 @@ def test_grammars_of_other_languages(engine: PagedEngine, grammar: Grammar, patt
 WRONG = {
     "a regex": (Grammar.regex("a("), "is refused"),
     "a type": (Grammar.json_schema({"type": "wat"}), "Invalid type: wat"),
-    "a keyword": (
-        Grammar.json_schema({"type": "object", "unevaluatedProperties": False}),
-        "Unimplemented keys",
-    ),
+    "a keyword": (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
     "a reference": (Grammar.json_schema({"$ref": "#/$defs/none"}), "is refused"),
     "a grammar": (Grammar.lark("start: nothing"), "is refused"),
     "an empty language": (Grammar.regex(r"a[^\s\S]"), "is refused: no output satisfies it$"),
@@ -108,43 +102,12 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
     must_refuse(engine, grammar, says)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        "{}",
-        " true ",
-        '{"type": "object", "properties": {"b": {}, "a": {"const": "{x}"}}}\n',
-        json.dumps({"enum": ["ä☃", "\u20ac"]}, ensure_ascii=False),
-        json.dumps({"pattern": r"\d+"}),
-    ],
-)
-def test_a_schema_reaches_the_library_with_our_options(schema: str) -> None:
-    given = json.loads(schema)
-    (found,) = json.loads(source_of(Grammar.json_schema(schema)))["grammars"]
-    assert found["json_schema"] == ({} if given is True else given) | {"x-guidance": OPTIONS}
-
-
 def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
 
 
-def test_a_few_outputs_share_a_lexer_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is shared is locked while it works: threads would wait for each other. One that no thread can
-    use beside the others learns again what they know."""
-    for cores, making, most in ((2, 60.0, 1), (3, 60.0, 8), (64, 60.0, 64), (64, 0.0, 1)):
-        monkeypatch.setattr(llguidance, "MAKING", making)
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        compiled = GuidanceBackend(vocabulary()).compile(Grammar.regex("[a-z]+"))
-        outputs = [compiled.matcher() for _ in range(FEW * 64)]
-        counts = Counter(one.lexer for one in outputs)
-        assert set(counts.values()) == {FEW * 64 // most} and len(counts) == most, f"{cores} cores: {counts}"
-        del outputs[: FEW // 2]
-        assert compiled.matcher().lexer == 0, "a place that is free is not taken again"
-
-
 @pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True])
 def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: Any) -> None:
-
     known = vocabulary()
     assert known.source is not None, "a byte-level tokenizer is read by the library itself"
     rows: list[Matcher] = []
@@ -152,19 +115,14 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
         compiled = GuidanceBackend(one).compile(Grammar.json_schema(schema))
         rows += [compiled.matcher() for _ in range(3)]
     assert len(rows) > 4, "few are filled one by one"
-    backend, words, rng = (
-        GuidanceBackend(known),
-        np.zeros((len(rows), known.words), np.int32),
-        random.Random(3),
-    )
+    backend, rng = GuidanceBackend(known), random.Random(3)
+    words = np.zeros((len(rows), known.words), np.int32)
     for step in range(8):
         words[:] = -1
         backend.fill([(matcher, row, ()) for row, matcher in enumerate(rows)], words)
         for row in range(1, len(rows)):
             assert (words[row] == words[0]).all(), f"token {step} of the output: mask {row} is another one"
-        assert len({tuple(matcher.forced()) for matcher in rows}) == 1, (
-            f"token {step}: what is forced differs"
-        )
+        assert len({tuple(matcher.forced()) for matcher in rows}) == 1, f"token {step}: forced differs"
         token = rng.choice(bits(words[0], SIZE))
         if token == EOS:
             break
@@ -174,17 +132,9 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "several"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool, count: int) -> None:
+    parts = {"thename": {"type": "boolean"}, "average": {"type": "null"}, "k": {"enum": ["anthering"]}}
     schema = Grammar.json_schema(
-        {
-            "type": "object",
-            "properties": {
-                "thename": {"type": "boolean"},
-                "average": {"type": "null"},
-                "k": {"enum": ["anthering"]},
-            },
-            "required": ["thename", "average", "k"],
-            "additionalProperties": False,
-        }
+        {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
     )
     params = [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=schema) for s in range(count)]
     with_, without = (

@@ -17,7 +17,6 @@ from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.guidance.backend import fill_in_turn
-from phases.appendix.guidance.matcher import Effort
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Compiled, Matcher
 from tests.guidance_kit import backend_named, vocabulary
@@ -56,12 +55,9 @@ def test_drafts_are_counted_taken_and_given_back_alike(grammar: str, data: Any) 
     begun = one_by_one(oracle, tokens[: data.draw(st.integers(0, len(tokens)))])
     assert one_by_one(matcher, tokens[:begun]) == begun, f"a beginning of {text} is refused"
     rest = tokens[begun:]
-    inked = [
-        token for token in tokens if tokenizer().decode([token]).strip()
-    ]  # they count blanks differently
-    drafts = rest[: data.draw(st.integers(0, len(rest)))] + data.draw(
-        st.lists(st.sampled_from([EOS, *inked]), max_size=4)
-    )
+    inked = [token for token in tokens if tokenizer().decode([token]).strip()]  # blanks count differently
+    drafts = rest[: data.draw(st.integers(0, len(rest)))]
+    drafts += data.draw(st.lists(st.sampled_from([EOS, *inked]), max_size=4))
     before = mask(matcher)
     agreed = matcher.agrees(drafts)
     assert mask(matcher) == before, f"looking at {drafts} has moved the matcher"
@@ -145,14 +141,14 @@ def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[l
     for step in range(tokens):
         if not running:
             break
-        begun = time.perf_counter()
+        begun = time.process_time()  # of work: a busy machine is no fault
         backend.fill([(matcher, row, ()) for row, matcher in enumerate(running)], words)
         moves = []
         for row, matcher in enumerate(running):
             found = [token for token in bits(words[row], len(real().tokens)) if token not in real().eos]
             moves.append((matcher, found[step % 2 : step % 2 + 1] or found[:1]))
         backend.advance(moves)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.process_time() - begun)
         ended += [matcher.problem for matcher in running if matcher.problem]
         running = [matcher for (matcher, move) in moves if move and not matcher.problem]
     return ended, seconds
@@ -160,32 +156,8 @@ def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[l
 
 @pytest.mark.weights
 @pytest.mark.slow
-@pytest.mark.parametrize("outputs", [1, 8])
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize(("name", "outputs"), [("ambiguous", 1), ("ambiguous, longer", 8)])
 def test_a_grammar_that_is_dear_to_follow_ends_its_own_outputs(name: str, outputs: int) -> None:
     ended, seconds = follow(backend_named("llguidance")(real()), outputs, Grammar("lark", BOMBS[name]), 400)
     assert len(ended) == outputs, f"{outputs - len(ended)} outputs of {name!r} were never stopped"
     assert sum(seconds) < outputs * 3.0, f"{name!r} has taken {sum(seconds):.1f} s of {outputs} outputs"
-
-
-def test_a_budget_counts_slow_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("phases.appendix.guidance.matcher.time.thread_time", lambda: now)
-    effort = Effort()
-
-    def token(seconds: float) -> None:
-        nonlocal now
-        with effort.timed():
-            now += seconds
-
-    for _ in range(1000):
-        token(0.004)
-    assert effort.problem == "" and not effort.watched
-    for _ in range(3):
-        token(0.04)
-        assert effort.problem == "" and effort.watched, "a slow token is to be watched, and may happen"
-    token(0.04)
-    assert "all that take more than 5 ms may take 0.15 s" in effort.problem
-    effort = Effort()
-    token(0.051)
-    assert "a token may take 50 ms" in effort.problem

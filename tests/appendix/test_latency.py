@@ -18,7 +18,7 @@ from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
-from phases import find_phase, registry
+from phases import phase_named, registry
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import attend_lone
@@ -27,13 +27,16 @@ from phases.appendix.latency.tables import HeadsConfig, LoneConfig, LoneFewConfi
 from phases.appendix.latency.ways import LatencyBlock, add_way
 from phases.appendix.latency.ways import install as latency
 from tests.compiling import spilled
+from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
 from tests.paged_batches import (
     DEVICE,
     FEATURES,
     GARBAGE,
+    TOLERANCE,
     assert_attention,
     assert_near,
     combined,
+    expected,
     make,
     walled,
 )
@@ -48,18 +51,21 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 def engine_of(model: Model, **options: Any) -> PagedEngine:
     """Phase 09's engine with these ways, without graphs, which would only call them."""
-    phase = find_phase("09")
-    assert phase is not None
     own = {"kernels": True, "latency": True, "graphs": False, "rehearsal": False}
-    made = registry.load_engine(phase, model, **own, **options)
+    made = registry.load_engine(phase_named("09"), model, **own, **options)
     assert isinstance(made, PagedEngine)
     return made
 
 
 @pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
-@pytest.mark.parametrize("feature", ["plain", "window", "cap"])
-@pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
-@pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 101])
+@pytest.mark.parametrize(
+    ("feature", "heads", "context"),
+    [
+        *(("plain", (6, 2), context) for context in (0, 1, 15, 16, 17, 101)),
+        *((feature, (6, 2), context) for feature in ("window", "cap") for context in (17, 101)),
+        *(("plain", (3, 3), context) for context in (16, 101)),
+    ],
+)
 @pytest.mark.slow
 def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
     """From the QKV projection to the residual, against the kernels apart, with poison all around."""
@@ -71,9 +77,7 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
     layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
     qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
-    angles = torch.randn(1, d // 2, device=DEVICE)
-    cos = torch.cat([angles.cos()] * 2, -1)
-    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    cos, sin = angles(1, d)
     norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
     newest = max(context - 1, 0)
     slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
@@ -104,18 +108,59 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
         assert not slots, f"{what} {slots} are wrong; the newest belongs in slot {slot}, padding nowhere"
 
 
+@each_size
+@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.slow
+def test_a_lone_token_with_heads_of_each_size(meet: bool, d: int, dtype: torch.dtype) -> None:
+    """From the QKV projection through attention to the residual, 40 keys in three of four splits."""
+    context, size = 40, 24
+    batch = make([context], heads=(HEADS, KV_HEADS), d=d, dtype=dtype)
+    layer = LayerSpec(0, HEADS, KV_HEADS, d, 0.2)
+    qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * d, device=DEVICE, dtype=dtype)
+    cos, sin = angles(1, d)
+    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, dtype=dtype), 1e-6, True)
+    weight = torch.randn(size, HEADS * d, device=DEVICE, dtype=dtype) / d
+    bias, residual = torch.randn(2, 1, size, device=DEVICE, dtype=dtype)
+    slots = batch.tables[0, [(context - 1) // 16]].long() * 16 + (context - 1) % 16
+
+    workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
+    cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
+    inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus)
+    parts = attend_lone(
+        walled(qkv), (walled(cos), walled(sin)), inside, layer, cache,
+        batch.tables, batch.context_lens, slots,
+        workspace=workspace, config=LoneConfig(block_n=16, splits=4), meet=meet,
+    )  # fmt: skip
+
+    batch.q, k, v = by_torch(qkv, cos, sin, d, norms)
+    for name, mine, stored, new in zip("kv", cache, batch.cache, (k, v), strict=False):
+        at = batch.tables[0, (context - 1) // 16], (context - 1) % 16
+        stored[at] = new[0]
+        assert_near(mine[at], stored[at], TOLERANCE[dtype], f"heads of {d}: the newest {name} in the cache")
+    attended = expected(batch)
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+    if meet:
+        assert_near(
+            parts.out.view_as(attended), attended, limit, f"heads of {d}: attention [token, head, number]"
+        )
+        return
+    got = project_heads(
+        walled(residual), walled(weight), walled(bias[0]), parts, shape=HeadsConfig(rows=8, chunk=2)
+    )
+    product = attended.to(dtype).float().flatten(1) @ weight.float().t() + bias.float() + residual.float()
+    assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
+
+
+ALL = ((0, 0, 3), (3, 3, 0), (4, 2, 1), (17, 5, 0), (19, 2, 0), (37, 8, 0), (101, 3, 1), (130, 7, 0))
+"""Keys, tokens and padding."""
+
+
 @pytest.mark.parametrize(
-    ("feature", "heads"), [("plain", (6, 2)), ("plain", (3, 3)), ("window", (6, 2)), ("cap", (6, 2))]
-)
-@pytest.mark.parametrize(
-    ("context", "tokens", "padding"),
+    ("feature", "heads", "context", "tokens", "padding"),
     [
-        (0, 0, 3),
-        (3, 3, 0),
-        (4, 2, 1),
-        (37, 8, 0),
-        (130, 7, 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((17, 5, 0), (19, 2, 0), (101, 3, 1))),
+        *(("plain", (6, 2), *case) for case in ALL),
+        *((feature, (6, 2), *case) for feature in ("window", "cap") for case in ALL[-3:]),
+        *(("plain", (3, 3), *case) for case in ALL[-3:]),
     ],
 )
 @pytest.mark.parametrize("meet", [True, False])
@@ -133,9 +178,7 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
     every = tokens + padding
     qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
-    angles = torch.randn(every, d // 2, device=DEVICE)
-    cos = torch.cat([angles.cos()] * 2, -1)
-    sin = torch.cat([-angles.sin(), angles.sin()], -1)
+    cos, sin = angles(every, d)
     for part in (qkv, cos, sin):
         part[tokens:] = float("nan")
     norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
@@ -212,17 +255,14 @@ def test_which_layers_of_a_block_have_ways() -> None:
     for block in blocks:
         (direct,) = block.ways
         assert isinstance(direct, LatencyBlock)
-        ways = {
-            name: way
-            for name, part in block.named_modules()
-            for way in (part.ways if isinstance(part, FusedLinear) else ())
-        }
+        linears = [(name, part) for name, part in block.named_modules() if isinstance(part, FusedLinear)]
+        ways = {name: way for name, part in linears for way in part.ways}
         assert len(ways) == 4, f"layers with a direct way: {list(ways)}"
         assert not direct.few, "a few tokens have ways in another entry only"
         waits = [name for name, way in ways.items() if not way.run_ahead]
         index = block.self_attn.spec.index
-        expected = ["self_attn.qkv_proj"] if index == 0 else []
-        assert waits == expected, f"layer {index}: the next kernel may not run ahead of {waits}"
+        wanted = ["self_attn.qkv_proj"] if index == 0 else []
+        assert waits == wanted, f"layer {index}: the next kernel may not run ahead of {waits}"
 
 
 def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,11 +272,7 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
     before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
     calls, single = [], LatencyBlock.__call__
     monkeypatch.setattr(LatencyBlock, "__call__", lambda self, *a: calls.append(1) or single(self, *a))
-    after = generate(
-        engine_of(model, max_len=64, max_rows=1),
-        [[5, 6, 7]],
-        params,
-    )
+    after = generate(engine_of(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
     assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
     assert len(calls) == 2 * model.config.num_layers
 

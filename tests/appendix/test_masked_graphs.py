@@ -104,9 +104,7 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
     free = [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
     done = engine.generate([PROMPT] * (len(bound) + 2), [*free, *bound])
     alone = engine.generate([PROMPT] * 2, free)
-    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], (
-        "a neighbour's grammar changes tokens"
-    )
+    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], "a neighbour changes tokens"
     for completion, name in zip(done[2:], names, strict=True):
         must_obey(completion, name)
     check(engine)

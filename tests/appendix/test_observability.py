@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from common.sampling.params import SamplingParams
 from forward import load_model
-from paged_cache import BlockPool
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.observer import EngineObserver, picture
@@ -27,8 +27,7 @@ from tests.serving_kit import tokenizer as tokenizer
 
 def made_engine(**options: Any):
     model = load_model("random:tiny", device="cpu", dtype="float32")
-    size = 128 * BlockPool.bytes_per_block(model.config, 4, model.dtype)
-    return load(model, max_rows=4, max_len=256, block_size=4, cache_bytes=size, **options)
+    return load(model, max_rows=4, max_len=256, **{"block_size": 4, "cache_bytes": 1 << 20, **options})
 
 
 def marks_of(made, *adds: AddPrompt) -> dict[int, list[str]]:
@@ -44,9 +43,8 @@ def marks_of(made, *adds: AddPrompt) -> dict[int, list[str]]:
         for number, kind, marks in step.notes:
             if kind == messages.MARKS:
                 found.setdefault(number, []).extend(marks)
-    assert not worker.observer.marks._followed and not worker.observer.marks._single, (
-        "who has ended is still followed"
-    )
+    marks = worker.observer.marks
+    assert not marks._followed and not marks._single, "who has ended is still followed"
     return found
 
 
@@ -62,7 +60,7 @@ def test_drafts_that_were_right_are_marked_and_only_for_those_who_asked():
 
 async def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
     tokenizer = tokenizer_for(tmp_path, 257)
-    made = engine_with(tokenizer)
+    made = made_engine(block_size=16, tokenizer=tokenizer)
     body = {"prompt": "x", "stream": True, "max_tokens": 40, "guided_choice": ["aaaa"], "temperature": 0}
     app = whole_app(Loopback(made), tokenizer, "tiny")
     asked = await Client(app).request("/v1/completions", body | {"return_token_marks": True}).run()
@@ -74,11 +72,6 @@ async def test_a_chunk_tells_how_its_tokens_came_about(tmp_path: Path):
     assert "token_marks" not in plain.events()[0]["choices"][0], "nobody asked for marks"
 
 
-def engine_with(tokenizer):
-    model = load_model("random:tiny", device="cpu", dtype="float32")
-    return load(model, max_rows=4, max_len=256, cache_bytes=1 << 20, tokenizer=tokenizer)
-
-
 def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
     made = made_engine()
     params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -86,17 +79,13 @@ def test_the_tree_shows_what_is_shared_and_nobodys_tokens():
     made.generate([shared + [20] * 8, shared + [30] * 4, [99] * 8], params)
     found = picture(made)["tree"]
     nodes = found["nodes"]
-    assert found["more"] == 0
+    assert found["more"] == 0 and picture(made_engine(index="hash"))["tree"] is None
     roots = [node for node in nodes if node[0] == -1]
     assert sorted(node[1] for node in roots) == [2, 3], f"two beginnings, of 3 and 2 blocks, but: {nodes}"
     trunk = next(place for place, node in enumerate(nodes) if node[0] == -1 and node[1] == 3)
     assert sorted(node[1] for node in nodes if node[0] == trunk) == [1, 2], f"two ends below it, but: {nodes}"
     assert all(node[2] == 0 for node in nodes), f"nobody runs, but somebody stands in the tree: {nodes}"
     assert all(len(node) == 3 and all(isinstance(value, int) for value in node) for node in nodes)
-
-
-def test_an_index_without_a_tree_has_none():
-    assert picture(made_engine(index="hash"))["tree"] is None
 
 
 async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
@@ -110,11 +99,7 @@ async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
     def full(text: str) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(
-        extension(app, AccessLog),
-        "_file",
-        type("Full", (), {"write": staticmethod(full), "flush": lambda self: None})(),
-    )
+    monkeypatch.setattr(extension(app, AccessLog), "_file", SimpleNamespace(write=full, flush=list))
     assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
     assert metrics(app).lost_log_lines == 1
 

@@ -17,12 +17,8 @@ from tests.serving_kit import metrics, settle
 from tests.serving_kit import tokenizer as tokenizer
 
 SAID = [{"role": "user", "content": "How is it in Rome?"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY |= {"additionalProperties": False}
 FLAT = {"type": "function", "name": "weather", "description": "", "parameters": CITY}
 THEIRS = {"name": "weather", "description": "", "input_schema": CITY}
 FEW = {"num_predict": 8, "temperature": 0}
@@ -38,6 +34,9 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": SAID, "max_tokens": 400, "tools": [THEIRS],
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
 }  # fmt: skip
+
+
+LONG = {"options": {"num_predict": 900}, "max_output_tokens": 900, "max_tokens": 900, "ignore_eos": True}
 
 
 def events_of(asked: Asked) -> list[dict[str, Any]]:
@@ -131,11 +130,8 @@ async def test_calls_and_their_answers(make, path):
         arguments = call["input"]
         pieces = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
         assert json.loads("".join(pieces)) == arguments and whole["stop_reason"] == "tool_use"
-        result = {
-            "type": "tool_result",
-            "tool_use_id": call["id"],
-            "content": [{"type": "text", "text": "sunny"}],
-        }
+        result = {"type": "tool_result", "tool_use_id": call["id"]}
+        result |= {"content": [{"type": "text", "text": "sunny"}]}
         turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
         more = {"messages": SAID + turns, "max_tokens": 2}
     assert arguments["city"] in ("Rome", "Oslo") and call["name"] == "weather"
@@ -161,9 +157,8 @@ async def test_structured_output(make):
 
 async def test_a_conversation_goes_on_from_a_response_within_a_bound(make):
     app = make()
-    first = (
-        await Client(app).post("/v1/responses", REQUESTS["/v1/responses"] | {"instructions": "Be brief."})
-    )[1]
+    body = REQUESTS["/v1/responses"] | {"instructions": "Be brief."}
+    first = (await Client(app).post("/v1/responses", body))[1]
     more = {"input": "And in Oslo?", "max_output_tokens": 2, "previous_response_id": first["id"]}
     kept = (await Client(app).post("/v1/responses", more))[1]["usage"]["input_tokens"]
     said = [*SAID, {"role": "assistant", "content": text_of("/v1/responses", first)}]
@@ -205,9 +200,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-async def test_what_is_wrong_is_named_in_the_form_of_the_route(make, what):
-    path, body, field = WRONG[what]
+@pytest.mark.parametrize(("path", "body", "field"), WRONG.values(), ids=WRONG)
+async def test_what_is_wrong_is_named_in_the_form_of_the_route(make, path, body, field):
     app = make()
     status, found = await Client(app).post(path, REQUESTS[path] | body)
     assert status == 400, found
@@ -239,26 +233,10 @@ async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
     await settle(app)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", REQUESTS)
-async def test_who_leaves_is_let_go(make, path, stream):
-    app = make()
-    long = {"options": {"num_predict": 900}, "max_output_tokens": 900, "max_tokens": 900, "ignore_eos": True}
-    asked = Client(app).request(path, REQUESTS[path] | long | {"stream": stream})
-    task = asyncio.ensure_future(asked.run())
-    while not app.engine.engine.scheduler.running:
-        await asyncio.sleep(0)
-    asked.leave()
-    await task
-    await settle(app)
-    assert app.engine.engine.stats.steps < 60 and metrics(app).troubles["left"] == 1
-
-
 @pytest.mark.parametrize("path", REQUESTS)
 async def test_an_error_ends_a_stream_in_its_form(make, path):
     app = make()
-    long = {"options": {"num_predict": 900}, "max_output_tokens": 900, "max_tokens": 900, "ignore_eos": True}
-    asked = Client(app).request(path, REQUESTS[path] | long | {"stream": True})
+    asked = Client(app).request(path, REQUESTS[path] | LONG | {"stream": True})
     task = asyncio.ensure_future(asked.run())
     while len(asked.chunks) < 3:
         await asyncio.sleep(0)

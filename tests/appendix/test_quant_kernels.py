@@ -13,7 +13,7 @@ from common.events import generate
 from common.sampling.params import SamplingParams
 from forward.attention import LayerSpec
 from forward.loading import load_model
-from phases import find_phase, registry
+from phases import phase_named, registry
 from phases.appendix.latency.lone import LoneParts
 from phases.appendix.latency.tables import LoneConfig
 from phases.appendix.latency.ways import install as latency
@@ -44,8 +44,7 @@ def rng() -> torch.Generator:
 
 
 @named
-@pytest.mark.parametrize("gate", [None, "silu"])
-@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize(("gate", "one_plus"), [(None, True), ("silu", False)])
 def test_one_token_with_norm_gate_and_residual(
     scheme: Scheme, gate: str | None, one_plus: bool, rng: torch.Generator
 ) -> None:
@@ -154,7 +153,7 @@ def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torc
     found = combine(given, residual)
     weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]
     mixed = (parts.float() * weights).sum(0).to(DTYPE).view(1, -1)
-    wanted = layered(layer_of_kept(layer))(mixed, residual=residual)
+    wanted = layered(QuantLinear(layer.quantized(), layer.bias))(mixed, residual=residual)
     assert_close(found, wanted, f"{scheme.name}, combined")
 
 
@@ -166,10 +165,6 @@ def layered(plain: QuantLinear) -> FusedLinear:
     return fused
 
 
-def layer_of_kept(layer: KernelLinear) -> QuantLinear:
-    return QuantLinear(layer.quantized(), layer.bias)
-
-
 def test_attention_waits_for_the_first_layers_projection_alone() -> None:
     """Before its wait it reads what was written before that one; see `starts_early`."""
     model = load_model("random:tiny", device=DEVICE, dtype="float32", linears=Quantize(FP8, None))
@@ -179,13 +174,11 @@ def test_attention_waits_for_the_first_layers_projection_alone() -> None:
     assert ahead == [index > 0 for index in range(model.config.num_layers)], f"layers run ahead: {ahead}"
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w8a8", "int8", "int4"])
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8", pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_every_step_takes_a_way_and_gives_the_same_tokens(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts through blocks of eight bits where products are, and lone tokens through their kernel."""
-    phase = find_phase("10")
-    assert phase is not None
     model = load_model("random:tiny", device=DEVICE, dtype="float32")
     counts = dict.fromkeys(("one", "block"), 0)
     for kind, name in ((QuantWay, "one"), (EightBitBlock, "block")):
@@ -198,10 +191,10 @@ def test_every_step_takes_a_way_and_gives_the_same_tokens(
         monkeypatch.setattr(kind, "__call__", counted)
     options: dict[str, Any] = {"kernels": True, "graphs": False, "rehearsal": False, "max_len": 64}
     options |= {"max_rows": 2, "cache_bytes": 1 << 20, "quantization": scheme, "group_size": 32}
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
     made = []
     for on in (False, True):
-        engine = registry.load_engine(phase, model, quant_kernels=on, **options)
+        engine = registry.load_engine(phase_named("10"), model, quant_kernels=on, **options)
         assert on or not any(counts.values()), "a way is taken with the feature off"
         made.append([one.token_ids for one in generate(engine, [[5, 6, 7]], params)])
     assert made[0] == made[1], "tokens with the ways differ from those without"

@@ -77,17 +77,14 @@ async def test_a_chat_has_its_reasoning_apart_at_once_and_in_chunks(model, tmp_p
     assert ours["output"][0]["content"][0]["text"] == message["reasoning_content"]
 
 
+CALLS = [
+    {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}},
+    {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+]
 SAID = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Rome?"},
-    {
-        "role": "assistant",
-        "content": "Let me look.",
-        "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}},
-            {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
-        ],
-    },
+    {"role": "assistant", "content": "Let me look.", "tool_calls": CALLS},
     {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "noon"}]},
     {"role": "user", "content": "And now?"},

@@ -51,15 +51,8 @@ def test_scenes_are_played_as_they_are_written(model: Model) -> None:
 def test_nothing_is_compiled_after_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    engine = load_engine(
-        phase_named("09"),
-        "random:qwen3-0.6b",
-        device="cuda",
-        max_len=4096,
-        graph_rows=16,
-        graph_tokens=256,
-        cache_bytes=8 << 30,
-    )
+    sizes = {"max_len": 4096, "graph_rows": 16, "graph_tokens": 256, "cache_bytes": 8 << 30}
+    engine = load_engine(phase_named("09"), "random:qwen3-0.6b", device="cuda", **sizes)
     compiled: list[str] = []
 
     def note(*given: Any, **facts: Any) -> None:

@@ -63,10 +63,8 @@ def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
         for label in labels
         if low <= label.get_position()[at] <= high  # others are not drawn
     ]
-    texts = [
-        text for text in (*titles, *(t for axes in figure.axes for t in axes.texts), *ticks) if _shown(text)
-    ]
-    for text in (*texts, *legends):
+    texts = [*titles, *(text for axes in figure.axes for text in axes.texts), *ticks]
+    for text in (*(text for text in texts if text.get_text() and text.get_visible()), *legends):
         box = text.get_window_extent()
         name = text.get_text() if isinstance(text, Text) else "the legend"
         inside = box.x0 >= -1 and box.x1 <= whole.x1 + 1 and box.y0 >= -1 and box.y1 <= whole.y1 + 1
@@ -75,10 +73,6 @@ def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
         assert not one.get_window_extent().overlaps(other.get_window_extent()), (
             f"the titles {one.get_text()!r} and {other.get_text()!r} run into each other"
         )
-
-
-def _shown(text: Text) -> bool:
-    return bool(text.get_text()) and text.get_visible()
 
 
 def test_every_figure_in_the_repository_is_of_evidence() -> None:

@@ -6,12 +6,7 @@ import gc
 
 import pytest
 
-from benchmarks.measure import (
-    Noise,
-    Sample,
-    alternate,
-    request_metrics,
-)
+from benchmarks.measure import Noise, Sample, alternate, request_metrics
 from common.events import Completion, TokenEvent
 
 CLEAN, DIRTY, WORSE = Noise(), Noise(other_cpu=0.5), Noise(other_cpu=0.9)
@@ -38,9 +33,7 @@ class Noises:
 def noises(monkeypatch):
     def use(*values: Noise) -> None:
         monkeypatch.setattr("benchmarks.measure.Watch", Noises(*values))
-        monkeypatch.setattr(
-            "benchmarks.measure.TRIES", 4
-        )  # a quick benchmark in this process may have lowered it
+        monkeypatch.setattr("benchmarks.measure.TRIES", 4)  # a quick benchmark here may have lowered it
 
     return use
 

@@ -16,7 +16,6 @@ LETTER = 0.56
 """Of the size of a font, the width of a letter in the mean, in a wide font."""
 BY_OTHERS = {"life"}
 """Pictures with a program of their own."""
-"""What a notebook's reader may ask for."""
 
 
 def flaws(picture: Picture) -> Iterator[str]:

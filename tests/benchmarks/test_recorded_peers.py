@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.evidence import PEERS_FILE, RESULTS, Evidence, Metric, Run, collect, results
+from benchmarks.evidence import PEERS_FILE, RESULTS, Metric, Run, collect, results
 from benchmarks.other_engines import record
 from benchmarks.recorded_peers import beside, load
 from common.errors import UserError
@@ -17,41 +17,17 @@ from common.errors import UserError
 H200 = RESULTS / "h200" / PEERS_FILE
 
 
-def a_run(variant: str, workload: str, **rates: float) -> Run:
-    metrics = {name: Metric((rate,)) for name, rate in rates.items()}
-    return Run(variant, workload, "hash", "m", "random", "float32", metrics)
-
-
 def write(folder: Path, *peers: tuple[str, str, str, dict[str, list[float]]], **more: object) -> None:
     """A file of peers: engine, version, workload, samples."""
+    about = {"when": "2026-11-26", "machine": {"name": "x"}, "flags": "", "log": "a.log", **more}
+    run = {"beside": "02_kv_cache", "model": "m", "weights": "random", "dtype": "bfloat16"}
     found = [
-        {
-            "engine": engine,
-            "version": version,
-            "when": "2026-11-26",
-            "machine": {"name": "x"},
-            "flags": "",
-            "log": "a.log",
-            **more,
-            "runs": [
-                {
-                    "beside": "02_kv_cache",
-                    "workload": workload,
-                    "model": "m",
-                    "weights": "random",
-                    "dtype": "bfloat16",
-                    "metrics": rates,
-                }
-            ],
-        }
+        {"engine": engine, "version": version, **about}
+        | {"runs": [{**run, "workload": workload, "metrics": rates}]}
         for engine, version, workload, rates in peers
     ]
     (folder / "cpu").mkdir(parents=True, exist_ok=True)
     (folder / "cpu" / PEERS_FILE).write_text(json.dumps({"peers": found}), encoding="utf-8")
-
-
-def evidence(*runs: Run) -> Evidence:
-    return collect("02_kv_cache", runs, torch.device("cpu"))
 
 
 def test_the_file_is_what_the_engines_printed() -> None:
@@ -82,9 +58,12 @@ def test_the_best_of_any_version_counts(tmp_path: Path) -> None:
         ("two", "3.0", "w", {"output_tokens_per_s": [11.0, 11.0]}),
         ("one", "1.0", "w", {"output_tokens_per_s": [20.0]}),
     )
-    found = beside(evidence(a_run("02_kv_cache", "w", output_tokens_per_s=30.0)), tmp_path)
+    metrics = {"output_tokens_per_s": Metric((30.0,))}
+    run = Run("02_kv_cache", "w", "hash", "m", "random", "float32", metrics)
+    evidence = collect("02_kv_cache", [run], torch.device("cpu"))
+    found = beside(evidence, tmp_path)
     assert {run.variant: run.median("output_tokens_per_s") for run in found} == {
         "two 2.0": 12.0,
         "one 1.0": 20.0,
     }
-    assert beside(evidence(), tmp_path, workload="another") == []
+    assert beside(evidence, tmp_path, workload="another") == []

@@ -1,15 +1,24 @@
-"""Tables in Markdown files say what the evidence says."""
+"""Evidence is complete, and tables, the front page and the lessons say what it says."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.evidence import Metric, Roofline, Run, collect, results
+from benchmarks import front
+from benchmarks.evidence import ROOT, Evidence, Metric, Roofline, Run, collect, results
 from benchmarks.gains import factor_text, gain, gain_words
+from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
+from benchmarks.recorded_peers import beside, versus
 from benchmarks.tables import fill, fill_all
+from common.device_names import device_folder
 from common.errors import UserError
-from phases import find_phase
+from phases import PHASES, find_phase
 
 
 def run(variant: str, rate: float, **options: object) -> Run:
@@ -45,39 +54,117 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
     evidence(*runs).write(tmp_path / "benchmarks" / "results" / "cpu" / "02_kv_cache.json")
     marks = "<!-- table: cpu/02_kv_cache {} -->\n{}<!-- /table -->"
     words = "batch=1 columns=output_tokens_per_s,gain,roofline rows=batch"
-    filled = fill("before\n" + marks.format(words, "old\n") + "\nafter", tmp_path)
-    assert (
-        filled
-        == "before\n"
-        + marks.format(
-            words,
-            "| variant | batch | output tokens per second | gain | share of roofline |\n"
-            "| --- | ---: | ---: | ---: | ---: |\n"
-            "| 01_forward | 1 | 10 | 1.00× | 1% |\n"
-            "| 02_kv_cache | 1 | 55 | 5.50× | 6% |\n",
-        )
-        + "\nafter"
+    table = (
+        "| variant | batch | output tokens per second | gain | share of roofline |\n"
+        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| 01_forward | 1 | 10 | 1.00× | 1% |\n"
+        "| 02_kv_cache | 1 | 55 | 5.50× | 6% |\n"
     )
+    filled = fill(f"before\n{marks.format(words, 'old')}\nafter", tmp_path)
+    assert filled == f"before\n{marks.format(words, table)}\nafter"
     assert fill(filled, tmp_path) == filled
     example = f"```\n{marks.format(words, '')}\n```\n"
     assert fill(example, tmp_path) == example
     assert "| 01_forward | 10 |" in fill(marks.format('"workload=w" "variant=01_forward"', ""), tmp_path)
-    with pytest.raises(UserError, match="variant=a"):
-        fill(marks.format('"variant=a variant"', ""), tmp_path)
-    with pytest.raises(UserError, match="no run of the evidence matches"):
-        fill(marks.format("batch=3", ""), tmp_path)
-    with pytest.raises(UserError, match="'nonsense'"):
-        fill(marks.format("nonsense", ""), tmp_path)
+    for wrong, says in (
+        ('"variant=a variant"', "variant=a"),
+        ("batch=3", "no run of the evidence matches"),
+        ("nonsense", "'nonsense'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            fill(marks.format(wrong, ""), tmp_path)
 
 
 def test_gain_compares_the_same_work_with_the_phase_below():
     phase = find_phase("02")
-    other_model = Run(
-        "01_forward", "w", "hash", "other", "real", "float32", {"output_tokens_per_s": Metric((1.0,))}
-    )
+    other_model = replace(run("01_forward", 1.0), model="other")
     found = evidence(other_model, run("01_forward", 10.0, batch=1), run("02_kv_cache", 52.0, batch=1))
     known = gain(phase, found)
     assert (factor_text(known), gain_words(known.metric)) == ("5.2×", "output tokens per second")
     assert gain(phase, evidence(other_model, run("02_kv_cache", 52.0))) is None
     assert gain(phase, None) is None
     assert factor_text(None) == ""
+
+
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
+    bare = PAGE
+    for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
+        bare = pattern.sub("~", bare)
+    assert [found[0] for found in UNIT.finditer(bare)] == []
+
+
+def test_the_bars_are_the_tables_rates(tmp_path: Path) -> None:
+    front.bars(tmp_path / "front.svg")
+    assert (tmp_path / "front.svg").read_text(encoding="utf-8").startswith("<?xml")
+    evidence = Evidence.load(front.NINE)
+    for workload, _, metric in front.WORKLOADS:
+        others = beside(evidence, model=front.MODEL, workload=workload)
+        ours = evidence.one(evidence.phase, workload, model=front.MODEL).median(metric)
+        best = max(run.median(metric) for run in others)
+        (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {workload} | {front.MODEL} |")]
+        assert row.endswith(f"| {ours:,.0f} | {versus(ours, best)} |")
+    small = front._small_print(evidence, [run.variant for run in others])
+    for said in ("NVIDIA H200", front.MODEL, evidence.git["commit"][:8], evidence.when[:10], "2026-11-21"):
+        assert said in small, f"the picture does not say {said}"
+
+
+LESSONS = [phase.folder / "README.md" for phase in PHASES]
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.parent.name)
+def test_what_others_published_has_its_source(lesson: Path) -> None:
+    for paragraph in lesson.read_text(encoding="utf-8").split("\n\n"):
+        if re.search(r"[Pp]ublished (for|a|by|\d)|[Pp]ublished (comparison|number|table)", paragraph):
+            assert "](http" in paragraph, f"no source: {paragraph}"
+
+
+CEILINGS = ("read_bytes_per_s", "matmul_flop_per_s")
+
+
+def test_a_machine_has_one_ceiling() -> None:
+    """Ceilings belong to a machine, not to a run: two files of one machine differ by 10 % at most.
+
+    On a CPU they are those of so many threads.
+    """
+    for folder, found in results().items():
+        with_ceilings = [evidence for evidence in found.values() if evidence.machine["ceilings"]]
+        for one, other in combinations(with_ceilings, 2):
+            if all(one.machine.get(fact) == other.machine.get(fact) for fact in ("name", "threads")):
+                for name in CEILINGS:
+                    pair = sorted(evidence.machine["ceilings"][name] for evidence in (one, other))
+                    assert pair[1] <= 1.1 * pair[0], f"{folder}: {one.phase} and {other.phase}: {name} {pair}"
+
+
+def test_reading_gives_back_what_was_written(tmp_path):
+    metrics, roofline = {"output_tokens_per_s": Metric((10.0, 14.0, 11.0))}, Roofline(2.0, 0.5)
+    run = Run("02_kv_cache", "single-512", "abc", "m", "real", "float32", metrics, {"batch": 2}, roofline)
+    evidence = collect("02_kv_cache", [run], torch.device("cpu"))
+    path = evidence.write(tmp_path / "cpu" / "02_kv_cache.json")
+    assert Evidence.load(path) == evidence
+    assert results(tmp_path) == {"cpu": {"02_kv_cache": evidence}}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"phase": "x"}', '{"runs": [3]}'])
+def test_another_file_is_named_in_the_error(tmp_path, content):
+    path = tmp_path / "wrong.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"wrong\.json is no evidence file"):
+        Evidence.load(path)
+    with pytest.raises(UserError, match="does not exist"):
+        Evidence.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "folder"),
+    [
+        ("cpu", "AMD EPYC 9R14", "cpu"),
+        ("cuda", "NVIDIA H200", "h200"),
+        ("cuda", "NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("cuda", "NVIDIA", "cuda"),
+    ],
+)
+def test_device_folder(device, name, folder):
+    assert device_folder(device, name) == folder

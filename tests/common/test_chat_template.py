@@ -178,9 +178,6 @@ def test_all_of_jinja_is_there(kind: str) -> None:
             assert not re.search("open files|No (filter|test) named", str(error)), name
 
 
-# Messages.
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

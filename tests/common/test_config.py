@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,6 @@ def test_generation_config_names_the_ends_of_a_turn(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(both).eos_token_ids == (1, 7)
 
 
-def test_text_model_inside_a_multimodal_one() -> None:
-    inner = {**LLAMA, "model_type": "gemma3_text", "eos_token_id": 3, "hidden_size": 12}
-    config = ModelConfig.from_hf({"model_type": "gemma3", "eos_token_id": [5, 6], "text_config": inner})
-    assert (config.family, config.hidden_size, config.eos_token_ids) == ("gemma3", 12, (5, 6))
-
-
 @pytest.mark.parametrize(("hidden", "heads", "layers"), [(2560, 8, 34), (5376, 32, 62)])
 def test_googles_files_of_gemma_leave_out_the_defaults(hidden: int, heads: int, layers: int) -> None:
     """As those of the sizes 4B and 27B do."""
@@ -52,21 +47,11 @@ def test_googles_files_of_gemma_leave_out_the_defaults(hidden: int, heads: int, 
     inner |= {"sliding_window": 1024} | ({"num_attention_heads": heads} if heads != 8 else {})
     found = ModelConfig.from_hf({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner})
     expected = transformers.Gemma3TextConfig(**inner)
-    for ours, theirs in (
-        ("vocab_size", "vocab_size"),
-        ("num_heads", "num_attention_heads"),
-        ("num_kv_heads", "num_key_value_heads"),
-        ("head_dim", "head_dim"),
-        ("max_position_embeddings", "max_position_embeddings"),
-        ("norm_eps", "rms_norm_eps"),
-    ):
-        assert getattr(found, ours) == getattr(expected, theirs), ours
-
-
-def test_switched_off_window_is_off() -> None:
-    qwen = {**LLAMA, "model_type": "qwen2", "sliding_window": 4, "max_window_layers": 2}
-    assert ModelConfig.from_hf({**qwen, "use_sliding_window": False}).sliding_windows == (None, None, None)
-    assert ModelConfig.from_hf({**qwen, "use_sliding_window": True}).sliding_windows == (None, None, 4)
+    assert (found.vocab_size, found.head_dim) == (expected.vocab_size, expected.head_dim)
+    assert found.num_heads == expected.num_attention_heads
+    assert found.num_kv_heads == expected.num_key_value_heads
+    assert found.max_position_embeddings == expected.max_position_embeddings
+    assert found.norm_eps == expected.rms_norm_eps
 
 
 def test_kv_bytes() -> None:
@@ -109,6 +94,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 GEMMA_ROPE: dict[str, Any] = {"full_attention": {}, "sliding_attention": {"rope_theta": 9}}
 GEMMA = {**LLAMA, "model_type": "gemma3_text"}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
+QWEN = {**LLAMA, "model_type": "qwen2", "sliding_window": 4, "max_window_layers": 2}
 GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 
 
@@ -118,17 +104,13 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
         (LLAMA, {"hidden_size": 0}, "hidden_size is 0, but must be an integer between 1 and 1,048,576"),
         (LLAMA, {"hidden_size": None}, "there is no field 'hidden_size'"),
         (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers is True, but must be an integer"),
-        (LLAMA, {"num_hidden_layers": 3.0}, r"num_hidden_layers is 3\.0, but must be an integer"),
-        (LLAMA, {"num_attention_heads": "4"}, "num_attention_heads is '4', but must be an integer"),
         (LLAMA, {"num_attention_heads": -4}, "num_attention_heads is -4"),
         (LLAMA, {"num_attention_heads": 3, "num_key_value_heads": 3}, "8, which 3 attention heads do not"),
         (LLAMA, {"vocab_size": 1 << 22}, "vocab_size is 4194304, but must be .* and 2,097,152"),
-        (LLAMA, {"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000"),
         (LLAMA, {"vocab_size": [[[[1] * 99] * 99]]}, r"vocab_size is .*\.\.\."),
         (LLAMA, {"head_dim": 5}, "head_dim is 5, but rotary embeddings turn pairs"),
         (LLAMA, {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be a number"),
         (LLAMA, {"attention_bias": "false"}, "attention_bias is 'false', but must be true or false"),
-        (LLAMA, {"tie_word_embeddings": 0}, "tie_word_embeddings is 0, but must be true or false"),
         (LLAMA, {"hidden_act": ["silu"]}, "hidden_act is .*, but must be a string"),
         (LLAMA, {"eos_token_id": "1"}, "eos_token_id is '1', but must be an integer between -1 and 9"),
         (LLAMA, {"eos_token_id": [1, 10]}, "eos_token_id is 10, but must be an integer between -1 and 9"),
@@ -136,7 +118,6 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
         (LLAMA, {"model_type": ["llama"]}, r"model_type is \['llama'\], but must be a string"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but only 1 is supported"),
         (LLAMA, {"rope_theta": 0}, "rope_theta is 0, but must be a number"),
-        (LLAMA, {"rope_theta": float("nan")}, "rope_theta is nan"),
         (LLAMA, {"rope_scaling": "linear"}, "rope_scaling is 'linear', but must be an object"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, but must be a number"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "no field 'factor', which the rope_type 'linear'"),
@@ -162,7 +143,6 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
             r"layer_types\[0\] 'chunked_attention' is not supported"),
         (LLAMA, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
         (LLAMA, {"quantization_config": "awq"}, "quantization_config names the method 'awq', but must be an"),
-        (LLAMA, {"quantization_config": {"quant_method": 4}}, "quantization_config names the method 4"),
         (LLAMA, {"quantization_config": {"quant_method": "awq"},
             "compression_config": {"quant_method": "fp8"}},
             "quantization_config is .*, but compression_config .* means the same field"),
@@ -195,11 +175,32 @@ def test_what_would_be_computed_wrongly_is_refused(
     assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("base", "change", "windows"),
+    [
+        (QWEN, {"use_sliding_window": False}, (None, None, None)),
+        (QWEN, {"use_sliding_window": True}, (None, None, 4)),
+        # A file of Mistral's that says nothing means what version 0.1's says, as for `transformers`.
+        (MISTRAL, {"num_key_value_heads": None}, (4096,) * 3),
+        (MISTRAL, {"num_key_value_heads": None, "sliding_window": 7}, (7,) * 3),
+        (MISTRAL, {"sliding_window": None}, (None,) * 3),
+    ],
+)
+def test_windows(base: dict[str, Any], change: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert ModelConfig.from_hf({**base, **change}).sliding_windows == windows
+
+
+def test_a_text_model_inside_a_wrapper() -> None:
+    """The ends of a turn are the wrapper's. Its other fields belong to it, as in `transformers`."""
+    inner = {**GEMMA, "rms_norm_eps": None, "hidden_size": 12}
+    outer = {"model_type": "gemma3", "text_config": inner, "rms_norm_eps": 0.5, "rope_theta": 7.0}
+    found = ModelConfig.from_hf({**outer, "eos_token_id": [5, 6]})
+    assert found == replace(ModelConfig.from_hf(inner), eos_token_ids=(5, 6)) and found.family == "gemma3"
+
+
 def test_a_refused_field_names_its_file(tmp_path: Path) -> None:
     folder(tmp_path, config=LLAMA, generation_config={"eos_token_id": [1, "2"]})
-    with pytest.raises(
-        UserError, match=r"generation_config\.json: eos_token_id is '2', but must be an integer"
-    ):
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is '2', but must be an"):
         ModelConfig.from_folder(tmp_path)
     folder(tmp_path, config={**LLAMA, "vocab_size": 0})
     with pytest.raises(UserError, match=r"/config\.json: vocab_size is 0, but"):
@@ -212,18 +213,3 @@ def test_nothing_is_said_by_null_and_no_token_by_minus_one() -> None:
     config = ModelConfig.from_hf({**LLAMA, "bos_token_id": -1, "eos_token_id": [-1, 3]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (3,))
     assert ModelConfig.from_hf({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
-
-
-def test_a_wrapper_says_nothing_of_the_text_model_inside() -> None:
-    """As in `transformers`: fields of that name belong to the wrapper, or to its other models."""
-    inner = {**GEMMA, "rms_norm_eps": None}
-    outer = {"model_type": "gemma3", "text_config": inner, "rms_norm_eps": 0.5, "rope_theta": 7.0}
-    assert ModelConfig.from_hf(outer) == ModelConfig.from_hf(inner)
-
-
-def test_mistral_has_a_window_unless_it_says_null() -> None:
-    """A file that says nothing means what version 0.1's file says, as it does for `transformers`."""
-    kv = {"num_key_value_heads": None}
-    assert ModelConfig.from_hf({**MISTRAL, **kv}).sliding_windows == (4096,) * 3
-    assert ModelConfig.from_hf({**MISTRAL, **kv, "sliding_window": 7}).sliding_windows == (7,) * 3
-    assert ModelConfig.from_hf({**MISTRAL, "sliding_window": None}).sliding_windows == (None,) * 3

@@ -58,7 +58,7 @@ def ids_of(tokenizer: Tokenizer, data: bytes) -> list[int]:
     return [by_byte[bytes([byte])] for byte in data]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_stream_is_what_decodes_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Any tokens: invalid bytes, special tokens, unknown ids, words that depend on their neighbours."""
@@ -90,17 +90,6 @@ def test_an_invalid_byte_spoils_no_character_beside_it(tmp_path, kind):
         ([*good, bad[1]], "🎉\ufffd"),
     ):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids) == text
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "gemma"])
-def test_no_replacement_character_that_a_later_token_completes(tmp_path, kind):
-    tokenizer = made(tmp_path, kind)
-    for text in ("🎉" * 3, "日é🎉a", "\u0800\ud7ff\uffff\U00010000\U0010ffff"):
-        ids = ids_of(tokenizer, text.encode())
-        at_special = [part for i in ids for part in (i, tokenizer.backend.token_to_id("<|end|>"))]
-        for tokens in (ids, at_special):
-            assert "".join(streamed(tokenizer, tokens)) == text
-            assert not any("\ufffd" in piece for piece in streamed(tokenizer, tokens))
 
 
 RUNS = ["invalid byte", "beginning", "special", "unknown", "word", "mixed"]

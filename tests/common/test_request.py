@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -18,12 +20,8 @@ def test_ids_are_the_known_tokens(given: bool) -> None:
     request = Request(0, list(prompt), 4, 20, SamplingParams(), numbers=numbers)
     for tokens in ([], [8], [8, 9, 3]):
         request.tokens[4:] = tokens
-        for start in range(len(request.tokens) + 1):
-            for end in range(start, len(request.tokens) + 1):
-                found = request.ids(start, end)
-                assert found.dtype == np.int64
-                assert found.tolist() == request.tokens[start:end], (
-                    f"tokens {start} to {end}, output {tokens}"
-                )
+        for start, end in combinations(range(len(request.tokens) + 1), 2):
+            found = request.ids(start, end)
+            assert found.dtype == np.int64 and found.tolist() == request.tokens[start:end], (start, end)
     assert request.ids(0, 4).base is not None, "a view of the prompt's numbers"
     assert request.ids(1, 3).base is request.ids(0, 2).base, "made anew for each"

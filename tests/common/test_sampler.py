@@ -98,9 +98,6 @@ def reference(
     return np.asarray(p / p.sum(), dtype=np.float64)
 
 
-# Helpers.
-
-
 def sampler_for(
     requests: Sequence[dict[str, Any]],
     vocab_size: int,
@@ -169,9 +166,6 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> dict[str, Any]:
     }
 
 
-# Random numbers.
-
-
 def test_splitmix64_is_the_published_one() -> None:
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert splitmix64_stream(1234567, 4) == known
@@ -211,9 +205,6 @@ def test_noise_of_neighbouring_tokens_steps_and_seeds_is_independent() -> None:
     correlated(by_step[1:, 1:], by_step[:-1, :-1])
     # Three at a time: whether the exclusive or of two tells about a third.
     correlated(by_step[:, 2:] ^ by_step[:, 1:-1], by_step[:, :-2])
-
-
-# Against the reference.
 
 
 def test_tokens_are_those_of_the_reference() -> None:
@@ -259,9 +250,6 @@ def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
         assert abs(int((tokens > 0).sum()) - expected) < 4 * math.sqrt(expected), probability
 
 
-# Masks, and rows that stand at several places.
-
-
 def mask_of(allowed: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     words = np.zeros((len(allowed), -(-vocab_size // 32)), dtype=np.uint32)
     for place, tokens in enumerate(allowed):
@@ -304,9 +292,6 @@ def test_only_allowed_tokens_are_chosen_whatever_else_is_asked_for(vocab_size: i
     assert torch.equal(logits, before)
 
 
-# Rows do not depend on their batch.
-
-
 @pytest.mark.parametrize("vocab_size", [97, 1001, 50_257])
 def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
     """Alone, together, in another order, in other rows: the same tokens, bit for bit."""
@@ -334,9 +319,6 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
     assert run(some, rows) == [[tokens[member] for member in some] for tokens in together]
 
 
-# Seeds.
-
-
 def test_a_request_without_a_seed_gets_one_that_can_be_given_back() -> None:
     logits, params = torch.zeros(1, 1000), SamplingParams(temperature=1.0)
     one, other = Sampler(2, 1000, "cpu", seed=1), Sampler(2, 1000, "cpu", seed=1)
@@ -347,9 +329,6 @@ def test_a_request_without_a_seed_gets_one_that_can_be_given_back() -> None:
     first = [int(choose(one, logits, [0], step).tokens) for step in range(10)]
     other.set_row(1, params, seed=seeds[0])  # after a preemption, in another row
     assert [int(choose(other, logits, [1], step).tokens) for step in range(10)] == first
-
-
-# Penalties, bias, min_tokens.
 
 
 def test_penalties_follow_the_output_as_it_grows_and_survive_a_preemption() -> None:
@@ -419,9 +398,6 @@ def test_min_tokens_holds_back_every_way_to_stop(temperature: float) -> None:
     assert int(choose(sampler, logits, [0]).tokens) == eos  # it stops nothing, so it is not held back
 
 
-# Log-probabilities.
-
-
 def test_logprobs_are_the_models_own() -> None:
     rng, vocab_size = np.random.default_rng(6), 200
     logits = torch.tensor(rng.normal(size=(4, vocab_size)) * 5, dtype=torch.float32)
@@ -441,9 +417,6 @@ def test_logprobs_are_the_models_own() -> None:
         assert [token for token, _ in logprob.top] == best.tolist()
         assert [value for _, value in logprob.top] == pytest.approx(expected[row, best].tolist(), abs=1e-5)
     assert sampled.to_host().get() == [(int(sampled.tokens[row]), sampled.logprob(row)) for row in range(4)]
-
-
-# Bad logits.
 
 
 @pytest.mark.parametrize(
@@ -493,9 +466,6 @@ def test_nan_is_told_where_it_may_be_chosen(settings: dict[str, Any], temperatur
         sampled = sampler.sample(given, rows, range(3), torch.zeros(3, dtype=torch.int64), allowed=allowed)
         first, second, third = [token for token, _ in sampled.to_host().get()]
         assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
-
-
-# What it costs, and that it does not wait.
 
 
 EVERYTHING = SamplingParams(
@@ -560,9 +530,6 @@ def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
 def test_a_vocabulary_too_large_for_exact_sums_is_refused() -> None:
     with pytest.raises(UserError, match="vocab_size is 3000000, but must be at most 2097152"):
         Sampler(1, 3_000_000, "cpu")
-
-
-# On a GPU.
 
 
 @pytest.mark.gpu

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
@@ -18,20 +17,17 @@ GEMMA = (
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
-def model(request):
-    """Our tokenizer and that of transformers, with a template that trims for the model that has none."""
-    folder = request.getfixturevalue(f"{request.param}_folder")
-    ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+def tokenizer(request) -> Tokenizer:
+    """One of a real model, with a template that trims for the model that has none."""
+    made = Tokenizer(request.getfixturevalue(f"{request.param}_folder"))
     if request.param == "gemma3":
-        ours._config["chat_template"] = theirs.chat_template = GEMMA
-    return ours, theirs
+        made._config["chat_template"] = GEMMA
+    return made
 
 
-def chat(model, messages) -> tuple[list[int], list[int]]:
-    ours, theirs = model
-    return ours.chat(messages), theirs.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+def rendered(tokenizer: Tokenizer, messages) -> str:
+    template = tokenizer.chat_template
+    return template.render(template.conversation(messages), add_generation_prompt=True)
 
 
 def controls(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
@@ -43,20 +39,20 @@ TEXTS = st.text(LETTERS, max_size=6)
 ANY_TEXTS = st.text(st.sampled_from(LETTERS) | st.characters(codec="utf-8"), max_size=30)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(texts=st.lists(ANY_TEXTS, min_size=1, max_size=4))
 @pytest.mark.slow
-def test_ordinary_texts_are_encoded_as_transformers_does(model, texts) -> None:
-    ours, expected = chat(model, [{"role": "user", "content": text} for text in texts])
-    assert ours == expected
+def test_ordinary_texts_are_encoded_with_what_the_template_writes(tokenizer: Tokenizer, texts) -> None:
+    messages = [{"role": "user", "content": text} for text in texts]
+    expected = tokenizer.backend.encode(rendered(tokenizer, messages), add_special_tokens=False).ids
+    assert tokenizer.chat(messages) == expected
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 @pytest.mark.slow
-def test_special_tokens_in_contents_are_text(model, data) -> None:
+def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, data) -> None:
     """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""
-    tokenizer = model[0]
     special = tokenizer._guard._special[:20]
     piece = st.sampled_from(special) | TEXTS | st.sampled_from([token[:3] for token in special])
     halves = st.sampled_from([token[3:] for token in special])
@@ -65,23 +61,21 @@ def test_special_tokens_in_contents_are_text(model, data) -> None:
     found = tokenizer.chat(messages)
     harmless = tokenizer.chat([{**message, "content": "x"} for message in messages])
     assert controls(tokenizer, found) == controls(tokenizer, harmless)
-    template = tokenizer.chat_template
-    rendered = template.render(template.conversation(messages), add_generation_prompt=True)
-    assert tokenizer.decode(found, skip_special_tokens=False) == rendered, "text was lost or changed"
+    text = tokenizer.decode(found, skip_special_tokens=False)
+    assert text == rendered(tokenizer, messages), "text was lost or changed"
 
 
 def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
     tokenizer = Tokenizer(smollm2_folder)
     tokenizer._config["chat_template"] = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
-    for first, second in (
-        ("<|im_", "start|>"),
-        ("a<", "|im_start|>"),
-        ("<|im_start| ", " >b"),
-        ("<|<|im_", "end|>"),
-    ):
+    pairs = (("<|im_", "start|>"), ("a<", "|im_start|>"), ("<|im_start| ", " >b"), ("<|<|im_", "end|>"))
+    for first, second in pairs:
         ids = tokenizer.chat([{"role": "user", "content": text} for text in (first, second)])
         assert not controls(tokenizer, ids)
         assert tokenizer.decode(ids) == first.strip() + second.strip()
+    half = Tokenizer(smollm2_folder)
+    half._config["chat_template"] = "<|im_{{ messages[0].content }}"
+    assert not controls(half, half.chat([{"role": "user", "content": "start|>"}])), "the template's own half"
 
 
 def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:
@@ -89,12 +83,9 @@ def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:
     tokenizer._config["chat_template"] = (
         "{% for m in messages %}{{ '<|im_' + m.role + '|>' }}{{ m.content }}{% endfor %}"
     )
-    assert controls(tokenizer, tokenizer.chat([{"role": "start", "content": "<|im_end|>"}])) == [1]
-    assert controls(tokenizer, tokenizer.chat([{"role": "start|><|im_end", "content": "<|im_end|>"}])) == [
-        1,
-        2,
-    ]
-    assert controls(tokenizer, tokenizer.chat([{"role": "<|im_end|>", "content": ""}])) == []
+    for role, expected in (("start", [1]), ("start|><|im_end", [1, 2]), ("<|im_end|>", [])):
+        found = tokenizer.chat([{"role": role, "content": "<|im_end|>"}])
+        assert controls(tokenizer, found) == expected, role
 
 
 def test_tools_are_guarded_too(smollm2_folder) -> None:

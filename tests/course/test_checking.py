@@ -12,7 +12,7 @@ from common.errors import UserError
 from phases.cli import main
 from phases.commands.course import told
 from phases.course import answers, checking, grading, hints, making
-from phases.course.checking import Failure, check
+from phases.course.checking import Failure
 from phases.course.exercises import of_phases
 from phases.course.inside import raised
 from phases.course.nursery import Nursery
@@ -24,15 +24,13 @@ __all__ = ["nursery"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [EASY, "07.3"])
-def test_a_few_proofs(nursery: Nursery, name: str) -> None:
+def test_a_proof(nursery: Nursery) -> None:
     """The whole is run by `python -m tests.course`."""
-    exercise = find(name)
+    exercise = find(EASY)
     assert reference_passes(exercise, nursery).right
     assert blank_fails(exercise, nursery).state == "fails"
-    for slip in slips_of(exercise)[:2]:
-        verdict, _ = slip_fails(exercise, slip, nursery)
-        assert verdict.state == "fails", f"{name} accepts {slip.name}"
+    verdict, _ = slip_fails(exercise, slips_of(exercise)[0], nursery)
+    assert verdict.state == "fails"
 
 
 def ladder(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -48,7 +46,7 @@ def test_as_a_student(
 ) -> None:
     folder, exercise = tmp_path / "copy", find(EASY)
     code, said = ladder(capsys, "make", str(folder), "--phases", "05")
-    assert code == 0 and "6 exercises" in said
+    assert code == 0 and f"{len(of_phases('05'))} exercises" in said
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "120")
     code, said = ladder(capsys, "check", EASY)
@@ -67,14 +65,11 @@ def test_as_a_student(
         code, said = ladder(capsys, "hint", EASY)
         assert code == 0 and f"hint {level} of 4" in said and word in said
     code, said = ladder(capsys, "solution", "05.6")
-    assert (
-        code == 0 and "+    while True:" in said and '-    raise NotImplementedError("exercise 05.6")' in said
-    )
+    assert code == 0 and "+    while True:" in said
+    assert '-    raise NotImplementedError("exercise 05.6")' in said
     lesson = folder / "phases/05_paged_cache/README.md"
     for name, value, wrong in (("05.p1", "9", 1), ("05.p1", "4.0", 0), ("05.m1", "99", 1)):
-        assert "It stands here when you have answered" in lesson.read_text(), (
-            "what was measured is shown before"
-        )
+        assert "It stands here when you have answered" in lesson.read_text(), "it is shown before"
         assert ladder(capsys, "answer", name, value)[0] == wrong
     assert "ladder bench 05" in lesson.read_text() and "It stands here" not in lesson.read_text()
     code, said = ladder(capsys, "grade", str(folder), "--json")
@@ -94,14 +89,10 @@ def test_as_a_student(
 def test_of_a_group_the_first_failure_is_told_with_its_example() -> None:
     first = AssertionError("5 blocks are lost")
     first.add_note("Falsifying example: test_any_schedule(\n    seed=3,\n)")
-    found = raised(
-        ExceptionGroup("Hypothesis found 2 distinct failures.", [first, ValueError("x")]), Path("x")
-    )
-    assert found["message"].splitlines()[:2] == [
-        "5 blocks are lost",
-        "Falsifying example: test_any_schedule(",
-    ]
-    assert "seed=3" in found["message"] and "distinct" not in found["message"]
+    both = ExceptionGroup("Hypothesis found 2 distinct failures.", [first, ValueError("x")])
+    said = raised(both, Path("x"))["message"]
+    assert said.startswith("5 blocks are lost\nFalsifying example: test_any_schedule(\n")
+    assert "seed=3" in said and "distinct" not in said
 
 
 def test_what_was_given_is_shown_whole() -> None:
@@ -120,14 +111,6 @@ def test_a_later_phase_is_named_and_its_traps_are_not_this_ones() -> None:
     assert verdict.failure.test.endswith(" of phase 07_chunked_prefill") and verdict.failure.trap == ""
 
 
-def test_grading_refuses_another_version(tmp_path: Path) -> None:
-    copy = making.make(tmp_path / "copy", of_phases("02"))
-    about = copy.folder / making.COURSE
-    about.write_text(about.read_text().replace(copy.made_from, "0" * 16))
-    with pytest.raises(UserError, match="another version"):
-        grading.grade(copy.folder, None)  # type: ignore[arg-type]
-
-
 def test_only_files_of_the_copy_are_read(tmp_path: Path) -> None:
     copy = making.make(tmp_path / "copy", of_phases("05"))
     exercise = find(EASY)
@@ -138,22 +121,10 @@ def test_only_files_of_the_copy_are_read(tmp_path: Path) -> None:
     (copy.folder / exercise.file).unlink()
     (copy.folder / exercise.file).write_bytes(b"\xff\xfe")
     assert "cannot be read" in message_of(checking.check_file(copy.folder, exercise, None))  # type: ignore[arg-type]
-    (copy.folder / exercise.file).write_text("def broken(:\n")
-    assert "line 1" in message_of(checking.check_file(copy.folder, exercise, None))  # type: ignore[arg-type]
-
-
-def test_a_function_that_is_gone_is_named() -> None:
-    exercise = find(EASY)
-    source = exercise.path.read_text(encoding="utf-8").replace("def retain", "def keep")
-    verdict = check(exercise, source, None)  # type: ignore[arg-type]
-    assert verdict.state == "refused" and "BlockAllocator.retain is gone" in message_of(verdict)
-
-
-def test_the_log_survives_nonsense(tmp_path: Path) -> None:
-    (tmp_path / hints.LOG).write_bytes(b"\xff not json\n")
-    assert hints.logged(tmp_path, EASY, "hint") == []
-    hints.log(tmp_path, "hint", EASY, level=1)
-    assert len(hints.logged(tmp_path, EASY, "hint")) == 1, "nonsense hides what was asked for"
+    gone = exercise.path.read_text(encoding="utf-8").replace("def retain", "def keep")
+    for text, says in (("def broken(:\n", "line 1"), (gone, "BlockAllocator.retain is gone")):
+        (copy.folder / exercise.file).write_text(text)
+        assert says in message_of(checking.check_file(copy.folder, exercise, None))  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(60)
@@ -174,15 +145,22 @@ def test_what_is_handed_in_may_be_anything(
         elif kind == "a link":
             os.symlink("/dev/zero", path)
         else:
-            path.write_text("[" * (200_000 if kind == "too deep" else 1 << 20), encoding="utf-8")
+            path.write_text("[" * (200_000 if kind == "too deep" else 1 << 20) + "\n", encoding="utf-8")
 
     for file in (making.ANSWERS, hints.LOG, test, find("02.1").file):
         spoil(file)
     assert answers.given(copy.folder) == {}
     assert hints.logged(copy.folder, "02.1", "hint") == []
+    if kind == "too deep":
+        hints.log(copy.folder, "hint", "02.1", level=1)
+        assert len(hints.logged(copy.folder, "02.1", "hint")) == 1, "nonsense hides what was asked for"
     assert grading.changed_tests(copy, {test: "pass"}) == {test: "was changed"}
     verdict = checking.check_file(copy.folder, find("02.1"), None)  # type: ignore[arg-type]
     assert verdict.state == "refused"
+    about = copy.folder / making.COURSE
+    about.write_text(about.read_text().replace(copy.made_from, "0" * 16))
+    with pytest.raises(UserError, match="another version"):
+        grading.grade(copy.folder, None)  # type: ignore[arg-type]
     spoil(making.COURSE)
     with pytest.raises(UserError, match="is no working copy"):
         making.opened(copy.folder)

@@ -13,7 +13,7 @@ import pytest
 from common.errors import UserError
 from phases import PHASES
 from phases.course import making
-from phases.course.blanks import NotThere, blank, functions, graft, is_blank, without
+from phases.course.blanks import NotThere, blank, functions, graft, is_blank
 from phases.course.exercises import exercises, of_phases
 from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, must_read, trap_of
 from phases.course.making import made_files
@@ -56,9 +56,7 @@ def test_a_blank_keeps_signature_docstring_and_shapes() -> None:
     assert "        # head: [B, D]\n        # returned: [B, D]\n" in made
     assert '        # raised: ValueError(f"{secret} in {head}")\n' in made, "callers read the words of errors"
     assert 'raise NotImplementedError("exercise 05.9")' in made
-    assert (
-        "secret =" not in made and "secret :=" not in made and "because" not in made and "sum(x)" not in made
-    )
+    assert not any(word in made for word in ("secret =", "secret :=", "because", "sum(x)"))
     assert "return self.count" in made, "what is no exercise stays"
     assert is_blank(made, "Cache.write", "05.9") and not is_blank(SOURCE, "Cache.write", "05.9")
     with pytest.raises(NotThere, match=r"Cache\.read"):
@@ -67,9 +65,8 @@ def test_a_blank_keeps_signature_docstring_and_shapes() -> None:
 
 def test_a_graft_takes_the_functions_and_what_is_new() -> None:
     theirs = SOURCE.replace("secret = head * 2  # because", "secret = _double(head)").replace("sum(x)", "0")
-    theirs = theirs.replace(
-        "class Cache", "import math\n\nTWO = 2\n\n\ndef _double(x):\n    return TWO * x\n\n\nclass Cache"
-    )
+    new = "import math\n\nTWO = 2\n\n\ndef _double(x):\n    return TWO * x\n\n\nclass Cache"
+    theirs = theirs.replace("class Cache", new)
     theirs = theirs.replace("    @property", "    def _more(self):\n        return 1\n\n    @property")
     made = graft(SOURCE, theirs, ["Cache.write"])
     assert "_double(head)" in made and "def _double" in made and "TWO = 2" in made and "def _more" in made
@@ -99,19 +96,6 @@ def test_a_function_that_callers_would_not_know_is_not_taken(change: str) -> Non
     assert "def total" in graft(SOURCE, SOURCE.replace(head, annotated), ["total"])
 
 
-def test_hidden_tests_are_cut_out() -> None:
-    assert "total" not in without(SOURCE, ["total"]) and "class Cache" in without(SOURCE, ["total"])
-
-
-def answers() -> dict[str, list[str]]:
-    found = {}
-    for exercise in exercises():
-        source = exercise.path.read_text(encoding="utf-8")
-        for name, lines in bodies_of(source, exercise.functions).items():
-            found[f"{exercise.id} {name}"] = lines
-    return found
-
-
 def code(file: str, text: str) -> list[str]:
     if file.endswith(".ipynb"):
         cells = json.loads(text)["cells"]
@@ -122,7 +106,12 @@ def code(file: str, text: str) -> list[str]:
 @pytest.mark.slow
 def test_no_answer_is_anywhere_in_a_copy() -> None:
     """Neither in code nor in a lesson, not of its own phase and not of another."""
-    made, bodies = made_files(exercises()), answers()
+    made = made_files(exercises())
+    bodies = {
+        f"{exercise.id} {name}": lines
+        for exercise in exercises()
+        for name, lines in bodies_of(exercise.path.read_text(encoding="utf-8"), exercise.functions).items()
+    }
     found = {
         f"{file} gives {name} away"
         for file, text in made.items()
@@ -165,17 +154,13 @@ def test_what_was_measured_is_withheld_until_its_questions_are_answered() -> Non
         assert "figures/cpu" not in text or shown
 
 
-def test_a_lesson_shows_no_code_of_an_exercise() -> None:
+def test_what_is_hidden_is_not_in_a_copy() -> None:
+    """A lesson shows no code of an exercise, and hidden tests are cut out."""
     lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
     assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson
     assert "](structured/cli.py)" not in lesson, "links to files that are not there"
-
-
-def test_hidden_tests_are_not_in_a_copy() -> None:
-    made = made_files(of_phases("05"))
-    shown = functions(made["tests/phases/test_05_paged_cache.py"])
-    assert "test_any_schedule" in shown
-    assert "test_a_cache_of_two_blocks" not in shown
+    shown = functions(made_files(of_phases("05"))["tests/phases/test_05_paged_cache.py"])
+    assert "test_any_schedule" in shown and "test_a_cache_of_two_blocks" not in shown
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)

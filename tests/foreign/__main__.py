@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,13 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="folder of the project's sources")
     parser.add_argument("--python", default=sys.executable, help="an interpreter with what the suite imports")
     parser.add_argument("--version", default="", help="of the sources, to be written down")
-    parser.add_argument(
-        "--only", default="", help="run files whose path contains this; what is known of others stays"
-    )
     args = parser.parse_args()
     suite, cases = SUITES[args.suite], dict[str, dict[str, str]]()
     for group in suite.groups:
-        paths = [path for path in group.paths if args.only in path]
-        if paths:
-            cases |= run(suite, Files(paths, group.model, group.flags), args.checkout, args.python)
-            write(suite, args.version, cases, keep=bool(args.only))
+        cases |= run(suite, group, args.checkout, args.python)
+        write(suite, args.version, cases)
     unknown = [name for name, case in cases.items() if case["result"] != "passed" and "reason" not in case]
-    counts = {
-        kind: sum(case["result"] == kind for case in cases.values())
-        for kind in ("passed", "failed", "skipped")
-    }
-    print(f"{suite.name}: {counts}")
+    print(f"{suite.name}: {dict(Counter(case['result'] for case in cases.values()))}")
     for name in unknown:
         print(f"  {name}: {cases[name].get('message', '')}")
     return int(bool(unknown))
@@ -64,14 +56,8 @@ def run(suite: Suite, group: Files, checkout: Path, python: str) -> dict[str, di
         paths = [str(folder / path) for path in env.pop("PYTHONPATH", "").split(":") if path]
         env["PYTHONPATH"] = os.pathsep.join(paths)
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += [
-            "-o",
-            "addopts=",
-            f"--rootdir={folder}",
-            "-o",
-            "asyncio_mode=auto",
-            f"--timeout={SECONDS}",
-        ]
+        command += [f"--rootdir={folder}", f"--timeout={SECONDS}"]
+        command += ["-o", "addopts=", "-o", "asyncio_mode=auto"]
         subprocess.run([*command, *group.paths], cwd=folder, env=os.environ | env, check=False)
         return read(suite, report) if report.exists() else {}
 
@@ -96,14 +82,12 @@ def read(suite: Suite, report: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def write(suite: Suite, version: str, cases: dict[str, Any], keep: bool) -> None:
-    """Put the results of a suite beside those of the others. keep: and beside its own that were there."""
+def write(suite: Suite, version: str, cases: dict[str, Any]) -> None:
+    """Put the results of a suite beside those of the others."""
     every = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     cases = {  # without the messages: they quote the other project
         name: {key: case[key] for key in ("result", "reason") if key in case} for name, case in cases.items()
     }
-    if keep:
-        cases = every.get(suite.name, {}).get("cases", {}) | cases
     every[suite.name] = {"version": version, "cases": dict(sorted(cases.items()))}
     RESULTS.write_text(json.dumps(dict(sorted(every.items())), indent=1) + "\n", encoding="utf-8")
 

@@ -14,16 +14,8 @@ from tests.servers import Running
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It must not ask anybody anything by itself: tests run where there is no network.
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
-"""Counts, because a row may be gone before a test looks. What it counts is kept in the document:
-`wait_for_function` has the page evaluate a string, which the page's own policy forbids it."""
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+QUIET += ["--disable-sync", "--no-first-run"]
 
 
 def test_it_asks_nobody_else():
@@ -121,14 +113,11 @@ def answers(page, *texts: str, marks: str = "") -> list[dict]:
         asked.append(json.loads(route.request.post_data))
         text = texts[min(len(asked), len(texts)) - 1]
         pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
-        chunks = [
-            {
-                "choices": [
-                    {"index": 0, "delta": {"content": it}, "token_marks": [[it, marks if i % 2 else ""]]}
-                ]
-            }
+        choices = [
+            {"index": 0, "delta": {"content": it}, "token_marks": [[it, marks if i % 2 else ""]]}
             for i, it in enumerate(pieces)
         ]
+        chunks = [{"choices": [choice]} for choice in choices]
         chunks.append({"choices": [], "usage": {"completion_tokens": len(pieces)}})
         events = [*map(json.dumps, chunks), "[DONE]"]
         route.fulfill(content_type="text/event-stream", body="".join(f"data: {it}\n\n" for it in events))

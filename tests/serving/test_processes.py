@@ -1,4 +1,4 @@
-"""Phase 13 as it runs: two processes, real sockets, the official client, faults and hostile neighbours."""
+"""Phase 13 as it runs: two processes, real sockets, faults and hostile neighbours."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from tests.servers import Running, in_turns, wait_until
 
 pytestmark = pytest.mark.slow  # real processes
 
-openai = pytest.importorskip("openai")
-
 SMALL = ("--max-rows", "8", "--cache-bytes", "3000000", "--step-tokens", "256", "--access-log", "none")
 LIMITS = ("--slow-seconds", "1", "--body-seconds", "4", "--max-body-bytes", "100000", "--max-unsent", "200")
 # Who sends a request may be held up for a second by the tests beside this one.
@@ -36,11 +34,6 @@ def server() -> Iterator[Running]:
         running.settle()
 
 
-@pytest.fixture
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def opened(server: Running, receive_buffer: int = 0) -> socket.socket:
     """A connection, with a small buffer for what is not read."""
     made = socket.socket()
@@ -51,10 +44,12 @@ def opened(server: Running, receive_buffer: int = 0) -> socket.socket:
     return made
 
 
-def request(body: object, path: str = "/v1/completions", more: str = "") -> bytes:
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def request(body: object, more: bytes = b"") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{more}"
-    return head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data
+    return HEAD + more + b"content-length: %d\r\n\r\n" % len(data) + data
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -68,54 +63,15 @@ def everything(connection: socket.socket) -> bytes:
     return found
 
 
-# The official client.
-
-
-def test_chats_of_the_official_client(server, client):
-    messages = [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-    ]
-    more = {"model": "random:tiny", "messages": messages, "max_completion_tokens": 12, "seed": 5}
-    whole = client.chat.completions.create(
-        **more, logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True}
-    )
-    assert whole.choices[0].finish_reason == "length" and len(whole.choices[0].logprobs.content) == 12
-    stream = client.chat.completions.create(**more, stream=True, extra_body={"ignore_eos": True})
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert text == whole.choices[0].message.content
-    assert [model.id for model in client.models.list()] == ["random:tiny"]
-
-
-def test_the_official_clients_errors(server, client):
-    with pytest.raises(openai.BadRequestError, match="temperature is 200"):
-        client.completions.create(model="random:tiny", prompt="a", temperature=200)
-    with pytest.raises(openai.NotFoundError, match="another"):
-        client.completions.create(model="another", prompt="a")
-    with pytest.raises(openai.APIError):  # an error in the middle of a stream
-        body = {"ignore_eos": True, "deadline_ms": 150}
-        for _ in client.completions.create(
-            model="random:tiny", prompt="a", max_tokens=1000, stream=True, extra_body=body
-        ):
-            pass
-
-
-# The same tokens as phase 09, whatever happens beside them.
-
-
 # Hostile and slow neighbours.
 
 
 def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
     with opened(server) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        )
-        connection.sendall(b"content-length: 100000000\r\n\r\n")
+        connection.sendall(HEAD + b"content-length: 100000000\r\n\r\n")
         assert everything(connection).startswith(b"HTTP/1.1 413")
     with opened(server) as connection:  # without a length: in chunks
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        connection.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
+        connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n")
         sent = 0
         try:
             for _ in range(1600):
@@ -126,31 +82,22 @@ def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
         assert sent < 20_000_000, "100 MB were taken in chunks"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
-        b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
-        b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
-        b"\x16\x03\x01 no HTTP at all\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
-    ],
-    ids=[
-        "many headers",
-        "a long header",
-        "a long address",
-        "no HTTP",
-        "a version",
-        "a length",
-        "two lengths",
-    ],
-)
-def test_floods_and_nonsense(server, data):
+NONSENSE = {
+    "many headers": b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
+    "a long header": b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
+    "a long address": b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
+    "no HTTP": b"\x16\x03\x01 no HTTP at all\r\n\r\n",
+    "a version": b"GET / HTTP/9.9\r\n\r\n",
+    "a length": HEAD + b"content-length: -5\r\n\r\n",
+    "two lengths": HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\nhello",
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_floods_and_nonsense(server, kind):
     with opened(server) as connection:
         with suppress(OSError):
-            connection.sendall(data)
+            connection.sendall(NONSENSE[kind])
         answer = everything(connection)
     assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:100]
     assert server.get("/health")[0] == 200
@@ -166,8 +113,7 @@ def test_a_hundred_who_trickle_shut_nobody_out():
         held = [opened(server) for _ in range(100)]
         for number, connection in enumerate(held):
             if number % 2:
-                head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
-                connection.sendall(head + b"content-type: application/json\r\n\r\n1\r\n{\r\n")
+                connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n")
         for _ in range(24):
             assert server.get("/v1/models", authorization="Bearer secret")[0] == 200
             for connection in held:
@@ -208,13 +154,8 @@ def test_a_reader_that_does_not_read_is_dropped(server):
 def test_who_leaves_frees_the_blocks(server):
     for number in range(40):
         with opened(server) as connection:
-            body = {
-                "prompt": "leaving " * 10,
-                "max_tokens": 900,
-                "ignore_eos": True,
-                "stream": number % 2 == 0,
-            }
-            connection.sendall(request(body))
+            body = {"prompt": "leaving " * 10, "max_tokens": 900, "ignore_eos": True}
+            connection.sendall(request(body | {"stream": number % 2 == 0}))
             if number % 4 == 0:
                 connection.recv(200)
     server.settle()
@@ -235,7 +176,7 @@ def test_the_engine_is_killed_with_64_in_flight_and_the_server_lives(server):
 
     def ask(number: int) -> tuple[int, str]:
         with opened(server) as connection:
-            connection.sendall(request(body | {"stream": number % 2 == 0}, more="connection: close\r\n"))
+            connection.sendall(request(body | {"stream": number % 2 == 0}, more=b"connection: close\r\n"))
             answer = everything(connection).decode()
             return int(answer.split(" ")[1]), answer
 
@@ -267,7 +208,6 @@ def streaming(server: Running, tokens: int) -> socket.socket:
     return connection
 
 
-@pytest.mark.slow
 def test_sigterm_lets_streams_finish():
     with Running(*SMALL) as server:
         stream, later, watcher = streaming(server, 900), opened(server), opened(server)
@@ -296,7 +236,6 @@ def test_a_second_sigterm_does_not_wait():
         stream.close()
 
 
-@pytest.mark.slow
 def test_the_engine_does_not_outlive_a_server_that_is_killed():
     with Running(*SMALL) as server:
         engine = engine_of(server)
@@ -305,26 +244,15 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
         wait_until(lambda: not engine.is_running() or engine.status() == "zombie", "the engine lives on", 10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--policy", "best"], "policy is 'best'"),
-        (["--max-len", "5000"], "max_len is 5000"),
-    ],
+    ("arguments", "key", "words"),
+    [(["--max-len", "5000"], "x", "max_len is 5000"), ([], " ", "LADDER_API_KEY is empty")],
+    ids=["an option of the engine", "a key that opens nothing"],
 )
-def test_a_server_that_cannot_start_says_why(arguments, words):
-    with pytest.raises(AssertionError) as said, Running(*arguments):
+def test_a_server_that_cannot_start_says_why(arguments, key, words):
+    with pytest.raises(AssertionError) as said, Running(*arguments, env={"LADDER_API_KEY": key}):
         pass
     assert words in str(said.value) and "Traceback" not in str(said.value)
-
-
-@pytest.mark.slow
-def test_an_empty_key_opens_nothing(monkeypatch):
-    monkeypatch.setenv("LADDER_API_KEY", " ")
-    with pytest.raises(AssertionError) as said, Running():
-        pass
-    assert "LADDER_API_KEY is empty" in str(said.value)
 
 
 async def test_an_engine_that_is_still_starting_is_ended_at_once():

@@ -51,15 +51,16 @@ def named(process: psutil.Process) -> str:
 class Stream(threading.Thread):
     """One streamed completion, read in a thread.
 
+    leaves: behind the first token.
     replica: who answers; set when the first token is here.
     whole: whether the stream has ended as it should; otherwise `error` is the event it ended with, if any.
     """
 
-    def __init__(self, server: Running, prompt: list[int], tokens: int, **more: Any) -> None:
+    def __init__(self, server: Running, prompt: list[int], tokens: int, leaves: bool = False) -> None:
         super().__init__(daemon=True)
-        self.server, self.first = server, threading.Event()
+        self.server, self.first, self.leaves = server, threading.Event(), leaves
         self.body = {"model": "random:tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        self.body |= {"stream": True, "ignore_eos": True, "return_token_ids": True} | more
+        self.body |= {"stream": True, "ignore_eos": True, "return_token_ids": True}
         self.replica, self.whole, self.cut = "", False, False
         self.tokens: list[int] = []
         self.error: Any = None
@@ -77,6 +78,8 @@ class Stream(threading.Thread):
             for line in answer:
                 self.said.append(line)
                 self._read(line.strip())
+                if self.leaves and self.tokens:
+                    break
         except (http.client.HTTPException, ConnectionError):
             self.cut = True
         finally:
@@ -158,12 +161,8 @@ def test_the_same_tokens_as_one_server(server):
         expected[event.index] += [] if event.token_id is None else [event.token_id]
     found = joined([Stream(server, prompt, 12) for prompt in prompts])
     for number, (stream, tokens) in enumerate(zip(found, expected, strict=True)):
-        assert stream.tokens == tokens, (
-            f"request {number} on {stream.replica}: other tokens than one server's"
-        )
-    assert len({stream.replica for stream in found}) == 2, (
-        "six requests at once, and one replica has them all"
-    )
+        assert stream.tokens == tokens, f"request {number} on {stream.replica}: not one server's tokens"
+    assert len({stream.replica for stream in found}) == 2, "six at once, and one replica has them all"
 
 
 def test_equal_prefixes_meet_and_the_bound_holds(server):
@@ -182,15 +181,8 @@ def test_equal_prefixes_meet_and_the_bound_holds(server):
 
 
 def test_who_leaves_is_let_go(server):
-    body = {"model": "random:tiny", "prompt": [5, 6], "max_tokens": LONG, "ignore_eos": True, "stream": True}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    name = answer.headers["x-ladder-replica"]
-    answer.readline()
-    connection.sock.close()
-    answer.close()
-    connection.close()
+    (stream,) = started([Stream(server, [5, 6], LONG, leaves=True)])
+    name = joined([stream])[0].replica
 
     def running() -> float:
         _, headers, text = server.get("/metrics", **{"x-ladder-replica": name})
@@ -227,9 +219,7 @@ def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim)
         else:
             assert len(stream.tokens) == LONG, f"a stream of {stream.replica} has lost tokens"
     after = joined([Stream(server, [9, n], 4) for n in range(4)])
-    assert all(stream.whole for stream in after), (
-        f"requests fail while one is away: {[s.said for s in after]}"
-    )
+    assert all(stream.whole for stream in after), f"requests fail meanwhile: {[s.said for s in after]}"
     wait_until(lambda: both_serve(server), "the replica has not come back", 90)
     assert {process.pid for process in actors(server)} != before
 
@@ -256,8 +246,6 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(server):
         late = joined([Stream(server, [1], 1)])[0]
     assert late.status in (0, 503), f"a new request was answered with {late.status} while the server drains"
     for stream in joined(streams):
-        assert stream.whole and len(stream.tokens) == LONG, (
-            f"{stream.replica} has cut a stream: {stream.said[-2:]}"
-        )
+        assert stream.whole and len(stream.tokens) == LONG, f"{stream.replica} has cut: {stream.said[-2:]}"
     server.process.wait(60)
     assert server.process.returncode == 0, server.stderr()

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks.made_up import write_tokenizer
-from common.text.tokenizer import Tokenizer
 from serving.endpoints import Endpoint, Prompts
 from serving.http.limits import Limits
 from serving.http.schema import CompletionBody
 from serving.messages import Ready
+from tests.serving_kit import tokenizer as tokenizer
 
 READY = Ready(64, 257, 4, 8, 16, "fcfs")
-
-
-@pytest.fixture
-def tokenizer(tmp_path) -> Tokenizer:
-    write_tokenizer(tmp_path, 257, (256,))
-    return Tokenizer(tmp_path)
 
 
 def test_what_a_request_says_comes_first(tokenizer):

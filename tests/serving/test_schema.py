@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # real processes
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 
-CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "180"))
+CASES = int(os.environ.get("LADDER_SCHEMA_CASES", "108"))
 POSTS = ("/v1/completions", "/v1/chat/completions")
 POSTS += ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate")
 
@@ -27,15 +27,12 @@ def server() -> Iterator[Running]:
         running.settle()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", POSTS)
 def test_no_request_breaks_the_server(server, path):
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    operation = schema[path]["POST"]
-    strategy = operation.as_strategy() | operation.as_strategy(
-        generation_mode=schemathesis.GenerationMode.NEGATIVE
-    )
+    operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path]["POST"]
+    negative = operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
+    strategy = operation.as_strategy() | negative
 
     @hypothesis.settings(
         max_examples=max(1, CASES // len(POSTS)),
@@ -47,19 +44,10 @@ def test_no_request_breaks_the_server(server, path):
     @hypothesis.given(case=strategy)
     def never_fails(case):
         answer = case.call(timeout=20)
-        assert answer.status_code < 500 or answer.status_code == 504, (
-            f"{answer.status_code}: {answer.text[:300]}"
-        )
+        assert answer.status_code < 500 or answer.status_code == 504, answer.text[:300]
         if answer.status_code >= 400:
             error = answer.json() if path.startswith("/api/") else answer.json()["error"]
             assert {"message", "type", "param", "code"} <= set(error), answer.text[:300]
 
     never_fails()
     assert server.get("/ready")[0] == 200
-
-
-def test_the_document_names_every_route(server):
-    found = server.get("/openapi.json")[2]
-    assert {*POSTS, "/v1/models", "/metrics", "/ready"} <= set(found["paths"])
-    fields = found["components"]["schemas"]["ChatRequest"]["properties"]
-    assert {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"} <= set(fields)

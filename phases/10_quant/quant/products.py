@@ -115,7 +115,7 @@ def words_fit(weight: QuantizedWeight) -> bool:
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
-    """The nibbles of a weight `[N, K]` in the order of `SPAN`: `[N, 16 ceil(K / 128)]` int32."""
+    """Put nibbles `[N, K]` in the order of `SPAN`: int32 `[N, 16 ceil(K / 128)]`, with 8 beyond K."""
     numbers = unpack_nibbles(weight.data)  # [N, K]
     numbers = F.pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
     parts = numbers.view(len(numbers), -1, 4, 16, 2)  # spans, i, j, even and odd
@@ -217,7 +217,11 @@ def unpack4_kernel(
     out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and `WORDS` of its words; see `SPAN`."""
+    """One program per row and `WORDS` of its words (see `SPAN`), of which it writes the inputs below `K`.
+
+    out: `[N, K]` of type HALF: a number less its zero, times its scale, all in float32 until it is stored.
+    scale, zero: `[N, K / GROUP]`, for `GROUP` neighbouring inputs each; without ZEROS every zero is 8.
+    """
     row = tl.program_id(0).to(tl.int64)
     SPANS: tl.constexpr = (K + 127) // 128
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

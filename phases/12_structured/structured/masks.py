@@ -35,7 +35,7 @@ class Constraint:
         return request.tokens[request.prompt_len + self.taken :]
 
     def follow(self, request: Request) -> str:
-        """Take the tokens that are new since the last call; returns what is wrong, if anything is."""
+        """Move the matcher by the tokens that are new since the last call, if any; return what is wrong."""
         new = self.unseen(request)
         return self.moved(new, self.matcher.advance(new) if new else 0)
 
@@ -48,9 +48,11 @@ class Constraint:
         return problem or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
 
     def masks(self, drafts: Sequence[int], width: int) -> Words:
-        """Make the masks of the next token and of the one behind each draft: `[drafts + 1, width]`.
+        """Make the masks of the next token and of the one behind each draft: int32 `[drafts + 1, width]`.
 
-        Behind a draft that the grammar forbids, or that ends the output, nothing is sampled: zeros.
+        A mask behind a draft is made where the matcher stands when it has taken that draft. Behind a draft
+        that it does not take (the grammar forbids it, or it ends the output) nothing is sampled: zeros, also
+        for the drafts after it. In the end the matcher stands where it did.
         """
         words = np.zeros((len(drafts) + 1, width), np.int32)
         self.matcher.fill(words[0])

@@ -125,7 +125,12 @@ class Part:
         return self.shard.cut(name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads)
 
     def read(self, name: str, file: Any, stored: str) -> Tensor:
-        """This rank's part of a tensor of an open checkpoint: no more than that is read."""
+        """Return this rank's part of the tensor `name`, read from an open checkpoint, where it is `stored`.
+
+        No more than the part is read: what `file.get_slice(stored)` returns is read where it is indexed. Only
+        a tensor without a `slice` is read whole, `file.get_tensor(stored)`, and is then `cut`. The part is
+        finished by `_finish`.
+        """
         found = self.slice(name)
         if found is None:
             return self.cut(name, file.get_tensor(stored))
@@ -134,7 +139,11 @@ class Part:
         return self._finish(name, part)
 
     def cut(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor, finished by `_finish`.
+
+        It is that of `slice`, or all of it for None. A slice may reach beyond the end of the tensor: then the
+        part is what there is.
+        """
         found = self.slice(name)
         if found is not None:
             length = min(found.length, value.shape[found.dim] - found.start)
@@ -176,7 +185,10 @@ class Part:
 
 
 def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWeight:
-    """A rank's part of a quantized weight that is cut along its inputs, scales and zero points with it.
+    """Return a rank's part of a quantized weight that is cut along its inputs, the last dimension.
+
+    Numbers, and scales and zero points of blocks and groups, are cut in `size` equal parts, in the order of
+    ranks, and lie in memory of their own. A scale of the tensor or of channels is whole on every rank.
 
     Raises:
         UserError: a scale is of inputs of two ranks.

@@ -28,7 +28,7 @@ class Teller(Watcher):
         self._drafts: dict[int, tuple[int, ...]] = {}
 
     def said(self) -> Drafts:
-        """For the step that has just been scheduled."""
+        """Return what was noted of the step that has just been scheduled."""
         return Drafts(self._asks, self._drafts)
 
     @property
@@ -37,12 +37,12 @@ class Teller(Watcher):
         return self.inner.waits
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Note whether anybody is asked."""
+        """Return what the inner drafter says, and note it; the drafts of the step before are forgotten."""
         self._asks, self._drafts = self.inner.begin(running), {}
         return self._asks
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Note what is proposed."""
+        """Return what the inner drafter proposes, asked once, and note it by the request's id, if any."""
         drafts = tuple(self.inner.propose(request, most))
         if drafts:
             self._drafts[request.id] = drafts
@@ -71,14 +71,17 @@ class Told(Watcher):
         return self.now
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Wait until rank 0 has scheduled the step."""
+        """Wait for rank 0's message about this step, keep it, and return whether anybody was asked there.
+
+        It is the next that `line` receives: rank 0 sends it as soon as it has scheduled the step.
+        """
         said = self.line.receive()
         assert isinstance(said, Drafts), f"drafts were to come, and not {said!r}"
         self._said = said
         return said.asks
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return the drafts that rank 0 has proposed."""
+        """Return the drafts that rank 0 has proposed for the request at this step, or none."""
         return self._said.drafts.get(request.id, ())
 
 

@@ -84,18 +84,16 @@ class ClampedMLPs(ExpertList):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        assert config.experts is not None
-        self.count, inside, hidden = (
-            config.experts.count,
-            config.experts.intermediate_size,
-            config.hidden_size,
-        )
-        self.gate_up, self.down = (
-            PackedStack(*size)
-            if packed(config)
-            else ExpertStack(torch.empty(size), bias=torch.empty(size[:2]))
-            for size in ((self.count, 2 * inside, hidden), (self.count, hidden, inside))
-        )
+        facts, hidden = config.experts, config.hidden_size
+        assert facts is not None
+        self.count, inside = facts.count, facts.intermediate_size
+
+        def empty(outputs: int, inputs: int) -> PackedStack | ExpertStack:
+            size = (self.count, outputs, inputs)
+            plain = ExpertStack(torch.empty(size), bias=torch.empty(size[:2]))
+            return PackedStack(*size) if packed(config) else plain
+
+        self.gate_up, self.down = empty(2 * inside, hidden), empty(hidden, inside)
 
     def __iter__(self) -> Iterator[Any]:
         """Return each expert as a function of its tokens."""

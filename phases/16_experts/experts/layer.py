@@ -89,7 +89,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
         flat = x.flatten(0, -2)  # [T, hidden]
-        total = self.experts(flat, *self.choose(flat))
+        total: Tensor = self.experts(flat, *self.choose(flat))
         if self.facts.shared_size:
             total = total + torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
         return total.to(x.dtype).view(x.shape)

@@ -36,8 +36,7 @@ def unit(x):
 def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
     """Return the decay and the strength of a head's tokens, whose projections are in `row`."""
     b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
-    a = tl.load(row + SIDE + H + head, mask=live, other=0.0).to(tl.float32)
-    a += tl.load(dt_bias + head).to(tl.float32)
+    a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(tl.float32)
     soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     decay = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * soft, 0.0)
     return decay, tl.sigmoid(b).to(row.dtype.element_ty).to(tl.float32)
@@ -146,15 +145,17 @@ def step_kernel(
 
 
 @triton.jit
-def solve(system, t, CHUNK: tl.constexpr):
-    """The inverse of `1 - system`, which is strictly lower triangular, by forward substitution."""
-    inverse = system
-    for row in range(1, CHUNK):  # the rows before are the inverse's by now
-        here = (t == row)[:, None]
-        below = tl.sum(tl.where(here, inverse, 0.0), axis=0)
-        below += tl.sum(below[:, None] * inverse, axis=0)
-        inverse = tl.where(here, below[None, :], inverse)
-    return inverse + (t[:, None] == t[None, :]).to(tl.float32)
+def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of `1 - system`, strictly lower triangular: of blocks of 1, of 2, and so on, two by two."""
+    inverse = (t[:, None] == t[None, :]).to(tl.float32)
+    size = 1
+    while size < CHUNK:
+        half = t // size
+        corner = (half[:, None] // 2 == half[None, :] // 2) & (half[:, None] > half[None, :])
+        right = tl.dot(tl.where(corner, system, 0.0), inverse, input_precision=PRECISION)
+        inverse += tl.dot(inverse, right, input_precision=PRECISION)
+        size *= 2
+    return inverse
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def scan_kernel(
                 faded = tl.exp(total)[:, None]
 
                 alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-                inverse = solve(tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK)
+                inverse = solve(tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK, PRECISION)
                 wrong = beta * (v - faded * tl.dot(k, state, input_precision=PRECISION))
                 writes = tl.dot(inverse, wrong, input_precision=PRECISION)
 

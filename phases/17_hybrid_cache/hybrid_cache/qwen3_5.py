@@ -132,9 +132,8 @@ class Qwen35(Model):
         """See `Model.forward`."""
         mixer = mixer_of(attention)
         x = self.embed_tokens(input_ids)  # [..., hidden]
-        cos_sin = cos, sin = self.rope(positions)
-        if self.sharpness != 1.0:
-            cos_sin = cos * self.sharpness, sin * self.sharpness
+        cos, sin = self.rope(positions)
+        cos_sin = cos * self.sharpness, sin * self.sharpness
         for layer in self.layers:
             x = layer(x, cos_sin, attention, mixer)
         return self.norm(x)

@@ -49,7 +49,7 @@ class StateManager(Manager):
         tails: `[pages]` int32; of a step of several tokens that ends in a page, the tokens behind its cut.
             Negative: they are guesses; 0: there is no cut.
         behind: blocks of the pool; slots are numbered behind them where both are copied.
-        books: blocks, changed pages and limits of a `Manager`; blocks are `[1, pages]` slots.
+        blocks, changed, limits: as a `Manager`'s; blocks are `[1, pages]` slots.
 
     parting: by row, how many tokens of its prompt are cached without a snapshot behind them.
     guessed: by row, the cut before guesses that have not landed.

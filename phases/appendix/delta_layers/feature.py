@@ -30,7 +30,8 @@ class DeltaLayers(Feature):
 
     def prepare(self, parts: Parts) -> None:
         """Replace layers as soon as the model is loaded: other features look for products later."""
-        if facts_of(parts.recipe.model).delta is not None:
+        asked = parts.recipe
+        if facts_of(asked.model).delta is not None and any(_whole(each) for each in asked.features):
             parts.stages.get("load", []).append(_fuse)
 
     def install(self, parts: Parts) -> None:
@@ -57,7 +58,7 @@ def _fuse(parts: Parts) -> None:
 
 def _attention(made: Callable[[Any], PagedAttention], pool: Any) -> PagedAttention:
     from hybrid_cache.kernels import GroupedTriton
-    from phases.appendix.delta_layers.begin import begin
+    from phases.appendix.delta_layers.kernels import begin
 
     attention = made(pool)
     assert isinstance(attention, GroupedTriton)

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from forward.attention import Attention
 from hybrid_cache.kernels import FusedDelta, GroupedTriton
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
-from phases.appendix.delta_layers.prompts import scan
+from phases.appendix.delta_layers.kernels import scan, under_gate
 from phases.appendix.latency.lone import attend_lone
 from phases.appendix.latency.tables import LONE, LoneKey
 from triton_paged_attention.decode import Workspace
@@ -49,8 +51,10 @@ class FusedGatedAttention(FusedAttention):
         self.qkv_proj, self.o_proj = join(*parts, old.v_proj, gate), join(old.o_proj)
         self.fused = True
         factor = torch.where(order < turned, sharpness, 1.0)
-        weights = (factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm))
-        self.head_norms = HeadNorms(*weights, old.q_norm.eps, one_plus=False)
+        q_weight, k_weight = (
+            factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
+        )
+        self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         width = max(16, triton.next_power_of_2(size))
         self.lone_config = LONE.lookup(LoneKey(keys, width, old.v_proj.weight.element_size()), device)
         self.workspace = Workspace(heads * self.lone_config.splits, width, device)
@@ -73,12 +77,16 @@ class FusedGatedAttention(FusedAttention):
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
         qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
-        alone = isinstance(attention, GroupedTriton) and attention.decodes and attention.stores_early
-        if alone and len(x) == 1 and not attention.pool.layers[self.spec.index].scaled:
+        if isinstance(attention, GroupedTriton) and self.alone(len(x), attention):
             mixed = self.lone(qkv, cos_sin, attention)
         else:
             mixed = self.attend(qkv, cos_sin, attention)
         return self.o_proj(under_gate(mixed, gate), residual=residual)
+
+    def alone(self, tokens: int, attention: GroupedTriton) -> bool:
+        """Return True if `lone` computes the step: one request's token, and a cache without scales."""
+        scaled = attention.pool.layers[self.spec.index].scaled
+        return tokens == 1 and attention.decodes and attention.stores_early and not scaled
 
     def lone(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton) -> Tensor:
         """One request's token, from the projection to attention's output in one kernel: `[1, H D]`."""
@@ -94,6 +102,8 @@ class FusedHybridBlock(nn.Module):
     input_layernorm: FusedRMSNorm
     post_attention_layernorm: FusedRMSNorm
     mlp: FusedMLP
+    linear_attn: FusedDelta
+    self_attn: FusedGatedAttention
 
     def __init__(self, block: Qwen35Block) -> None:
         super().__init__()
@@ -105,17 +115,20 @@ class FusedHybridBlock(nn.Module):
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention, mixer: Mixer
     ) -> Tensor | Stream:
         """See `Qwen35Block.forward`."""
-        layer = self.linear_attn if self.keeps_state else self.self_attn
-        given = (mixer,) if self.keeps_state else (cos_sin, attention)
+        layer: Callable[..., Tensor]
+        if self.keeps_state:
+            layer = partial(self.linear_attn, mixer=mixer)
+        else:
+            layer = partial(self.self_attn, cos_sin=cos_sin, attention=attention)
         behind, mlp = self.post_attention_layernorm, self.mlp
         if isinstance(x, Tensor) and len(x) == 1:
-            x = layer(x, *given, norm=self.input_layernorm.weights, residual=x)
+            x = layer(x, norm=self.input_layernorm.weights, residual=x)
             return mlp.down_proj(mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x)
         if isinstance(x, Stream):
             total, normed = self.input_layernorm.add(x.total, x.delta)
         else:
             total, normed = x, self.input_layernorm(x)
-        total, normed = behind.add(total, layer(normed, *given))
+        total, normed = behind.add(total, layer(normed))
         return Stream(total, mlp(normed))
 
 
@@ -124,7 +137,8 @@ def fuse(model: Qwen35) -> None:
     for module in model.modules():
         if isinstance(module, FusedDelta):
             module.scan = scan
-    if all(isinstance(part, nn.Linear) for name, part in model.named_modules() if name.endswith(".q_proj")):
+    turned_parts = [part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))]
+    if all(isinstance(part, nn.Linear) for part in turned_parts):
         turned, sharp = 2 * len(model.rope.inverse_frequencies), model.sharpness
         replace(model, GatedAttention, lambda old: FusedGatedAttention(old, turned, sharp))
         still = model.config.head_dim // 2 - turned // 2
@@ -140,20 +154,3 @@ def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
     if linear.bias is not None:
         made.bias = nn.Parameter(linear.bias[rows.flatten()], requires_grad=False)
     return made
-
-
-@triton.jit
-def under_gate_kernel(out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and part of it."""
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0)
-    share = tl.sigmoid(tl.load(gate + row * stride + i, mask=i < SIZE, other=0.0).to(tl.float32))
-    share = share.to(value.dtype).to(tl.float32)  # as torch rounds it
-    tl.store(out + row * SIZE + i, (value.to(tl.float32) * share).to(value.dtype), mask=i < SIZE)
-
-
-def under_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """`x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may lie apart."""
-    out, size = torch.empty_like(x), x.shape[-1]
-    under_gate_kernel[len(x), triton.cdiv(size, 1024)](out, x, gate, gate.stride(0), SIZE=size, BLOCK=1024)
-    return out

@@ -163,6 +163,13 @@ class _SchemaReader:
         return Cat((literal("["), inside if low else optional(inside), literal("]")))
 
     def object(self, schema: Mapping[str, Any], pointer: str) -> Node:
+        """Read an object: its `Members` between braces.
+
+        First those of `properties`, in that order, each of which must be there if it is `required`. Then what
+        else is required, in that order and once each, and must be there. Behind them may follow, any number
+        of times, a member with any key but these. The value of what has no property of its own is what
+        `additionalProperties` allows, by default anything. Nothing may follow where that is False.
+        """
         properties, required = schema.get("properties", {}), self.listed(schema, "required", pointer)
         if not isinstance(properties, Mapping):
             raise UserError(f"{pointer}/properties: must be an object")
@@ -227,7 +234,11 @@ def _several(part: Node, low: int, high: int | None) -> Node:
 
 
 def _text_but(names: set[str]) -> Node:
-    """Spell any text but these: it may end where no name does, or go on in a way that no name goes."""
+    """Spell any text but these, quoted; any of them may be the beginning of another, or of a text.
+
+    By first characters: one with which no name begins, and then anything; or one with which names begin, and
+    then any text but their rests. The empty text, unless it is one of the names.
+    """
     rest: dict[str, set[str]] = {}
     for name in names - {""}:
         rest.setdefault(name[0], set()).add(name[1:])

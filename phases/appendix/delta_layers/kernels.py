@@ -1,24 +1,29 @@
-"""Prompts of Gated DeltaNet in two kernels: first what the state does not change, of all chunks at once.
+"""Kernels around phase 17's: prompts in two, the gate of attention, and the begin of a step.
 
-Phase 17's kernel goes from chunk to chunk and does everything there. Here `prepare_kernel` makes queries,
-keys, values and the inverses of the triangular systems, with a program for each few chunks; `scan_kernel` has
-only matrix products left, with the state in registers.
+Phase 17's kernel for prompts goes from chunk to chunk and does everything there. Here `prepare_kernel` makes
+queries, keys, values and the inverses of the triangular systems, with a program for each few chunks;
+`scan_kernel` has only matrix products left, with the state in registers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hybrid_cache.delta_kernels import DeltaWeights, convolve, finish, gates, shift, solve, unit
+from hybrid_cache.pool import HybridPool
 from hybrid_cache.state_pool import StatePool
+from paged_cache.attention import PagedBatch
+from triton_paged_attention.hardware import dependent_launch
 
 CHUNK = 32
-"""Tokens in a chunk: its system is solved row by row."""
+"""Tokens in a chunk."""
 MOST_PARTS = 16
 """Programs that prepare a request's chunks, for each key head."""
 
@@ -59,16 +64,14 @@ def prepare_kernel(
                 values = 2 * KH * DK + head * DV
                 v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
                 at_value = (token * H + head)[:, None] * DV + j[None, :]
-                tl.store(
-                    v_out + at_value, v.to(v_out.dtype.element_ty), mask=live[:, None] & (j < DV)[None, :]
-                )
+                here = live[:, None] & (j < DV)[None, :]
+                tl.store(v_out + at_value, v.to(v_out.dtype.element_ty), mask=here)
                 decay, beta = gates(row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV)
                 total = tl.cumsum(decay, axis=0)
                 tl.store(totals + token * H + head, total, mask=live)
                 since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-                inverse = (
-                    solve(tl.where(earlier, -beta[:, None] * since * alike, 0.0), t, CHUNK) * beta[None, :]
-                )
+                system = tl.where(earlier, -beta[:, None] * since * alike, 0.0)
+                inverse = solve(system, t, CHUNK, PRECISION) * beta[None, :]
                 at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
                 tl.store(solved + at_chunk, inverse.to(solved.dtype.element_ty), mask=live[:, None])
                 tl.store(scores + at_chunk, (since * asked).to(scores.dtype.element_ty), mask=live[:, None])
@@ -148,3 +151,81 @@ def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: 
         *made, x, conv, *rates, kept, *where, config.key_dim**-0.5, **chunked, num_warps=4
     )
     scan_kernel[requests, heads](out, *made, x, norm, states, kept, *where, eps, **chunked, num_warps=8)
+
+
+@triton.jit
+def under_gate_kernel(out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program per row and part of it. The product behind it reads only weights before it waits."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0)
+    share = tl.sigmoid(tl.load(gate + row * stride + i, mask=i < SIZE, other=0.0).to(tl.float32))
+    share = share.to(value.dtype).to(tl.float32)  # as torch rounds it
+    tl.store(out + row * SIZE + i, (value.to(tl.float32) * share).to(value.dtype), mask=i < SIZE)
+
+
+def under_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may lie apart."""
+    out, size = torch.empty_like(x), x.shape[-1]
+    early = len(x) == 1 and dependent_launch(x.device)
+    under_gate_kernel[len(x), triton.cdiv(size, 1024)](
+        out, x, gate, gate.stride(0),
+        SIZE=size, BLOCK=1024, PDL=early, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def begin_kernel(
+    tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states, tails,
+    requests, tokens, width, pages, null,
+    P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per request or token: `HybridPool.begin` and `StatePool.begin`."""
+    at = tl.program_id(0)
+    if at < tokens:
+        slot = tl.load(page_slots + at)
+        page = tl.maximum(slot, 0) // P
+        for kind in range(KINDS):
+            block = tl.load(blocks + kind * pages + page).to(tl.int64)
+            tl.store(slots + kind * tokens + at, tl.where(slot < 0, slot, block * P + slot % P))
+    if at < requests:
+        table = page_tables + at.to(tl.int64) * width
+        for first in range(0, width, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            page = tl.load(table + i, mask=i < width, other=0)
+            for kind in range(KINDS):
+                to = tables + (kind * requests + at).to(tl.int64) * width + i
+                tl.store(to, tl.load(blocks + kind * pages + page), mask=i < width)
+        end = tl.load(context_lens + at)
+        count = tl.load(query_starts + at + 1) - tl.load(query_starts + at)
+        last = tl.load(table + tl.maximum(end - 1, 0) // P)
+        tail = tl.load(tails + last)
+        cut, start = count - tl.abs(tail), end - count
+        source = tl.load(states + tl.load(table + tl.maximum(start - 1, 0) // P))
+        boundary = tl.load(states + tl.load(table + tl.maximum(start + cut - 1, 0) // P))
+        saves = (count > 1) & (end > 0) & (tail != 0) & (boundary != null)
+        into = tl.where((count > 1) & (tail < 0), null + 1, tl.load(states + last))
+        tl.store(step + at, tl.where(start > 0, source, null))
+        tl.store(step + requests + at, tl.where(saves, boundary, -1))
+        tl.store(step + 2 * requests + at, tl.where((count > 0) & (end > 0), into, -1))
+        tl.store(step + 3 * requests + at, tl.where(saves, cut, 0))
+
+
+def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
+    """See `HybridPool.begin`; the pool has states."""
+    states, kinds, tokens = pool.states, len(pool.places), len(batch.slots)
+    assert states is not None
+    requests, width = batch.block_tables.shape
+    tables = batch.block_tables.new_empty(kinds, requests, width)
+    slots = batch.slots.new_empty(kinds, tokens)
+    states.start(batch, pool.places.new_empty(4, requests))
+    begin_kernel[(max(requests, tokens),)](
+        tables, slots, states.step, batch.block_tables, batch.slots, batch.query_starts,
+        batch.context_lens, pool.places, states.places, states.tails,
+        requests, tokens, width, pool.places.shape[1], states.null,
+        P=pool.block_size, KINDS=kinds, BLOCK=128, num_warps=1,
+    )  # fmt: skip
+    return [replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)]
