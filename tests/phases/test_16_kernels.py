@@ -194,7 +194,7 @@ def test_one_size_cuts_every_sum() -> None:
 
 
 def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
-    return stack.part(range(start, start + count))
+    return stack.only(range(start, start + count))
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int,
 
 def test_some_experts_are_a_copy() -> None:
     up, _ = _stacks(FP8, 6, 8)
-    found = up.part(range(1, 2))
+    found = up.only(range(1, 2))
     assert torch.equal(dequantized(found), dequantized(up)) and len(found.data) == 1
     assert found.bias is not None and up.bias is not None and torch.equal(found.bias[0], up.bias[1])
     assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), "the rest can go"

@@ -70,7 +70,7 @@ class PackedStack(nn.Module):
         weight = unpack(self.blocks[expert], self.scales[expert], self.bias.dtype)
         return F.linear(x, weight, self.bias[expert])
 
-    def part(self, own: range) -> ExpertStack:
+    def only(self, own: range) -> ExpertStack:
         """Return some experts as kernels read them; one at a time is unpacked."""
         blocks, scales, bias = (t[own.start : own.stop] for t in (self.blocks, self.scales, self.bias))
         whole = bias.new_empty(*scales.shape[:2], BLOCK * scales.shape[2])
@@ -105,13 +105,13 @@ class ClampedMLPs(ExpertList):
 
     def only(self, own: range) -> ExpertList:
         """See `ExpertList.only`."""
-        self.gate_up, self.down, self.count = self.gate_up.part(own), self.down.part(own), len(own)
+        self.gate_up, self.down, self.count = self.gate_up.only(own), self.down.only(own), len(own)
         return self
 
     def stacks(self, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
         """See `ExpertList.stacks`: these lie in stacks already, perhaps packed."""
         everything = range(self.count)
-        return self.gate_up.part(everything), self.down.part(everything), SWIGLU
+        return self.gate_up.only(everything), self.down.only(everything), SWIGLU
 
 
 class GptOssAttention(LlamaAttention):

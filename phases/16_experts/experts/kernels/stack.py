@@ -78,7 +78,7 @@ class ExpertStack(nn.Module):
         scale, bias = (None if t is None else change(t) for t in (self.scale, self.bias))
         return ExpertStack(change(self.data), scale, bias, self.scheme)
 
-    def part(self, own: range) -> ExpertStack:
+    def only(self, own: range) -> ExpertStack:
         """Return some experts alone, copied, so that the others are let go of."""
         return self if len(own) == len(self.data) else self.each(lambda t: t[own.start : own.stop].clone())
 
