@@ -145,11 +145,14 @@ class ExpertParallel(Feature):
         for layer in parts.model.modules():
             if not (isinstance(layer, Experts) and isinstance(layer.experts, StackedExperts)):
                 continue
-            made, first = layer.experts, own_experts(layer.facts.count, ranks).start
+            made, own = layer.experts, own_experts(layer.facts.count, ranks)
             if self.cut != CUTS[0]:
+                own = range(layer.facts.count)
                 gate_up, down = cut_inside(made.gate_up, ranks, True), cut_inside(made.down, ranks, False)
-                layer.experts, first = StackedExperts(gate_up, down, made.act), 0
-            layer.experts.first, layer.experts.total = first, ranks.all_reduce
+                layer.experts = StackedExperts(gate_up, down, made.act)
+            elif len(made.down.data) > len(own):  # in a family's own format, all came
+                layer.experts = StackedExperts(made.gate_up.only(own), made.down.only(own), made.act)
+            layer.experts.first, layer.experts.total = own.start, ranks.all_reduce
 
     def install(self, parts: Parts) -> None:
         """Do nothing more: the layers are loaded."""
