@@ -115,8 +115,8 @@ def test_what_was_found_is_kept(tiny: Model, home: Path, monkeypatch: pytest.Mon
     assert len([*home.rglob("*.safetensors")]) == 1
     monkeypatch.setattr(cut, "look", None)  # a second look would fail
     second = experts.load(tiny, active_experts=3, **SMALL).runner.model
-    for one, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for one, again in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, again)
     other = load_model("random:tiny", device="cpu", dtype="float32", seed=1)
     with pytest.raises(TypeError):  # another model is looked at anew
         experts.load(other, active_experts=4, **SMALL)

@@ -109,7 +109,7 @@ def written_out(layer: Experts, x: Tensor) -> Tensor:
         ranked = sorted(range(facts.count), key=lambda e: (-scores[e], e))[: facts.top_k]
         total = sum(scores[e] for e in ranked) if facts.normalize else 1.0
         for e in ranked:
-            gate, up, down = (part.weight.double() for part in list_of(layer)[e].children())  # type: ignore[union-attr]
+            gate, up, down = (part.weight.double() for part in list_of(layer)[e].children())
             weight = scores[e] / total if facts.weighted else 1.0
             out[token] += weight * (down @ (nn.functional.silu(gate @ vector) * (up @ vector)))
     return out
