@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
@@ -56,12 +56,12 @@ def spills(
     constants: Mapping[str, Any],
     *,
     warps: int,
-    stages: int = 1,
-    types: Mapping[str, str] | None = None,
+    stages: int,
+    types: Mapping[str, str],
 ) -> int:
     """Compile a kernel; returns the bytes that registers could not hold. Raises what the compiler does."""
     names = kernel.arg_names
-    known = TYPES | dict(types or {})
+    known = TYPES | types
     given = {name: known.get(name, "*bf16") for name in names if name not in constants}
     source = ASTSource(
         fn=kernel,
@@ -88,15 +88,22 @@ def spills(
     return int(found[1])
 
 
+Kernel = tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
+"""Name, function, constants, warps, stages, and types of arguments that `TYPES` does not know."""
+
+
 def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
+    kinds = {"--quant": few_bits, "--ahead": drafting, "--experts": experts, "--delta": delta}
+    kernels = next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)
     for capability in map(int, filter(str.isdigit, wanted)):
-        kinds = {"--quant": few_bits, "--ahead": drafting, "--experts": experts, "--delta": delta}
-        next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)(capability)
+        for name, kernel, constants, warps, stages, types in kernels(capability):
+            lost = spills(kernel, capability, constants, warps=warps, stages=stages, types=types)
+            print(f"sm_{capability} {name}: spills {lost}", flush=True)
 
 
-def few_tokens(capability: int) -> None:
+def few_tokens(capability: int) -> Iterator[Kernel]:
     """Attention of a few tokens of one request."""
     early = capability >= HOPPER
     for heads, kv_heads, d, tokens, window, cap, meet in (
@@ -113,13 +120,11 @@ def few_tokens(capability: int) -> None:
             "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
             "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "MEET": meet, "PDL": early,
         }  # fmt: skip
-        lost = spills(
-            lone_few_kernel, capability, constants, warps=config.num_warps, stages=config.num_stages
-        )
-        print(f"sm_{capability} lone_few, {tokens} tokens, {heads} heads of {d}: spills {lost}", flush=True)
+        name = f"lone_few, {tokens} tokens, {heads} heads of {d}"
+        yield name, lone_few_kernel, constants, config.num_warps, config.num_stages, {}
 
 
-def few_bits(capability: int) -> None:
+def few_bits(capability: int) -> Iterator[Kernel]:
     """One token in eight bits and in four: Qwen3-8B's products behind a norm, and before a residual."""
     for size, matrices in ((4096, 2), (12_288, 1)):
         around = {
@@ -141,11 +146,11 @@ def few_bits(capability: int) -> None:
                     "WHOLE": kind == "int8", "HARDWARE": kind == "fp8", "WORDS": kind,
                 }  # fmt: skip
                 kernel, types = gemv8_kernel, {"weight": "*i32"}
-            lost = spills(kernel, capability, around | tile | how, warps=shape.num_warps, types=types)
-            print(f"sm_{capability} one token, {kind}, {size} inputs: spills {lost}", flush=True)
+            name = f"one token, {kind}, {size} inputs"
+            yield name, kernel, around | tile | how, shape.num_warps, 1, types
 
 
-def drafting(capability: int) -> None:
+def drafting(capability: int) -> Iterator[Kernel]:
     """What stands between the layers of a step that drafts: numbers of tokens, and SmolLM2's head."""
     numbers = dict.fromkeys(
         ("sampled", "ids", "at", "rows", "given", "tokens", "next_at", "told", "picked", "draft_steps",
@@ -156,18 +161,15 @@ def drafting(capability: int) -> None:
     numbers |= dict.fromkeys(("max_len", "small_len", "size"), "i32")
     around = {"PARTS": 2, "SIZE": 576, "SIZE_PAD": 1024, "INDEXED": True, "NORM_LAST": True}
     around["PDL"] = capability >= HOPPER
-    for name, kernel, constants, warps, types in (
-        ("places", ahead.places_kernel, {"K": 4}, 1, numbers),
-        ("accept", ahead.accept_kernel, {"K": 4}, 1, numbers),
-        ("hand_on", ahead.hand_on_kernel, {"K": 4, "D": 1, "NAMED": True}, 1, numbers),
-        ("side_by_side", ahead.side_by_side_kernel, around, 4, {"ids": "*i64"}),
-        ("look_up", look_up_kernel, {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}, 8, numbers),
-    ):  # fmt: skip
-        lost = spills(kernel, capability, constants, warps=warps, types=types)
-        print(f"sm_{capability} {name}: spills {lost}", flush=True)
+    yield "places", ahead.places_kernel, {"K": 4}, 1, 1, numbers
+    yield "accept", ahead.accept_kernel, {"K": 4}, 1, 1, numbers
+    yield "hand_on", ahead.hand_on_kernel, {"K": 4, "D": 1, "NAMED": True}, 1, 1, numbers
+    yield "side_by_side", ahead.side_by_side_kernel, around, 4, 1, {"ids": "*i64"}
+    looks = {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}
+    yield "look_up", look_up_kernel, looks, 8, 1, numbers
 
 
-def experts(capability: int) -> None:
+def experts(capability: int) -> Iterator[Kernel]:
     """Both products of Qwen3-30B-A3B's experts by every tile, plain and in e4m3; and what stands around."""
     types = dict.fromkeys(("order", "table", "tiles", "counts"), "*i32")
     types |= dict.fromkeys(("weights", "x_scale", "scale", "logits"), "*fp32") | {"chosen": "*i64"}
@@ -175,12 +177,10 @@ def experts(capability: int) -> None:
     early = capability >= HOPPER
     route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "NORMALIZE": True, "PDL": early}
     place_by = {"E": 128, "E_PAD": 128, "ROWS": 16, "BLOCK": 2048, "TILES": 64}
-    found: list[tuple[str, Any, dict[str, Any], int, int, dict[str, str]]] = [
-        ("route", route_kernel, route_by, 1, 1, {}),
-        ("count", count_kernel, {"BLOCK": 2048}, 8, 1, {}),
-        ("place", place_kernel, place_by, 8, 1, {}),
-        ("add", add_choices_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK_N": 1024}, 4, 1, {}),
-    ]
+    yield "route", route_kernel, route_by, 1, 1, types
+    yield "count", count_kernel, {"BLOCK": 2048}, 8, 1, types
+    yield "place", place_kernel, place_by, 8, 1, types
+    yield "add", add_choices_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK_N": 1024}, 4, 1, types
     for eight in (False, True) if capability >= ADA else (False,):
         numbers = dict.fromkeys(("x", "data"), "*fp8e4nv") if eight else {}
         for up, (block_n, block_k, warps) in zip((True, False), SHAPES, strict=True):
@@ -190,17 +190,14 @@ def experts(capability: int) -> None:
                 "ROUNDED": eight,
             }  # fmt: skip
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
-            found.append((f"few, {up=}, {eight=}", few_kernel, few, warps, 1, numbers))
+            yield f"few, {up=}, {eight=}", few_kernel, few, warps, 1, types | numbers
             for tile in (*(tile for _, tile in TABLE), LARGE):
                 cut = {"ROWS": tile.rows, "BLOCK_N": tile.block_n // (1 + up), "BLOCK_K": tile.block_k}
                 name, how = f"{tile.rows} rows, {up=}, {eight=}", (tile.num_warps, tile.num_stages)
-                found.append((name, grouped_kernel, around | cut, *how, numbers))
-    for name, kernel, constants, warps, stages, more in found:
-        lost = spills(kernel, capability, constants, warps=warps, stages=stages, types=types | more)
-        print(f"sm_{capability} {name}: spills {lost}", flush=True)
+                yield name, grouped_kernel, around | cut, *how, types | numbers
 
 
-def delta(capability: int) -> None:
+def delta(capability: int) -> Iterator[Kernel]:
     """Kernels between two projections of Qwen3.5's layers, for prompts by phase 17's and in two kernels."""
     types = {"query_starts": "*i32", "step": "*i32", "requests": "i32", "states": "*fp32", "totals": "*fp32"}
     tables = ("tables", "page_tables", "context_lens", "blocks", "states", "tails")
@@ -220,8 +217,7 @@ def delta(capability: int) -> None:
         ("gate", delta_layers.under_gate_kernel, gate, 4, {"stride": "i32"}),
     ):
         own = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        lost = spills(kernel, capability, own, warps=warps, types=more)
-        print(f"sm_{capability} {name}: spills {lost}", flush=True)
+        yield name, kernel, own, warps, 1, more
 
 
 if __name__ == "__main__":

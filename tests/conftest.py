@@ -22,6 +22,8 @@ from tests.coroutines import asynchronously
 from tests.poison import poison as poison
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forward.model import Model
 
 # Sums in one order on every machine, and no fight over cores between the workers of pytest-xdist.
@@ -87,3 +89,17 @@ def model() -> Model:
     from forward.loading import load_model  # an exercise may have left it without a beginning
 
     return load_model("random:tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`ladder` inside this process: exit code, standard output and standard error of a call."""
+    from phases.cli import main
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return called

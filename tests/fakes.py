@@ -267,9 +267,7 @@ class OddOnly(NoMasks):
                 if taker.finish_reason is not None:
                     continue
                 on_their_way = work.start + work.count - len(work.drafts) - len(taker.tokens)
-                assert on_their_way == 0, (
-                    f"request {taker.id}: a mask is filled before {on_their_way} tokens are known"
-                )
+                assert on_their_way == 0, f"request {taker.id}: a mask before {on_their_way} tokens"
         self.filled += 1
         return self.row.expand(len(takers), -1)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paged_cache import LayerBlocks
+from common.request import Request
+from common.sampling.params import SamplingParams
+from continuous.rows import Rows
+from continuous.work import Work
+from paged_cache import LayerBlocks, PagedBatch, PagedCache
 from paged_cache.reference import paged_attention
+from paged_cache.runner import PagedRunner
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -36,6 +42,27 @@ class Batch:
     @property
     def arguments(self) -> tuple[Tensor, LayerBlocks, Tensor, Tensor]:
         return self.q, self.cache, self.tables, self.context_lens
+
+
+def prepared(rows: Rows, cache: PagedCache, works: Sequence[Work]) -> PagedBatch:
+    """The inputs of a step, as phase 05's runner makes them."""
+    runner = PagedRunner.__new__(PagedRunner)
+    runner.rows, runner.cache = rows, cache
+    batch = runner.prepare(works)
+    assert isinstance(batch, PagedBatch)
+    return batch
+
+
+def step_of(rows: Rows, cache: PagedCache, spans: Iterable[tuple[int, int]]) -> PagedBatch:
+    """The inputs of a step in which each new request computes `count` tokens from `start` on."""
+    works = []
+    for number, (start, count) in enumerate(spans):
+        end = start + count
+        request = Request(number, [1] * end, end, rows.max_len, SamplingParams())
+        rows.acquire(request)
+        assert cache.reserve(request, end)
+        works.append(Work(request, request.row, start, count, (), (request,)))
+    return prepared(rows, cache, works)
 
 
 def make(

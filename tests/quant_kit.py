@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from common.sampling.params import SamplingParams
-from forward.attention import RecomputeAttention
 from forward.model import Model
 from forward.surgery import clone
 from quant.linear import QuantLinear
+from tests.oracles import logits_of
 
 SMALL = {"max_rows": 4, "max_len": 64, "step_tokens": 64, "block_size": 4, "cache_bytes": 1 << 20}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42], [3]]
@@ -26,8 +26,7 @@ IDS = torch.arange(1, 40)
 
 
 def logits(model: Model, ids: Tensor = IDS) -> Tensor:
-    with torch.no_grad():
-        return model.logits(model(ids, torch.arange(len(ids)), RecomputeAttention()))
+    return logits_of(model, ids)
 
 
 def exactly(model: Model) -> Model:

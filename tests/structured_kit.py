@@ -203,30 +203,17 @@ class Guess(Watcher):
 
 def crowd(engine: PagedEngine, count: int, schemas: Mapping[str, Any] = SCHEMAS) -> None:
     """Serve so many requests with schemas, among more than the cache has room for: every output parses."""
-    rng, at_once = random.Random(7), engine.scheduler.rows.count
-    names = list(schemas)
-    params, prompts, chosen = [], [], []
-    for number in range(count):
-        name = rng.choice(names)
-        chosen.append(name)
-        params.append(
-            SamplingParams(
-                max_tokens=rng.randrange(20, 80),
-                temperature=1.0,
-                seed=number,
-                grammar=Grammar.json_schema(schemas[name]),
-            )
-        )
+    rng, at_once, names = random.Random(7), engine.scheduler.rows.count, list(schemas)
+    chosen, prompts, params = [rng.choice(names) for _ in range(count)], list[list[int]](), []
+    for number, name in enumerate(chosen):
         prompts.append([rng.randrange(1, 257) for _ in range(rng.randrange(1, 40))])
+        most, grammar = rng.randrange(20, 80), Grammar.json_schema(schemas[name])
+        params.append(SamplingParams(max_tokens=most, temperature=1.0, seed=number, grammar=grammar))
     done = engine.generate(prompts, params)
     for completion, name in zip(done, chosen, strict=True):
-        assert completion.prompt_ids  # the index names the request
-        if (
-            completion.finish_reason == "length"
-            and len(prompts[completion.index]) + len(completion.token_ids) >= 96
-        ):
-            continue
-        must_obey(completion, name, schemas=schemas)
+        tokens = len(prompts[completion.index]) + len(completion.token_ids)
+        if completion.finish_reason != "length" or tokens < 96:
+            must_obey(completion, name, schemas=schemas)
     assert sum(completion.finish_reason == "stop" for completion in done) > count / 2
     assert engine.scheduler.preemptions > 0 and engine.stats.most_running > at_once // 2
     check(engine)

@@ -108,9 +108,7 @@ def test_marks_are_whole_and_do_not_begin_a_line() -> None:
     """A line that begins with a comment is raw HTML to Markdown; an open mark hides numbers."""
     for path in markdown_files():
         text = path.read_text(encoding="utf-8")
-        assert not re.search(r"^\s*<!--(?:n:|w-->)", text, re.MULTILINE), (
-            f"a marked number begins a line of {path}"
-        )
+        assert not re.search(r"^\s*<!--(?:n:|w-->)", text, re.MULTILINE), f"{path}: a mark begins a line"
         for begin, end in (
             ("<!--n:", "<!--/n-->"),
             ("<!--w-->", "<!--/w-->"),
@@ -133,7 +131,51 @@ def test_a_number_is_read_from_the_evidence() -> None:
         numbers.fill("<!--n:09.nothing-->0<!--/n-->")
 
 
+MOST = 700
+"""Lines that must be read: what fits into one sitting."""
+
+
+@every_lesson
+def test_what_must_be_read_fits_into_one_sitting(phase: Phase) -> None:
+    found = re.search(r"<!-- must read -->(.*?)<!-- /must read -->", lesson(phase), re.DOTALL)
+    assert found, f"the lesson of {phase.name} does not say what must be read"
+    cells = [line.split("|")[1] for line in found[1].splitlines() if line.startswith("| [")]
+    files = [phase.folder / link for cell in cells for link in re.findall(r"\]\(([^)]+\.py)\)", cell)]
+    assert files, f"the lesson of {phase.name} names no file that must be read"
+    lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert sum(lines.values()) <= MOST, f"{sum(lines.values())} lines must be read in {phase.name}: {lines}"
+
+
 def test_logs_are_dated() -> None:
     for path in sorted((ROOT / "docs" / "log").glob("[0-9][0-9].md")):
         headings = re.findall(r"^## (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert headings and all(re.search(r"2026-\d\d-\d\d", heading) for heading in headings), path.name
+
+
+# What lessons explain stands in the glossary, once; what the paths through the course say of hours is so.
+
+
+ENTRY = re.compile(r"^\*\*(.+?)\*\*(?:, [^(]+?)? \((\d\d)\)", re.M)
+
+
+def entries() -> list[tuple[str, int]]:
+    """Every term of the glossary with the number of its phase."""
+    found = ENTRY.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    return [(term, int(number)) for terms, number in found for term in terms.split(", ")]
+
+
+def test_no_term_stands_there_twice() -> None:
+    terms = [term for term, _ in entries()]
+    assert len(terms) > 100
+    assert sorted({term for term in terms if terms.count(term) > 1}) == []
+
+
+def test_the_paths_say_the_hours_of_the_phases() -> None:
+    page = (ROOT / "docs" / "paths.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d\d) .*?\]\(.*?\) \| (\d+) \|", page, re.M)
+    hours = {int(number): int(told) for number, told in rows}
+    assert [*hours] == [phase.number for phase in PHASES]
+    assert f"That is {sum(hours.values())} hours in all" in page
+    for told, path in re.findall(r"\*\*, (\d+) hours: ([\d, and]+)", page):
+        found = sum(hours[int(number)] for number in re.findall(r"\d\d", path))
+        assert int(told) == found, f"the path {path} takes {found} hours, not {told}"

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phases import ROOT, find_phase
-from phases.cli import main
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.DOTALL)
 MEASURED = re.compile(r"[\d,]+\.\d+(?!\d)(?! ?MiB)|\b[\d,]+(?= ms)")
@@ -71,34 +71,22 @@ def missing(said: list[str], *streams: str) -> list[str]:
     return gone
 
 
-def ladder(capsys: pytest.CaptureFixture[str], command: str) -> tuple[str, str]:
-    """What a command prints, called inside this process: output, and errors with the ledger of the memory."""
-    with pytest.raises(SystemExit):
-        main(shlex.split(command))
-    out, err = capsys.readouterr()
-    return out, err
-
-
 @pytest.mark.usefixtures("smollm2_folder")
 @pytest.mark.parametrize(("number", "begins"), COMMANDS)
 def test_a_command_prints_what_its_lesson_says(
-    number: str,
-    begins: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    number: str, begins: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, said = after(number, begins)
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("\n".join(PROMPTS.get(number, [])) + "\n", encoding="utf-8")
-    printed = ladder(capsys, f"{command} --device cpu")
+    printed = cli(*shlex.split(f"{command} --device cpu"))[1:]
     assert missing(said, *printed) == [], f"ladder {command} printed\n{printed[1]}{printed[0]}"
 
 
 @pytest.mark.usefixtures("smollm2_folder")
-def test_heads_that_two_ranks_do_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_that_two_ranks_do_not_divide(cli: Any) -> None:
     command, said = after("14", "run 14 --tensor-parallel 3")
-    printed = ladder(capsys, command.replace("parallel 3", "parallel 2"))
+    printed = cli(*shlex.split(command.replace("parallel 3", "parallel 2")))[1:]
     assert missing(said, *printed) == [], printed
 
 
@@ -122,11 +110,8 @@ def test_a_profile_has_the_kernels_that_lesson_06_shows(tmp_path: Path) -> None:
 def test_an_example_in_python_runs(number: str) -> None:
     """The last example of section 4, and what it prints where the lesson says that."""
     found = blocks(number)
-    at = max(
-        i
-        for i, (language, text) in enumerate(found)
-        if language == "python" and not text.startswith("# ") and "import" in text
-    )
+    python = [(i, text) for i, (language, text) in enumerate(found) if language == "python"]
+    at = max(i for i, text in python if not text.startswith("# ") and "import" in text)
     printed = io.StringIO()
     with redirect_stdout(printed):
         exec(compile(found[at][1], f"lesson {number}", "exec"), {})

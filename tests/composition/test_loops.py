@@ -15,26 +15,20 @@ from benchmarks.engines import engine_of
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
-from continuous.seams import InTurn, Loop
-from cuda_graphs.overlap import Overlapped
 from forward.model import Model
-from parallel import crew as crews
 from parallel.engine import Leader
-from phases.appendix.drafting_in_graphs.loop import InGraph
-from phases.appendix.guidance.loop import EarlyHalves
-from speculative.loops import Waiting
-from tests.ranks_kit import agree
+from tests.ranks_kit import agree, end_crews
 from tests.structured_kit import tokenizer
 
 pytest.importorskip("llguidance")
 
 PROMPTS = [[5, 6, 7, 8] * 3, [3, 1], [7]]
 PARAMS = [
-    SamplingParams(max_tokens=9, ignore_eos=True),
-    SamplingParams(max_tokens=7, temperature=0.8, seed=1, ignore_eos=True),
-    SamplingParams(max_tokens=6, temperature=1.0, seed=2, n=2, ignore_eos=True),
+    SamplingParams(max_tokens=6, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.8, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=4, temperature=1.0, seed=2, n=2, ignore_eos=True),
 ]
-BOUND = SamplingParams(max_tokens=8, temperature=1.0, seed=3, grammar=Grammar.regex("[xyz]{3,9}"))
+BOUND = SamplingParams(max_tokens=5, temperature=1.0, seed=3, grammar=Grammar.regex("[xyz]{3,9}"))
 SIZES: dict[str, Any] = {
     "max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20
 }  # fmt: skip
@@ -59,9 +53,7 @@ def expected(model: Model) -> list[list[int]]:
 @pytest.fixture(scope="module", autouse=True)
 def _end_crews() -> Iterator[None]:
     yield
-    for crew in list(crews._idle.values()):
-        crew.kill()
-    crews._idle.clear()
+    end_crews()
 
 
 def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
@@ -71,21 +63,6 @@ def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[li
 def built(model: Model | str, **options: Any) -> Engine:
     sizes = SIZES | options
     return engine_of("14", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes)
-
-
-def kinds(loop: Loop) -> list[type]:
-    """From the outermost loop to the innermost."""
-    found: list[type] = []
-    while isinstance(loop, Leader | InGraph | Waiting):
-        found.append(type(loop))
-        loop = loop.inner
-    return [*found, type(loop)]
-
-
-def kinds_of(overlap: bool, speculate: bool, structured: bool, graphs: bool = False) -> list[type]:
-    """The loops of an engine with these features; `guidance`, which drafts, is on with `structured`."""
-    around = [InGraph] * (overlap and speculate and graphs) + [Waiting] * (speculate or structured)
-    return [*around, InTurn if not overlap else EarlyHalves if structured else Overlapped]
 
 
 def must_be_served(engine: Engine, expected: list[list[int]], structured: bool, count: int = 3) -> None:
@@ -106,7 +83,6 @@ def test_every_set_of_loops_gives_the_same_tokens(
     on: tuple[bool, ...], model: Model, expected: list[list[int]]
 ) -> None:
     engine = built(model, **dict(zip(SWITCHES, on, strict=True)))
-    assert kinds(engine.loop) == kinds_of(*on)
     must_be_served(engine, expected, structured=on[2])
 
 
@@ -120,7 +96,6 @@ def test_every_set_of_loops_around_graphs(
         pytest.skip("needs Triton's interpreter")
     rows = {"max_rows": 2, "draft_length": 2} if on[1] else {"max_rows": 2}
     engine = built(model, **dict(zip(SWITCHES, on, strict=True)), **GRAPHS, **rows)
-    assert kinds(engine.loop) == kinds_of(*on, graphs=True)
     must_be_served(engine, expected[:2], structured=on[2], count=2)
 
 
@@ -131,7 +106,6 @@ def test_every_set_of_loops_in_two_ranks(on: tuple[bool, ...], expected: list[li
     engine = built("random:tiny-window", **options, tensor_parallel=2, rank_check=1)
     assert isinstance(engine.loop, Leader)
     try:
-        assert kinds(engine.loop) == [Leader, *kinds_of(*on)]
         must_be_served(engine, expected, structured=on[2])
         agree(engine.loop)
     finally:

@@ -6,14 +6,18 @@ what stands before, and need not keep the bytes.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Library
 
 import batching
 import continuous
@@ -28,7 +32,6 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from phases.appendix.api.answers import Offsets
-from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.commands.engines import serve
 from serving.app import App
@@ -36,7 +39,67 @@ from tests.coroutines import asynchronously
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served
 from tests.servers import Client, Loopback
-from tests.tokenizer_kinds import BOS, EOS, KINDS, write_kind
+
+# Small tokenizers, trained on some lines, with normalizer, pre-tokenizer, decoder and post-processor of the
+# published files of the models that they are named after.
+
+TEXT = """The capital of France is Paris. The capital of Norway is Oslo, and Is it? yes or no, yes and no.
+def f(x):\n    return 1\n    if x:\n        return 100\n{"name": "Ada", "age": 36, "city": "Paris"}
+{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n<tool_call>\n</tool_call> a an in is the of
+user: say yes assistant: no system: """
+SPECIAL = ["<unk>", "<s>", "</s>"]
+BOS, EOS = 1, 2
+
+WORDS = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+UNDERLINE, SPACE = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+BYTES, FUSE, STRIP = decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+LLAMA = decoders.Sequence([SPACE, BYTES, FUSE, STRIP])
+BY_WORDS = [pre_tokenizers.Split(WORDS, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+BY_BYTES, BYTE_LEVEL = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+
+KINDS = {  # normalizer, pre-tokenizer, decoder
+    "llama-2": (normalizers.Sequence([normalizers.Prepend("▁"), UNDERLINE]), None, LLAMA),
+    "mistral-0.3": (None, pre_tokenizers.Metaspace("▁", "first", split=False), LLAMA),
+    "metaspace": (None, pre_tokenizers.Metaspace("▁", "always"),
+        decoders.Sequence([BYTES, decoders.Metaspace("▁", "always")])),
+    "gemma": (UNDERLINE, pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoders.Sequence([SPACE, BYTES, FUSE])),
+    "smollm2": (None, BY_BYTES, BYTE_LEVEL),
+    "llama-3": (None, pre_tokenizers.Sequence(BY_WORDS), BYTE_LEVEL),
+    "qwen": (normalizers.NFC(), pre_tokenizers.Sequence(BY_WORDS), BYTE_LEVEL),
+    "nfkc": (normalizers.NFKC(), BY_BYTES, BYTE_LEVEL),
+    "lowercase": (normalizers.Lowercase(), BY_BYTES, BYTE_LEVEL),
+    "add-prefix-space": (None, pre_tokenizers.ByteLevel(True), BYTE_LEVEL),
+}  # fmt: skip
+
+
+def write_kind(folder: Path, name: str, template: str) -> int:
+    """Write the files of a tokenizer of this kind; returns the number of its tokens."""
+    normalizer, cut, decoder = KINDS[name]
+    by_bytes = decoder is BYTE_LEVEL
+    first = [*SPECIAL] if by_bytes else [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = pre_tokenizers.ByteLevel.alphabet() if by_bytes else []
+    trained = Library(models.BPE() if by_bytes else models.BPE(byte_fallback=True, unk_token="<unk>"))
+    # SentencePiece's merges stay within words as well.
+    trained.pre_tokenizer = cut if by_bytes else pre_tokenizers.Metaspace("▁", "always")
+    trainer = trainers.BpeTrainer(vocab_size=640, special_tokens=first, initial_alphabet=letters)
+    trained.train_from_iterator([TEXT] * 4, trainer)
+    made = Library(trained.model)
+    made.add_special_tokens(SPECIAL)
+    made.decoder = decoder
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if cut is not None:
+        made.pre_tokenizer = cut
+    made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", BOS)])
+    made.save(str(folder / "tokenizer.json"))
+    size = made.get_vocab_size()
+    config = {"vocab_size": size, "bos_token_id": BOS, "eos_token_id": EOS}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"chat_template": template, "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return size
+
 
 FRANCE = "The capital of France is"
 DECOMPOSED, LIGATURE = "U\u0308bung.txt", "\ufb01nd"
@@ -111,16 +174,6 @@ def test_a_character_may_begin_in_the_prompt(kit: Kit) -> None:
     for cut in (1, 2):
         stream = Detokenizer(kit.tokenizer, after=ids[:-cut])
         assert "".join(map(stream.push, ids[-cut:])) == "日"
-
-
-def test_tokens_of_a_forced_text_have_its_bytes(kit: Kit) -> None:
-    vocabulary = Spelling.of(kit.tokenizer, kit.tokenizer.vocab_size, (EOS,))
-    for text in TEXTS:
-        tokens = vocabulary.encode(text)
-        assert b"".join(vocabulary.tokens[token] for token in tokens) == text.encode(), text
-    assert vocabulary.encode(" Paris yes") == [kit.token(b" Paris"), kit.token(b" yes")], (
-        "not the model's own"
-    )
 
 
 AGE: dict[str, Any] = {

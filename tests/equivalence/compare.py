@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,38 +48,23 @@ def perturbed(logits: Tensor, temperature: float, key: int, step: int) -> Tensor
     return logits.double() / temperature - exponential.log()
 
 
-@dataclass(frozen=True)
-class SampledTie:
-    """The two best tokens of a draw, and how far apart they are in units of a logit."""
-
-    first: int
-    second: int
-    gap: float
-
-    @property
-    def tied(self) -> bool:
-        """Whether rounding of the logits may decide between them."""
-        return self.gap < TIE
-
-
 @torch.inference_mode()
-def sampled_tie(
+def sampled_margin(
     logits: Tensor,
     params: SamplingParams,
     seed: int | None,
-    step: int,
-    prompt_ids: Sequence[int] = (),
-    output_ids: Sequence[int] = (),
-    eos_ids: Sequence[int] = (),
-) -> SampledTie:
-    """The draw from `logits [V]` with all of `params`, and the token that rounding could put in its place.
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    eos_ids: Sequence[int],
+) -> float:
+    """How far the token drawn from `logits [V]` with all of `params` is above any that rounding could draw.
 
     Besides the second best that is a token at the edge of what top-k, top-p and min-p keep: one that rounding
     could let in and that would win, or drop though it wins.
 
-    seed: that of this completion, `params.seed_of(sample)`. step: output tokens before this one.
+    seed: that of this completion, `params.seed_of(sample)`. output_ids: the output tokens before this one.
     """
-    sampler = Sampler(1, len(logits), logits.device)
+    sampler, step = Sampler(1, len(logits), logits.device), len(output_ids)
     seed = sampler.set_row(0, params, prompt_ids, output_ids, seed=seed, eos_ids=eos_ids)
     rows, steps = (torch.tensor([number], device=logits.device) for number in (0, step))
     plan = sampler.plan([0])
@@ -92,13 +76,13 @@ def sampled_tie(
         unit = params.temperature
         scores = perturbed(x[0], unit, ops.stream_key(seed), step)
     values, ids = scores.masked_fill(~kept, -torch.inf).topk(2)
-    first, second, gap = int(ids[0]), int(ids[1]), float(values[0] - values[1]) * unit
+    first, gap = int(ids[0]), float(values[0] - values[1]) * unit
     if not bool(kept.all()):
         lowest, highest = float(x[0, kept].min()), float(x[0, ~kept].max())
         could_win = int(scores.masked_fill(~(kept | (x[0] > lowest - TIE)), -torch.inf).argmax())
         if could_win != first or float(x[0, first]) < highest + TIE:
-            second, gap = (could_win if could_win != first else second), min(gap, lowest - highest)
-    return SampledTie(first, second, gap)
+            gap = min(gap, lowest - highest)
+    return gap
 
 
 def assert_same(
@@ -120,7 +104,7 @@ def assert_same(
         else:
             logits = next_logits(model, expected.prompt_ids + before)
             seed, eos = params.seed_of(expected.sample), model.config.eos_token_ids
-            gap = sampled_tie(logits, params, seed, at, expected.prompt_ids, before, tuple(eos)).gap
+            gap = sampled_margin(logits, params, seed, expected.prompt_ids, before, tuple(eos))
         message = (
             f"{where}: token {at} is {actual.token_ids[at]}, not {expected.token_ids[at]}; "
             f"the oracle's best two are {gap:.1e} apart"

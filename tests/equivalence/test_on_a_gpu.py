@@ -23,7 +23,7 @@ from common.events import generate
 from common.sampling.params import SamplingParams
 from tests.equivalence.compare import assert_all_same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 MODEL, DEVICE = "random:qwen3-0.6b", "cuda"
 BLOCK = 64
 OPTIONS: dict[str, Any] = {"max_rows": 8, "max_len": 2048, "cache_bytes": 2 << 30}
@@ -61,10 +61,7 @@ def test_logits_in_bfloat16_are_as_near_the_truth_as_those_of_torch() -> None:
         found = dict(zip(("prefill", "decode", "alone"), (*together, alone), strict=True))
         return {name: float((x - truth).norm() / truth.norm()) for name, x in found.items()}
 
-    options = {
-        **OPTIONS,
-        "step_tokens": 4096,
-    }  # all in one step: logits then come in the order of the prompts
+    options = OPTIONS | {"step_tokens": 4096}  # all in one step: logits then come in the order of the prompts
     naive = float((last_logits(forward.load(model), prompts) - truth).norm() / truth.norm())
     spread = [naive, *errors(prefix_cache.load(model, block_size=BLOCK, **options)).values()]
     engines = {

@@ -1,4 +1,4 @@
-"""Real weights: what phases 01 to 03 generate is what `transformers` would, token by token.
+"""Real weights: what engines generate is what `transformers` would, token by token.
 
 Greedy decoding is checked by induction rather than by generating twice. If, after every prefix of what we
 generated, the oracle's best token is the one we chose, then the oracle, started on the same prompt, generates
@@ -7,38 +7,69 @@ the same text. One pass of the oracle over prompt and output gives its choice af
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import batching
+import chunked_prefill
+import continuous
+import cuda_graphs
 import forward
-from common.events import generate
+import paged_cache
+import prefix_cache
+from common.events import Streams, generate
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward import Model
 from forward.attention import RecomputeAttention
-from tests.prompts import CHAT, PLAIN
+from tests.equivalence.compare import TIE
 
-pytestmark = [pytest.mark.weights, pytest.mark.timeout(1200)]
-TIE = 1e-3
-"""Tokens whose logits lie this close are a tie: rounding may decide it either way."""
-GREEDY = SamplingParams(max_tokens=32)
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.weights,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]
+MEMORY = 96 << 20
+ENGINES: dict[str, Callable[[Model], Streams]] = {
+    "03": lambda model: batching.load(model, batch_size=10),
+    "04": lambda model: continuous.load(model, max_rows=4, max_len=512),
+    "05": lambda model: paged_cache.load(model, cache_bytes=MEMORY),
+    "07": lambda model: chunked_prefill.load(model, cache_bytes=MEMORY, step_tokens=50),
+    "08": lambda model: prefix_cache.load(model, cache_bytes=MEMORY, step_tokens=100),
+    "09": lambda model: cuda_graphs.load(model, cache_bytes=MEMORY, step_tokens=100),
+}
+QUICK = ("03", "09")
+END = (
+    "In the beginning there was nothing, and then, slowly, there was a list of words: "
+    + "alpha beta gamma " * 40
+)
+PLAIN = (
+    "The capital of France is",
+    "Q: What is 7 times 8?\nA:",
+    "import numpy as np\n\ndef softmax(x):\n    ",
+    "Le chat est assis sur",
+    "今日はとても",
+    "   leading spaces and\ttabs\n\n",
+    END,
+    END + "delta",
+)
+"""Short, long, code, other languages, odd spacing, and two that begin alike."""
+CHAT = ("What is the capital of Italy?", "Write one sentence about the sea.")
 
 
 @dataclass
 class Case:
-    """A real model, the oracle over the same files, and what phase 03 says to every prompt, in one batch."""
+    """A real model, and the oracle over the same files."""
 
     model: Model
     oracle: Any
     prompts: list[list[int]]
-    outputs: list[list[int]]
 
 
 @pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
@@ -46,31 +77,31 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     transformers = pytest.importorskip("transformers")
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     tokenizer = Tokenizer(folder)
-    prompts = [tokenizer.encode(text) for text in PLAIN[::2]]
-    if request.param == "smollm2":  # the other one was only pretrained
-        prompts += [tokenizer.chat([{"role": "user", "content": text}]) for text in CHAT]
-    else:
-        prompts += [tokenizer.encode(text) for text in CHAT]
-    model = forward.load_model(folder, device="cpu", dtype="float32")
+    prompts = [tokenizer.encode(text) for text in PLAIN]
+    for text in CHAT:  # one of the models was only pretrained
+        chat = request.param == "smollm2"
+        prompts.append(
+            tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+        )
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    together = generate(batching.load(model, batch_size=len(prompts)), prompts, GREEDY)
-    yield Case(model, oracle, prompts, [done.token_ids for done in together])
+    yield Case(forward.load_model(folder, device="cpu", dtype="float32"), oracle, prompts)
 
 
-def choices_differ(logits: Tensor, prompt: list[int], output: list[int]) -> list[str]:
-    """Where the output is not the argmax of ``logits [S, V]`` and no tie either; ``S`` = prompt + output."""
-    rows = logits[len(prompt) - 1 : len(prompt) + len(output) - 1]  # the row before each output token
-    chosen = rows.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
-    gaps = rows.max(dim=1).values - chosen  # [n], 0 where the choice is the same
-    return [f"token {i}: {float(gap):.4f} below the best" for i, gap in enumerate(gaps) if gap > TIE]
-
-
+@pytest.mark.parametrize(
+    "engine", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
+)
 @torch.inference_mode()
-def test_phase_03_generates_what_transformers_does(case: Case) -> None:
-    assert len(case.prompts) >= 12
-    for prompt, output in zip(case.prompts, case.outputs, strict=True):
-        logits = case.oracle(torch.tensor([prompt + output])).logits[0]
-        assert not choices_differ(logits, prompt, output)
+def test_an_engine_generates_what_transformers_does(case: Case, engine: str) -> None:
+    made: Any = ENGINES[engine](case.model)
+    for _ in range(2 if engine == "08" else 1):
+        for done in generate(made, case.prompts, SamplingParams(max_tokens=12)):
+            output = done.token_ids
+            logits = case.oracle(torch.tensor([done.prompt_ids + output])).logits[0]
+            rows = logits[len(done.prompt_ids) - 1 : -1]  # the row before each output token
+            chosen = rows.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+            gap = float((rows.amax(dim=1) - chosen).max())
+            assert gap <= TIE, f"prompt {done.index}: a token is {gap:.4f} below the best"
+    assert engine != "08" or made.scheduler.cache.stats.hit_rate > 0.4
 
 
 @torch.inference_mode()

@@ -7,22 +7,18 @@ import sys
 
 from phases import ROOT
 from tests.mutants.making import choose
-from tests.mutants.trying import bench, table, target
+from tests.mutants.trying import bench, target
 
 
 def main() -> int:
     """Run the command line; returns the exit status, 1 where a mutant survives."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "targets", nargs="+", metavar="NN", help="a phase, an entry of the appendix, or common"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    targets = "a phase, an entry of the appendix, or common"
+    only = "those whose file, function or kind has this text"
+    parser.add_argument("targets", nargs="+", metavar="NN", help=targets)
     parser.add_argument("--count", type=int, default=20, help="how many mutants of each")
     parser.add_argument("--seed", type=int, default=0, help="another number chooses other mutants")
-    parser.add_argument(
-        "--only", metavar="TEXT", default="", help="those whose file, function or kind has this text"
-    )
+    parser.add_argument("--only", metavar="TEXT", default="", help=only)
     arguments = parser.parse_args()
     alive = 0
     for name in arguments.targets:
@@ -32,19 +28,16 @@ def main() -> int:
             parser.error(str(error))
         with bench(aim) as tests:
             print(f"{name}: the tests take {tests.control:.0f} s without a mutant", flush=True)
-            rows = []
+            survivors, tried = list[str](), 0
             for mutant in choose(ROOT, aim.files, arguments.count, arguments.seed):
-                if arguments.only in f"{mutant.file}:{mutant.line} {mutant.label}":
-                    outcome = tests.try_out(mutant)
-                    rows.append((mutant, outcome))
-                    place = f"{mutant.file}:{mutant.line} {mutant.label}"
-                    print(
-                        f"  {outcome.verdict:9} {outcome.seconds:3.0f} s  {place}  [{outcome.test}]",
-                        flush=True,
-                    )
-        survivors = sum(outcome.verdict == "survived" for _, outcome in rows)
-        alive += survivors
-        print(f"{name}: {len(rows) - survivors} of {len(rows)} killed\n\n{table(rows)}\n", flush=True)
+                place = f"{mutant.file}:{mutant.line} {mutant.label}"
+                if arguments.only in place:
+                    outcome, tried = tests.try_out(mutant), tried + 1
+                    said = f"{outcome.verdict:9} {outcome.seconds:3.0f} s  {place}"
+                    print(f"  {said}  [{outcome.test}]", flush=True)
+                    survivors += [place] * (outcome.verdict == "survived")
+        alive += len(survivors)
+        print("\n".join((f"{name}: {tried - len(survivors)} of {tried} killed; survivors:", *survivors, "")))
     return min(alive, 1)
 
 

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,10 @@ from tests.mutants.making import Mutant
 
 MORE = 20.0
 """Seconds of processor time that tests may take beyond what they take without a mutant."""
+
+
+KINDS = "not gpu and not weights and not long"
+"""The tests that are tried."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +85,7 @@ class Bench:
             path.write_bytes(before)
 
     def _run(self) -> Outcome:
-        quiet = [
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--tb=no",
-            "-m",
-            "not gpu and not weights and not long",
-        ]
+        quiet = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", KINDS]
         places = [self.copy, *sorted((self.copy / "phases").glob("[0-9]*"))]
         more = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
         before = _processor_seconds()
@@ -126,13 +122,3 @@ def bench(aim: Target) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_reference(Path(folder))
         yield Bench(Path(folder), aim)
-
-
-def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
-    """The survivors, a row each, in Markdown."""
-    lines = ["| survivor | operator | before -> after |", "| --- | --- | --- |"]
-    for mutant, outcome in rows:
-        if outcome.verdict == "survived":
-            edit = mutant.label.partition(f" {mutant.operator}: ")[2].replace("|", "\\|")
-            lines.append(f"| {mutant.file}:{mutant.line} {mutant.name} | {mutant.operator} | `{edit}` |")
-    return "\n".join(lines)

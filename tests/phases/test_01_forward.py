@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -13,19 +14,20 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError
 from common.models.config import RopeConfig
 from common.sampling.params import SamplingParams
 from forward import Generator, load, load_model
-from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
+from forward.attention import LayerSpec, attend, causal_mask
 from forward.layers import LayerNorm, RMSNorm
 from forward.loading import random_model
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
 from forward.shapes import SHAPES
+from tests.oracles import assert_same_logits, logits_of, written
 
 AWKWARD = {
     "vocab_size": 97,
@@ -84,29 +86,11 @@ ORACLES: dict[str, tuple[type, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def oracle_config(name: str) -> Any:
-    """A transformers configuration of a small and awkward model."""
+def oracle(name: str, folder: Path) -> Any:
+    """A small and awkward transformers model, also written to `folder`."""
     kind, options = ORACLES[name]
     shape = {} if kind is transformers.GPT2Config else AWKWARD
-    return kind(**{**shape, **options}, attn_implementation="eager")
-
-
-def oracle(name: str, folder: Path, **save: Any) -> Any:
-    """A transformers model of random weights, also written to ``folder``."""
-    config = oracle_config(name)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms start at 0 and 1: make them matter
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder, **save)
-    return model
-
-
-def our_logits(model: Model, ids: Tensor) -> Tensor:
-    positions = torch.arange(ids.shape[-1]).expand(ids.shape)
-    with torch.inference_mode():
-        return model.logits(model(ids, positions, RecomputeAttention()))
+    return written(kind(**{**shape, **options}, attn_implementation="eager"), folder)
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -207,9 +191,9 @@ def test_a_norm_is_computed_in_float32_with_eps_under_the_root(norm: torch.nn.Mo
 def test_leading_shape_is_free() -> None:
     model = load_model("random:tiny", device="cpu", dtype="float32")
     ids = torch.randint(0, 257, (3, 9))
-    together = our_logits(model, ids)
+    together = logits_of(model, ids)
     for row in range(3):
-        torch.testing.assert_close(our_logits(model, ids[row]), together[row], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits_of(model, ids[row]), together[row], atol=1e-5, rtol=1e-5)
 
 
 def test_causality() -> None:
@@ -218,7 +202,7 @@ def test_causality() -> None:
     ids = torch.randint(0, 256, (60,))
     changed = ids.clone()
     changed[30] += 1
-    before, after = our_logits(model, ids), our_logits(model, changed)
+    before, after = logits_of(model, ids), logits_of(model, changed)
     torch.testing.assert_close(before[:30], after[:30], atol=1e-6, rtol=0)
     assert (before[30] - after[30]).abs().max() > 1e-3
 
@@ -226,16 +210,7 @@ def test_causality() -> None:
 @pytest.mark.parametrize("name", ORACLES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = oracle(name, tmp_path)
-    model = load_model(tmp_path, device="cpu", dtype="float32")
-    ids = torch.randint(0, 97, (2, 40))
-    with torch.inference_mode():
-        expected = reference(ids).logits
-    off = (our_logits(model, ids) - expected).abs().amax(-1)  # [B, S]
-    wrong = (~(off <= 1e-4)).nonzero().tolist()  # NaN is wrong as well
-    assert not wrong, (
-        f"{name}: {len(wrong)} of 80 tokens have other logits than in transformers, first row {wrong[0][0]}, "
-        f"token {wrong[0][1]}: off by {off[tuple(wrong[0])]:.1e}"
-    )
+    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, name)
 
 
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -267,22 +242,18 @@ def test_every_spelling_means_what_it_means_in_transformers(case: str, tmp_path:
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager"
-    ).eval()
-    ids = torch.randint(0, 97, (2, 40))
-    with torch.inference_mode():
-        expected = reference(ids).logits
-    model = load_model(tmp_path, device="cpu", dtype="float32")
-    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+    kind = transformers.AutoModelForCausalLM
+    reference = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, case)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
     oracle(name, tmp_path)
     ids = torch.randint(0, 97, (1, 40))
-    exact = our_logits(load_model(tmp_path, device="cpu", dtype="float32"), ids)
-    half = our_logits(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
+    exact, half = (
+        logits_of(load_model(tmp_path, device="cpu", dtype=dtype), ids) for dtype in ("float32", "bfloat16")
+    )
     assert half.dtype == torch.float32
     assert (half - exact).norm() / exact.norm() < 0.03
 
@@ -295,28 +266,24 @@ def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: 
     embedding = tensors.pop("model.embed_tokens.weight")
     head = torch.randn_like(embedding) if stored == "another head" else embedding.clone()
     reference.lm_head.weight = nn.Parameter(head)
-    matrices = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
-    for name in {"embedding": ["lm_head.weight"], "head": ["model.embed_tokens.weight"]}.get(stored, []):
-        del matrices[name]
+    if stored != "head":
+        tensors["model.embed_tokens.weight"] = embedding
+    if stored != "embedding":
+        tensors["lm_head.weight"] = head
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["tie_word_embeddings"]
-    ids = torch.randint(0, 97, (2, 20))
-    with torch.inference_mode():
-        expected = reference(ids).logits
     flags: list[dict[str, Any]] = [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {}]
-    texts = [({**raw, **inner}, "") for inner in flags]
-    wrappers = [
-        ({"model_type": "gemma3", "text_config": text, **outer}, "language_model.")
-        for text, _ in texts
-        for outer in flags
-    ]
-    for config, prefix in texts + wrappers:
+    configs = [({**raw, **inner}, "") for inner in flags]
+    for inner, outer in itertools.product(flags, flags):
+        text = {"model_type": "gemma3", "text_config": {**raw, **inner}, **outer}
+        configs.append((text, "language_model."))
+    for config, prefix in configs:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        save_file({prefix + k: v for k, v in {**tensors, **matrices}.items()}, tmp_path / "model.safetensors")
+        save_file({prefix + name: one for name, one in tensors.items()}, tmp_path / "model.safetensors")
         model = load_model(tmp_path, device="cpu", dtype="float32")
         shared = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
         assert shared == (stored != "another head"), config
-        torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+        assert_same_logits(model, reference, str(config), length=20)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -340,7 +307,7 @@ def test_each_token_is_the_most_likely_one_after_all_before_it() -> None:
     model = load_model("random:tiny-window", device="cpu", dtype="float32")
     tokens = [5, 6, 7]
     for event in Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos=True)):
-        expected = int(our_logits(model, torch.tensor(tokens))[-1].argmax())
+        expected = int(logits_of(model, torch.tensor(tokens))[-1].argmax())
         assert event.token_id == expected, (
             f"token {len(tokens) - 3} is {event.token_id}, but after {tokens} the most likely is {expected}"
         )

@@ -201,9 +201,7 @@ def test_masks_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kv_cache.attention.causal_mask", counted)
     cached_hidden(tiny(WINDOWS), torch.arange(13), [1, 5, 6, 1])
-    assert made == [(5, 6)] * 2 + [(6, 12)] * 2, (
-        f"steps of 1, 5, 6 and 1 tokens need two masks 5 x 6, then two 6 x 12, but these were made: {made}"
-    )
+    assert made == [(5, 6)] * 2 + [(6, 12)] * 2, f"two masks 5 x 6, then two 6 x 12 are needed, not {made}"
 
 
 def test_a_request_begins_with_the_cache_that_it_will_fill() -> None:
@@ -214,9 +212,7 @@ def test_a_request_begins_with_the_cache_that_it_will_fill() -> None:
             engine.begin(prompt, limit)
             cache, columns = engine.cache, prompt + limit - 1
             assert cache.length == 0, f"a request begins behind {cache.length} tokens of the one before it"
-            assert cache.max_len == columns, (
-                f"{prompt} + {limit} tokens need {columns} columns, but max_len is {cache.max_len}"
-            )
+            assert cache.max_len == columns, f"{prompt} + {limit} tokens, but max_len is {cache.max_len}"
             held = cache.layers[0].keys.dtype
             assert held == dtype, f"the cache of a {dtype} model is {held}"
             cache.advance(3)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import continuous
 import continuous.attention
-import forward
 from common.errors import UserError
 from common.events import generate
+from common.interrupts import Uninterrupted
+from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.attention import group
 from continuous.cache import RowCache
@@ -22,11 +28,13 @@ from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
+from continuous.work import Work
 from forward.model import Model
-from tests.fakes import expected_tokens
+from tests.fakes import FakePending, FakeRunner, expected_tokens
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
+    check,
     fake_engine,
     finish,
     greedy,
@@ -52,16 +60,11 @@ def fake(rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap:
 
 @pytest.mark.timeout(120)
 @SCHEDULES
-@given(
-    script=operations,
-    rows=st.integers(1, 6),
-    policy=st.sampled_from(sorted(POLICIES)),
-    overlap=st.booleans(),
-)
-def test_any_schedule(script: list[Any], rows: int, policy: str, overlap: bool) -> None:
-    engine, runner = fake(rows, policy=policy, overlap=overlap)
+@given(script=operations, seed=st.integers(0, 999))
+def test_any_schedule(script: list[Any], seed: int) -> None:
+    engine, runner = machine_of_rows(random.Random(seed))
     play(engine, runner, script)
-    assert runner.most_in_step <= 64
+    assert runner.most_in_step <= MAX_LEN
 
 
 @pytest.mark.timeout(120)
@@ -160,15 +163,6 @@ def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
 # What callers do.
 
 
-def test_max_tokens_zero_and_one(model: Model) -> None:
-    engine = continuous.load(model, max_rows=2)
-    none, one, other = generate(engine, [[1, 2], [3], [4]], [greedy(0), greedy(1), greedy(0)])
-    assert (none.token_ids, none.finish_reason) == ([], "length")
-    assert (len(one.token_ids), one.finish_reason) == (1, "length")
-    assert other.token_ids == [] and engine.idle
-    assert engine.stats.computed_tokens == 1
-
-
 def test_nothing_is_added_if_one_prompt_is_bad(model: Model) -> None:
     engine = continuous.load(model)
     with pytest.raises(UserError, match="token id 257"):
@@ -236,24 +230,6 @@ def test_a_consumer_that_leaves_aborts_the_rest(model: Model) -> None:
     stream.close()
     assert engine.idle and engine.scheduler.rows.free == 2
     assert generate(engine, [[9]], greedy(3)) and engine.idle
-
-
-def test_consumer_is_not_left_in_inference_mode(model: Model) -> None:
-    for _ in continuous.load(model).stream([[1]], greedy(2)):
-        assert not torch.is_inference_mode_enabled()
-
-
-def test_logprobs_are_those_of_phase_01(model: Model) -> None:
-    params = greedy(4, logprobs=2)
-    prompts = [[1, 2, 3], [4]]
-    expected = generate(forward.load(model), prompts, params)
-    actual = generate(continuous.load(model), prompts, [params, params])
-    for one, other in zip(expected, actual, strict=True):
-        assert one.logprobs is not None and other.logprobs is not None
-        assert [[t for t, _ in p.top] for p in one.logprobs] == [
-            [t for t, _ in p.top] for p in other.logprobs
-        ]
-        assert [p.chosen for p in one.logprobs] == pytest.approx([p.chosen for p in other.logprobs], abs=1e-4)
 
 
 # Failures.
@@ -372,3 +348,139 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
     assert isinstance(llm.engine, Engine) and llm.engine.idle
     (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6), progress=False)
     assert single.text == done[0].text
+
+
+# The inbox.
+
+
+def test_nothing_happens_between_two_steps() -> None:
+    engine, _ = fake()
+    (request,) = engine.add([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert not engine.idle and engine.scheduler.waiting == []
+    engine.step()
+    assert len(request.output_ids) == 1
+    engine.abort(request)
+    assert request.finish_reason is None and request.row >= 0, "an abort took effect between two steps"
+    (output,) = engine.step()
+    assert output.finish_reason == "abort" and request.row < 0 and engine.idle
+    engine.abort(request)  # has ended already: nothing to tell
+    assert engine.step() == [] and engine.idle
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_any_thread_may_add_and_abort(overlap: bool) -> None:
+    engine, _ = fake(6, overlap=overlap)
+    made: list[tuple[list[int], Request]] = []
+
+    def caller(number: int) -> None:
+        for turn in range(40):
+            prompt = [number, turn % 7 + 1]
+            (request,) = engine.add(prompt, SamplingParams(max_tokens=4, seed=number, ignore_eos=True))
+            made.append((prompt, request))
+            if turn % 5 == number:
+                engine.abort(request)
+            time.sleep(0)
+
+    threads = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    ends = 0
+    deadline = time.monotonic() + 30
+    while any(thread.is_alive() for thread in threads) or not engine.idle:
+        ends += sum(output.finish_reason is not None for output in engine.step())
+        assert time.monotonic() < deadline, "requests of other threads are not served"
+    assert ends == len(made) == 160
+    assert len({request.id for _, request in made}) == 160, "two requests have one id"
+    for prompt, request in made:
+        output = expected_tokens(prompt, request.params, 0, MAX_LEN)
+        assert request.output_ids == output[: len(request.output_ids)], f"request {request.id}: wrong tokens"
+    check(engine)
+
+
+# One request's trouble is its own.
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: BaseException) -> None:
+    class Broken:
+        def advance(self, token: int, reason: str | None) -> tuple[str | None, str]:
+            raise error
+
+    engine, _ = fake(overlap=overlap)
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    first, bad, last = (engine.add([n + 1, 2], params)[0] for n in range(3))
+    bad.text = Broken()  # type: ignore[assignment]
+    raised = 0
+    while not engine.idle:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            raised += 1
+        check(engine)
+    assert raised == isinstance(error, KeyboardInterrupt)
+    assert bad.finish_reason == "error" and bad.error is error
+    for request in (first, last):
+        assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), request.id
+
+
+# Ctrl-C.
+
+
+class PressesCtrlC(FakeRunner):
+    """Sends SIGINT to this process in the middle of a step."""
+
+    at = ""
+
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> FakePending:
+        at, self.at = self.at, ""
+        if at == "before":
+            signal.raise_signal(signal.SIGINT)
+        step = super().forward(works, masked=masked)
+        if at == "after":
+            signal.raise_signal(signal.SIGINT)
+        if at == "raise":
+            raise KeyboardInterrupt
+        return step
+
+
+@pytest.mark.parametrize("at", ["before", "after", "raise"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_in_a_step_loses_nobody_elses_tokens(at: str, overlap: bool) -> None:
+    engine, _ = fake(2, overlap=overlap)
+    runner = PressesCtrlC(engine.scheduler.rows, engine.scheduler.cache)  # type: ignore[arg-type]
+    engine.runner = runner  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    requests = [engine.add([n + 1, 2], params)[0] for n in range(4)]
+    told: dict[Request, list[int]] = {request: [] for request in requests}
+
+    def step() -> None:
+        for request, token, *_ in engine.step():
+            if token is not None:
+                told[request].append(token)
+        check(engine)
+
+    step()
+    runner.at = at
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    check(engine)
+    while not engine.idle:
+        step()
+    for request in requests:
+        output = expected_tokens(request.tokens[:2], params, 0, MAX_LEN)
+        if at != "raise":
+            assert request.finish_reason == "length", f"request {request.id} was lost"
+        if request.finish_reason == "length":
+            assert told[request] == request.output_ids == output, f"request {request.id}: wrong tokens"
+        else:  # the step itself raised: its own requests end, the others go on
+            assert request.finish_reason == "error" and request in requests[:2]
+
+
+def test_ctrl_c_is_the_main_threads_affair() -> None:
+    def work() -> None:
+        with Uninterrupted():
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(10)

@@ -10,7 +10,6 @@ import pytest
 
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
 from continuous.seams import Drafter
@@ -111,9 +110,7 @@ class Steps:
         for work in works:
             name, end, held = name_of(work.request), work.start + work.count, cache.held.get(work.request, 0)
             assert end <= held, f"{name}: token {end - 1} is scheduled, but room is reserved for {held}"
-            assert not (entered and work.request in before), (
-                f"{name} runs, but a newcomer is served before it"
-            )
+            assert not (entered and work.request in before), f"{name} runs, but a newcomer comes first"
             entered = entered or work.request not in before
         spent = sum(work.count for work in works)
         assert spent <= scheduler.step_tokens, f"{spent} tokens in a step of {scheduler.step_tokens}"
@@ -242,17 +239,6 @@ def test_who_has_left_commits_nothing() -> None:
     assert cache.calls[-1] == ("release", 0) and request.in_flight == request.placeholders == 0
 
 
-def test_what_the_policies_rank() -> None:
-    short = Request(7, [1] * 2, 2, 40, SamplingParams(), priority=3)
-    long = Request(8, [1] * 30, 30, 35, SamplingParams(), priority=2)
-    assert POLICIES["fcfs"](short) < POLICIES["fcfs"](long)
-    assert POLICIES["shortest_first"](long) < POLICIES["shortest_first"](short), "output is work too"
-    assert POLICIES["priority"](long) < POLICIES["priority"](short)
-    long.priority, long.limit = 3, 40
-    for name, policy in POLICIES.items():
-        assert policy(short) < policy(long), f"{name}: among equals, who came first is not first"
-
-
 class Forking(Scheduler):
     """Siblings run from the moment their prompt is computed, each with as much room as the first."""
 
@@ -283,14 +269,15 @@ def test_every_taker_lands_and_commits() -> None:
 
 
 class Guess(Drafter):
-    """Drafts the same tokens for everybody. left: who has left, and the row that it had then."""
+    """Drafts what comes behind the prompt. left: who has left, and the row that it had then."""
 
-    def __init__(self, *drafts: int) -> None:
-        self.drafts = drafts
+    def __init__(self, *coming: int, most: int = 9) -> None:
+        self.coming, self.most = coming, most
         self.left: list[tuple[int, int]] = []
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        return self.drafts[:most]
+        done = len(request.output_ids)
+        return self.coming[done : done + min(self.most, most)]
 
     def leave(self, request: Request) -> None:
         self.left.append((request.id, request.row))
@@ -302,9 +289,7 @@ def test_the_drafter_hears_of_a_leaver_while_it_has_its_row() -> None:
     scheduler.drafter = drafter = Guess()
     steps.land(steps.schedule())
     scheduler.leave(request)
-    assert drafter.left == [(request.id, row)], (
-        "request 0 leaves row 0: its drafter is told once, before that"
-    )
+    assert drafter.left == [(request.id, row)], "request 0 leaves row 0: its drafter is told before that"
     scheduler.leave(request)
     assert len(drafter.left) == 1, "request 0 has left already: its drafter is not told again"
 
@@ -313,7 +298,7 @@ def test_drafts_without_room_are_dropped() -> None:
     steps, scheduler, cache = setup(room=7)
     ask(scheduler, 0, 5, 20)
     steps.step()
-    scheduler.drafter = Guess(1, 1, 1)
+    scheduler.drafter = Guess(1, 1, 1, 1)
     (work,) = steps.schedule()
     assert cache.calls[-2:] == [("reserve", 0, 6), ("reserve", 0, 9)], "first without the drafts"
     assert (work.start, work.count, work.drafts) == (5, 1, ())
@@ -323,11 +308,37 @@ def test_what_is_ahead_of_itself_waits_for_its_drafts() -> None:
     steps, scheduler, _ = setup()
     request, other = ask(scheduler, 0, 5, 20), ask(scheduler, 1, 5, 20)
     steps.step()
-    scheduler.drafter = Guess(1, 1, 1)
+    scheduler.drafter = Guess(1, 1, 1, 1)
     first, _ = steps.schedule()
     assert (first.start, first.count, first.drafts) == (5, 4, (1, 1, 1))
     assert steps.schedule() == [], "a request is scheduled on, though its drafts have not landed"
     assert request.num_computed_tokens == other.num_computed_tokens == 9
+
+
+def test_what_a_wrong_draft_left_behind_does_not_count() -> None:
+    steps, scheduler, _ = setup()
+    request = ask(scheduler, 0, 3, 17)
+    steps.step()
+    scheduler.drafter = Guess(1, 5, 6, 7, 8, most=3)
+    (work,) = steps.schedule()
+    assert (work.start, work.count, work.drafts) == (3, 4, (5, 6, 7))
+    assert request.num_computed_tokens == 7 and request.placeholders == 1
+    request.tokens += [5, 9]  # the first was right, and 9 was sampled in the place of the second
+    scheduler.cache.computed[request] = 7  # type: ignore[attr-defined]
+    scheduler.land(work, accepted=1)
+    assert request.num_computed_tokens == 5 and request.placeholders == request.in_flight == 0
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 9])
+def test_drafts_fit_the_budget_and_the_limit(budget: int) -> None:
+    steps, scheduler, _ = setup(rows=1, step_tokens=3)
+    ask(scheduler, 0, 3, budget)
+    steps.step()
+    scheduler.drafter = Guess(*[4] * 9)
+    works = steps.schedule()
+    # One token is sampled in any case, so a request that may have `left` more is drafted one less.
+    left = budget - 1
+    assert [len(work.drafts) for work in works] == ([min(2, left - 1)] if left else [])
 
 
 def test_nothing_is_computed_for_the_last_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,6 @@ from common.errors import UserError
 from common.events import generate
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.batch import Batch
-from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.work import Work
 from forward.attention import LayerSpec
@@ -27,22 +26,19 @@ from forward.shapes import SHAPES
 from paged_cache import (
     BlockAllocator,
     BlockPool,
-    PagedBatch,
     PagedCache,
-    PagedScheduler,
     TorchPagedAttention,
 )
 from paged_cache.memory import plan_cache, weight_bytes
 from paged_cache.reference import paged_attention
-from paged_cache.runner import PagedRunner
 from tests.dispatch import Operations
 from tests.fakes import expected_tokens
-from tests.fuzz.machines import machine
+from tests.fuzz.machines import machine, paged_engine
+from tests.paged_batches import prepared, step_of
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
     failures_expected,
-    fake_engine,
     finish,
     greedy,
     name_of,
@@ -59,37 +55,18 @@ def block_bytes(model: Model, blocks: int, block_size: int = 16) -> int:
     return blocks * BlockPool.bytes_per_block(model.config, block_size, model.dtype)
 
 
-def fake(
-    rows: int,
-    blocks: int,
-    block_size: int = 4,
-    *,
-    step_tokens: int = 64,
-    watermark: float = 0.0,
-    policy: str = "fcfs",
-    **options: Any,
-) -> Any:
-    def scheduler(table: Rows) -> PagedScheduler:
-        cache = PagedCache(rows, MAX_LEN, blocks, block_size, watermark=watermark)
-        return PagedScheduler(table, cache, step_tokens=step_tokens, policy=POLICIES[policy])
-
-    return fake_engine(scheduler, rows, **{"overlap": False, **options})
+def fake(rows: int, blocks: int, block_size: int = 4, *, watermark: float = 0.0, **options: Any) -> Any:
+    cache = PagedCache(rows, MAX_LEN, blocks, block_size, watermark=watermark)
+    return paged_engine(cache, rows, chunked=False, **options)
 
 
 @pytest.mark.timeout(120)
 @SCHEDULES
-@given(
-    script=operations,
-    rows=st.integers(3, 6),
-    block_size=st.sampled_from([1, 2, 3, 4, 8]),
-    spare=st.integers(0, 20),
-    overlap=st.booleans(),
-)
-def test_any_schedule(script: list[Any], rows: int, block_size: int, spare: int, overlap: bool) -> None:
-    blocks = -(-MAX_LEN // block_size) + spare
-    engine, runner = fake(rows, blocks, block_size, overlap=overlap)
+@given(script=operations, seed=st.integers(0, 999))
+def test_any_schedule(script: list[Any], seed: int) -> None:
+    engine, runner = machine("05", random.Random(seed))
     play(engine, runner, script)
-    assert runner.most_in_step <= 64
+    assert runner.most_in_step <= MAX_LEN
 
 
 @pytest.mark.timeout(120)
@@ -304,23 +281,6 @@ def test_what_can_never_fit_is_rejected_at_once(model: Model) -> None:
     small.add([1] * 10, greedy(11))
 
 
-def test_more_samples_than_rows_wait_in_line(model: Model) -> None:
-    params = SamplingParams(max_tokens=6, temperature=1.0, seed=3, n=7, ignore_eos=True)
-    narrow, wide = paged_cache.load(model, max_rows=3), paged_cache.load(model, max_rows=8)
-    expected = generate(wide, [[1, 2, 3], [4]], [params, greedy(9)])
-    actual = generate(narrow, [[1, 2, 3], [4]], [params, greedy(9)])
-    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
-    narrow.check_integrity()
-    requests = narrow.add([1, 2, 3], params)
-    narrow.step()
-    for request in requests[::3]:  # the first of each group
-        narrow.abort(request)
-    while not narrow.idle:
-        narrow.step()
-    assert all(request.finish_reason is not None for request in requests)
-    narrow.check_integrity()
-
-
 # Samples that share their prompt.
 
 
@@ -433,38 +393,24 @@ def scatter(cache: PagedCache, rng: random.Random) -> None:
     cache.allocator.release(blocks)
 
 
-def paged_batch(rows: Rows, cache: PagedCache, works: list[Work]) -> PagedBatch:
-    runner = PagedRunner.__new__(PagedRunner)
-    runner.rows, runner.cache = rows, cache
-    batch: Batch = runner.prepare(works)
-    assert isinstance(batch, PagedBatch)
-    return batch
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_torch_attention_equals_the_reference(seed: int) -> None:
     """Random mixes of prompts, chunks and decodes, with windows and soft caps, over scattered blocks."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     block_size, heads, kv_heads, size = rng.choice([1, 4, 16]), 6, rng.choice([1, 2, 6]), 8
-    config = SHAPES["tiny"]
-    config = type(config)(**{**vars(config), "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size})
+    config = replace(SHAPES["tiny"], num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
     rows, cache = Rows(12, 200), PagedCache(12, 200, 2000 // block_size, block_size)
     scatter(cache, rng)
     pool = BlockPool(
         config, cache.allocator.count, block_size, device=torch.device("cpu"), dtype=torch.float32
     )
     pool.data.normal_()
-    works = []
-    for number in range(rng.randrange(1, 12)):
-        start, count = rng.choice(
-            [(0, rng.randrange(1, 40)), (rng.randrange(1, 150), rng.choice([1, 1, 7, 30]))]
-        )
-        request = Request(number, [1] * (start + count), start + count, 200, SamplingParams())
-        rows.acquire(request)
-        assert cache.reserve(request, start + count)
-        works.append(Work(request, request.row, start, count, (), (request,)))
-    batch = paged_batch(rows, cache, works)
+    spans = [
+        rng.choice([(0, rng.randrange(1, 40)), (rng.randrange(1, 150), rng.choice([1, 1, 7, 30]))])
+        for _ in range(rng.randrange(1, 12))
+    ]
+    batch = step_of(rows, cache, spans)
     attention = TorchPagedAttention(pool)
     attention.begin(batch)
     tokens = len(batch.positions)
@@ -487,7 +433,7 @@ def test_slots_of_a_pool_beyond_two_thousand_million_tokens() -> None:
     rows, cache = Rows(1, 40), PagedCache(1, 40, 10, 16)
     request = admitted(rows, 0, 20)
     cache.tables[0, :2] = 150_000_000, 150_000_001
-    batch = paged_batch(rows, cache, [Work(request, 0, 15, 3)])
+    batch = prepared(rows, cache, [Work(request, 0, 15, 3)])
     wanted = [150_000_000 * 16 + 15, 150_000_001 * 16, 150_000_001 * 16 + 1]
     assert batch.slots.tolist() == wanted, "slots overflow 32 bits"
 

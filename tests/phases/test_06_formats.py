@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from continuous.batch import HostBatch
+from continuous.rows import Rows
 from forward.attention import LayerSpec
 from forward.shapes import SHAPES
-from paged_cache import BlockPool, KVFormat, LayerBlocks, TorchPagedAttention
-from paged_cache.attention import PagedAttention, PagedBatch
+from paged_cache import BlockPool, KVFormat, LayerBlocks, PagedCache, TorchPagedAttention
+from paged_cache.attention import PagedAttention
 from paged_cache.pool import encode
 from paged_cache.reference import paged_attention
-from tests.paged_batches import DEVICE, FEATURES, Batch, assert_attention, assert_near, make
+from tests.paged_batches import DEVICE, FEATURES, Batch, assert_attention, assert_near, make, step_of
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import paged_decode
 from triton_paged_attention.kernels.kv_store import kv_store
@@ -90,44 +89,17 @@ def test_both_stores_write_the_same_numbers(name: str) -> None:
 
 def step(attention: PagedAttention, lens: list[int]) -> tuple[Tensor, Tensor]:
     """Prompts of these lengths through an attention object, and what the oracle says of its cache."""
-    tokens, device = sum(lens), torch.device(DEVICE)
-    starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
-    places, counts = np.arange(tokens), np.array(lens)
-    host = HostBatch(
-        rows=places, query_lens=counts, query_starts=np.array(starts), context_lens=counts,
-        token_rows=places, positions=places, sample_at=places, sample_rows=places,
-        sample_positions=places, sample_steps=places,
-    )  # fmt: skip
-    blocks = torch.arange(2 * len(lens)).view(len(lens), 2)  # two blocks of 16 each
-    slots = [int(blocks[b, i // 16]) * 16 + i % 16 for b, count in enumerate(lens) for i in range(count)]
-    zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-    nothing = zeros[:0]
-    batch = PagedBatch(
-        host=host,
-        input_ids=zeros,
-        positions=zeros,
-        token_rows=nothing,
-        rows=nothing,
-        sample_at=nothing,
-        sample_rows=nothing,
-        sample_positions=nothing,
-        sample_steps=nothing,
-        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        context_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=blocks.int().to(device),
-        slots=torch.tensor(slots, device=device),
-    )
-    generator = torch.Generator().manual_seed(1)
+    rows, cache = Rows(len(lens), 33, DEVICE), PagedCache(len(lens), 33, 2 * len(lens), 16)
+    batch, generator = step_of(rows, cache, [(0, count) for count in lens]), torch.Generator().manual_seed(1)
     q, k, v = (
-        torch.randn(tokens, heads, D, generator=generator).to(device) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(sum(lens), heads, D, generator=generator).to(DEVICE)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    layer = LayerSpec(0, HEADS, KV_HEADS, D, 0.2)
     attention.begin(batch)
-    got = attention(layer, q, k, v)
-    cache = attention.pool.layers[0]
-    return got, paged_attention(
-        q, cache, batch.block_tables, batch.query_starts, batch.context_lens, scale=0.2
-    )
+    got = attention(LayerSpec(0, HEADS, KV_HEADS, D, 0.2), q, k, v)
+    tables, starts = batch.block_tables, batch.query_starts
+    stored = attention.pool.layers[0]
+    return got, paged_attention(q, stored, tables, starts, batch.context_lens, scale=0.2)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -17,20 +17,19 @@ from torch import Tensor
 
 from paged_cache.memory import weight_bytes
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import paged_cache  # noqa: E402
-import triton_paged_attention  # noqa: E402
-from common.events import generate  # noqa: E402
-from common.models.config import RopeConfig  # noqa: E402
-from common.sampling.params import SamplingParams  # noqa: E402
-from forward.loading import load_model, random_model  # noqa: E402
-from forward.model import Model  # noqa: E402
-from forward.rope import Rope  # noqa: E402
-from forward.shapes import SHAPES  # noqa: E402
-from forward.surgery import clone  # noqa: E402
-from paged_cache.reference import gather  # noqa: E402
-from tests.paged_batches import (  # noqa: E402
+import triton
+
+import paged_cache
+import triton_paged_attention
+from common.sampling.params import SamplingParams
+from forward.loading import load_model, random_model
+from forward.model import Model
+from forward.shapes import SHAPES
+from forward.surgery import clone
+from paged_cache.reference import gather
+from tests.paged_batches import (
     CUDA,
     DEVICE,
     FEATURES,
@@ -43,20 +42,16 @@ from tests.paged_batches import (  # noqa: E402
     expected,
     make,
 )
-from triton_paged_attention.decode import Workspace, paged_decode  # noqa: E402
-from triton_paged_attention.decode_v1 import paged_decode_v1  # noqa: E402
-from triton_paged_attention.decode_v2 import paged_decode_v2  # noqa: E402
-from triton_paged_attention.decode_v3 import paged_decode_v3  # noqa: E402
-from triton_paged_attention.hardware import shared_memory  # noqa: E402
-from triton_paged_attention.kernels.norms import add_rms_norm, rms_norm  # noqa: E402
-from triton_paged_attention.kernels.rope import FusedRope  # noqa: E402
-from triton_paged_attention.layers import optimize  # noqa: E402
-from triton_paged_attention.linear import (  # noqa: E402
-    FusedLinear,
-    gated,
-)
-from triton_paged_attention.prefill import paged_prefill, query_tiles  # noqa: E402
-from triton_paged_attention.tables import (  # noqa: E402
+from triton_paged_attention.decode import Workspace, paged_decode
+from triton_paged_attention.decode_v1 import paged_decode_v1
+from triton_paged_attention.decode_v2 import paged_decode_v2
+from triton_paged_attention.decode_v3 import paged_decode_v3
+from triton_paged_attention.hardware import shared_memory
+from triton_paged_attention.kernels.norms import add_rms_norm, rms_norm
+from triton_paged_attention.layers import optimize
+from triton_paged_attention.linear import FusedLinear, gated
+from triton_paged_attention.prefill import paged_prefill, query_tiles
+from triton_paged_attention.tables import (
     PREFILL,
     DecodeConfig,
     DecodeKey,
@@ -143,15 +138,6 @@ def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyP
     for split, (low, high) in enumerate([(0, 48), (48, 96), (96, 100)]):
         what = f"{version}: log2 of the sum of split {split}, which has keys {low} to {high - 1}, by head"
         assert_near(lse[:, split], log_sums(batch, low, high), 1e-5, what)
-
-
-@pytest.mark.parametrize("block", [4, 16, 64, 256])
-@pytest.mark.parametrize("heads,d", [((3, 1), 64), ((6, 2), 80), ((2, 2), 96), ((8, 1), 128), ((4, 1), 256)])
-@pytest.mark.slow
-def test_decode_over_head_shapes_and_block_sizes(block: int, heads: tuple[int, int], d: int) -> None:
-    batch = make([3, 70], heads=heads, d=d, block=block, seed=d)
-    out = paged_decode(*batch.arguments, scale=0.2, config=DecodeConfig(block_n=32, splits=2, num_stages=2))
-    assert_attention(batch, out, TOLERANCE[torch.float32], f"blocks of {block}, {heads} heads of {d}")
 
 
 @pytest.mark.slow
@@ -284,13 +270,6 @@ def test_gated_activation(kind: str) -> None:
     assert_near(gated(both, kind), act * both[:, 80:], 1e-6, f"{kind}(gate) * up")
 
 
-def test_angles_are_those_of_phase_01() -> None:
-    rope = Rope(RopeConfig(theta=10_000.0), 32).to(DEVICE)
-    positions = torch.tensor([0, 1, 700, 40_000], device=DEVICE)
-    for got, want in zip(FusedRope(rope)(positions), rope(positions), strict=True):
-        assert got.shape == want.shape and (got - want).abs().max() < 1e-6
-
-
 # Natively on a GPU: half precision, real sizes, random shapes.
 
 
@@ -338,22 +317,6 @@ def test_splits_meet_without_a_race() -> None:
 
 
 # The engine.
-
-
-@pytest.mark.parametrize("name", [pytest.param("tiny", marks=pytest.mark.long), "tiny-window"])
-@pytest.mark.slow
-def test_same_tokens_as_phase_05(name: str) -> None:
-    """Greedy, float32: a short prompt (decode kernel), a long one (prefill kernel), and their decodes."""
-    model = load_model(f"random:{name}", device=DEVICE, dtype="float32")
-    prompts = [[1, 2, 3], [(7 * i) % 250 for i in range(21)]]
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    options: dict[str, Any] = {"max_len": 64, "max_rows": 2}
-    before = generate(paged_cache.load(model, **options), prompts, params)
-    engine = triton_paged_attention.load(model, **options)
-    after = generate(engine, prompts, params)
-    engine.check_integrity()
-    for index, (mine, theirs) in enumerate(zip(after, before, strict=True)):
-        assert mine.token_ids == theirs.token_ids, f"prompt {index}: not the tokens of phase 05"
 
 
 @cache

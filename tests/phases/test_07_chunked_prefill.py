@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
@@ -10,19 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chunked_prefill
-from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import generate
 from common.request import Request
-from continuous.policies import POLICIES
-from continuous.rows import Rows
 from forward.model import Model
 from paged_cache import BlockPool, PagedCache
-from tests.fuzz.machines import machine
+from tests.fuzz.machines import machine, paged_engine
 from tests.schedules import (
-    MAX_LEN,
     SCHEDULES,
-    fake_engine,
     finish,
     greedy,
     operations,
@@ -35,57 +31,20 @@ pytestmark = pytest.mark.timeout(20)
 
 
 def fake(
-    rows: int = 8,
-    *,
-    step_tokens: int,
-    chunk_tokens: int | None = None,
-    max_len: int = 400,
-    policy: str = "fcfs",
-    blocks: int = 1000,
-    block_size: int = 4,
-    overlap: bool = False,
+    rows: int = 8, *, max_len: int = 400, blocks: int = 1000, block_size: int = 4, **options: Any
 ) -> Any:
-    def scheduler(table: Rows) -> ChunkedScheduler:
-        cache = PagedCache(rows, max_len, blocks, block_size)
-        return ChunkedScheduler(
-            table, cache, step_tokens=step_tokens, chunk_tokens=chunk_tokens, policy=POLICIES[policy]
-        )
-
-    return fake_engine(scheduler, rows, overlap=overlap, max_len=max_len)
+    cache = PagedCache(rows, max_len, blocks, block_size)
+    return paged_engine(cache, rows, max_len=max_len, **options)
 
 
 @pytest.mark.timeout(120)
 @SCHEDULES
-@given(
-    script=operations,
-    rows=st.integers(3, 6),
-    block_size=st.sampled_from([1, 2, 3, 4, 8]),
-    spare=st.integers(0, 20),
-    step_tokens=st.integers(2, 20),
-    chunk_tokens=st.integers(1, 20),
-    overlap=st.booleans(),
-)
+@given(script=operations, seed=st.integers(0, 999))
 @pytest.mark.slow
-def test_any_schedule(
-    script: list[Any],
-    rows: int,
-    block_size: int,
-    spare: int,
-    step_tokens: int,
-    chunk_tokens: int,
-    overlap: bool,
-) -> None:
-    engine, runner = fake(
-        rows,
-        step_tokens=step_tokens,
-        chunk_tokens=chunk_tokens,
-        max_len=MAX_LEN,
-        blocks=-(-MAX_LEN // block_size) + spare,
-        block_size=block_size,
-        overlap=overlap,
-    )
+def test_any_schedule(script: list[Any], seed: int) -> None:
+    engine, runner = machine("07", random.Random(seed))
     play(engine, runner, script)
-    assert runner.most_in_step <= step_tokens
+    assert runner.most_in_step <= engine.scheduler.step_tokens
 
 
 @pytest.mark.timeout(120)
@@ -147,16 +106,6 @@ def test_a_budget_too_small_for_a_quarter_keeps_one_token() -> None:
     assert counts == [1, 1, 1, 1], f"the prompt computed {counts} tokens in four steps"
 
 
-def test_a_decode_does_not_wait_for_a_newcomer_of_lower_rank() -> None:
-    engine, _ = fake(4, step_tokens=4, policy="priority")
-    (decode,) = begun(engine, 1, priority=5)
-    (prompt,) = engine.add([2] * 20, greedy(1), priority=1)
-    for _ in range(2):
-        counts = step(engine)
-        assert counts.get(decode) == 1, "a decode waited for a prompt"
-        assert counts[prompt] == 3
-
-
 def test_newcomers_pass_only_prompts_of_larger_rank() -> None:
     engine, _ = fake(step_tokens=12, chunk_tokens=4, policy="priority")
     engine.add([5] * 20, greedy(1), priority=5)
@@ -167,15 +116,6 @@ def test_newcomers_pass_only_prompts_of_larger_rank() -> None:
     assert order == [3, 5, 7], f"12 tokens, 4 for each of priorities {order}: 5 runs and passes 7, 3 passes 5"
     order = [request.priority for request in step(engine)]
     assert order == [3, 5, 7], f"in the next step, 4 tokens for each of priorities {order}"
-
-
-def test_a_prompt_that_has_begun_waits_for_one_of_smaller_rank() -> None:
-    engine, _ = fake(step_tokens=4, policy="priority")
-    (late,) = engine.add([5] * 20, greedy(1), priority=5)
-    step(engine)
-    (urgent,) = engine.add([3] * 8, greedy(1), priority=3)
-    assert step(engine) == {urgent: 4} and step(engine) == {urgent: 4}
-    assert step(engine) == {late: 4}
 
 
 def test_a_decode_is_preempted_before_a_prompt_of_smaller_rank() -> None:
@@ -228,9 +168,7 @@ def test_a_prompt_advances_though_decodes_just_fill_the_budget() -> None:
 
 def test_a_prompt_advances_though_decodes_could_take_the_whole_budget() -> None:
     engine, _ = fake(12, step_tokens=8)
-    decoding = [engine.add([1], greedy(150))[0] for _ in range(10)]
-    while any(not request.output_ids for request in decoding):
-        step(engine)
+    decoding = begun(engine, 10)
     (prompt,) = engine.add([2] * 40, greedy(3))
     served = {request: 0 for request in decoding}
     steps = 0
@@ -247,18 +185,14 @@ def test_a_prompt_advances_though_decodes_could_take_the_whole_budget() -> None:
 
 def test_new_requests_get_in_though_decodes_could_take_the_whole_budget() -> None:
     engine, _ = fake(12, step_tokens=4)
-    decoding = [engine.add([1], greedy(100))[0] for _ in range(8)]
-    while any(not request.output_ids for request in decoding):
-        step(engine)
+    begun(engine, 8)
     (single,) = engine.add([3], greedy(1))
     assert step(engine)[single] == 1
 
 
 def test_the_whole_budget_is_used_when_nobody_waits() -> None:
     engine, _ = fake(4, step_tokens=4)
-    decoding = [engine.add([1], greedy(50))[0] for _ in range(4)]
-    while any(len(request.output_ids) < 2 for request in decoding):
-        step(engine)
+    decoding = begun(engine, 4, output=2)
     engine.add([1], greedy(1))  # waits for a row, which no budget can give
     assert step(engine) == {request: 1 for request in decoding}
 

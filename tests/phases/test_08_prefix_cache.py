@@ -13,20 +13,16 @@ from hypothesis import strategies as st
 
 import chunked_prefill
 import prefix_cache
-from chunked_prefill import ChunkedScheduler
 from common.events import generate
-from continuous.policies import POLICIES
-from continuous.rows import Rows
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 from prefix_cache import HashIndex, PrefixCache, PrefixIndex, RadixIndex
 from prefix_cache.index import block_keys
-from tests.fuzz.machines import INDEXES, machine
+from tests.fuzz.machines import INDEXES, machine, paged_engine
 from tests.schedules import (
     MAX_LEN,
     SCHEDULES,
     failures_expected,
-    fake_engine,
     finish,
     greedy,
     operations,
@@ -34,13 +30,7 @@ from tests.schedules import (
     play_seeds,
 )
 
-
-def weak_digest(data: bytes) -> int:
-    """Collides often."""
-    return sum(data) % 5
-
-
-MAKE: dict[str, Any] = {"radix": RadixIndex, "hash": HashIndex, "weak hash": lambda: HashIndex(weak_digest)}
+MAKE: dict[str, Any] = {name.removeprefix("08 "): make for name, make in INDEXES.items()}
 BOTH = pytest.mark.parametrize("index", ["radix", "hash"])
 
 
@@ -54,19 +44,11 @@ def fake(
     rows: int = 4,
     blocks: int = 100,
     block_size: int = 4,
-    step_tokens: int = 64,
-    chunk_tokens: int | None = None,
     watermark: float = 0.01,
-    policy: str = "fcfs",
     **options: Any,
 ) -> Any:
-    def scheduler(table: Rows) -> ChunkedScheduler:
-        cache = PrefixCache(rows, MAX_LEN, blocks, block_size, index, watermark=watermark)
-        return ChunkedScheduler(
-            table, cache, step_tokens=step_tokens, chunk_tokens=chunk_tokens, policy=POLICIES[policy]
-        )
-
-    return fake_engine(scheduler, rows, **{"overlap": False, **options})
+    cache = PrefixCache(rows, MAX_LEN, blocks, block_size, index, watermark=watermark)
+    return paged_engine(cache, rows, **options)
 
 
 def run(engine: Any, *asked: Any) -> list[Any]:
@@ -78,27 +60,17 @@ def run(engine: Any, *asked: Any) -> list[Any]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("index", MAKE)
 @SCHEDULES
-@given(
-    script=operations,
-    rows=st.integers(3, 6),
-    block_size=st.sampled_from([1, 2, 3, 4, 8]),
-    spare=st.integers(0, 20),
-    step_tokens=st.integers(2, 30),
-    overlap=st.booleans(),
-)
+@given(script=operations, seed=st.integers(0, 999))
 @pytest.mark.slow
-def test_any_schedule(
-    index: str, script: list[Any], rows: int, block_size: int, spare: int, step_tokens: int, overlap: bool
-) -> None:
-    blocks = -(-MAX_LEN // block_size) + spare
-    made: PrefixIndex = MAKE[index]()
-    engine, runner = fake(
-        made, rows=rows, blocks=blocks, block_size=block_size, step_tokens=step_tokens, overlap=overlap
-    )
+def test_any_schedule(index: str, script: list[Any], seed: int) -> None:
+    engine, runner = machine(f"08 {index}", random.Random(seed))
     play(engine, runner, script)
     # Everything is evictable again, and evicting it leaves nothing.
-    evicted = made.evict(blocks)
-    assert sorted(evicted) == sorted(set(evicted)) and made.evictable == 0 and made.blocks() == []
+    cache: Any = engine.scheduler.cache
+    evicted = cache.index.evict(cache.allocator.count)
+    assert (
+        sorted(evicted) == sorted(set(evicted)) and cache.index.evictable == 0 and cache.index.blocks() == []
+    )
 
 
 @pytest.mark.timeout(120)
@@ -243,9 +215,7 @@ def test_forked_siblings_pin_their_prompt(index: str) -> None:
     engine.step()
     engine.abort(one)
     engine.step()
-    assert one.row < 0 <= two.row and made.evictable == 0, (
-        "the prompt's blocks are free, though request 1 runs"
-    )
+    assert one.row < 0 <= two.row and made.evictable == 0, "the prompt is free, though request 1 runs"
     assert made.match(block_keys([1] * 8, 4), "").unpinned == 0
     finish(engine)
     assert made.evictable == len(made.blocks()) > 0
@@ -275,24 +245,6 @@ def test_siblings_commit_each_block_in_its_place(index: str) -> None:
     assert len(blocks) == len(set(blocks)) == 3, f"12 tokens are 3 blocks, but the index holds {blocks}"
     found = made.match(block_keys(prompt[:8] + prompt[:4], 4), "").blocks
     assert len(found) == 2, "the beginning of the prompt is found again after its second block"
-
-
-@BOTH
-def test_what_has_a_past_in_common_stays_apart(index: str) -> None:
-    made = MAKE[index]()
-    made.detach(grow(made, "abc", 0))
-    cursor, held, new = made.extend(made.attach(keys("ab"), ""), keys("d"), [9])
-    assert (held, new) == ([9], [9])
-    assert made.match(keys("abc"), "").blocks == [0, 1, 2] and made.match(keys("abd"), "").blocks == [0, 1, 9]
-    assert made.evictable == 1, "only c is used by nobody"
-    made.detach(cursor)
-
-
-@BOTH
-def test_no_more_is_evicted_than_asked_for(index: str) -> None:
-    made = MAKE[index]()
-    made.detach(grow(made, "abcd", 0))
-    assert made.evict(0) == [] and made.evict(3) == [3, 2, 1] and made.evict(5) == [0] and made.evict(1) == []
 
 
 @BOTH
@@ -344,6 +296,7 @@ def test_the_integrity_check_sees_a_stray_user(model: Model, index: str) -> None
 
 @BOTH
 def test_admission_leaves_room_for_those_that_run(index: str) -> None:
+    """Who is alone may have the whole pool, and what others have left behind."""
     engine, _ = fake(MAKE[index](), blocks=10, watermark=0.2)
     engine.add([1] * 4, greedy(9))
     engine.step()
@@ -351,16 +304,8 @@ def test_admission_leaves_room_for_those_that_run(index: str) -> None:
     engine.step()
     assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
     finish(engine)
-    assert large.finish_reason == "length"
-
-
-@BOTH
-def test_a_request_that_runs_alone_may_have_the_whole_pool(index: str) -> None:
-    engine, _ = fake(MAKE[index](), blocks=10, watermark=0.2)
-    run(engine, ([1] * 12, greedy(1)))  # leaves blocks behind, which need not be kept either
-    (large,) = run(engine, ([2] * 37, greedy(3)))
-    assert large.finish_reason == "length"
-    assert engine.scheduler.cache.stats.evicted_blocks == 3
+    (larger,) = run(engine, ([3] * 37, greedy(3)))
+    assert large.finish_reason == larger.finish_reason == "length"
 
 
 @BOTH
@@ -431,16 +376,6 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings(index: str) -
     assert order[-2:] == [1, 0] and made.evictable == 0
 
 
-def test_a_radix_leaf_grows_in_place() -> None:
-    made = RadixIndex()
-    cursor = grow(made, "ab", 0)
-    for at, character in enumerate("cdefgh"):
-        cursor, _, _ = made.extend(cursor, keys(character), [2 + at])
-    (leaf,) = made.roots[0].children.values()
-    assert leaf.blocks == list(range(8)) and not leaf.children
-    assert made.match(keys("abcdefgh"), "").blocks == list(range(8))
-
-
 def test_the_radix_tree_forgets_empty_tenants_and_stale_leaves() -> None:
     made = RadixIndex()
     tracemalloc.start()
@@ -459,9 +394,7 @@ def test_collisions_are_counted_and_never_served() -> None:
     cursor, held, new = made.extend(made.attach([], ""), keys("ab"), [0, 1])
     assert (held, new, made.collisions) == ([0, 1], [0], 1)
     assert made.match(keys("b"), "").blocks == [] and made.match(keys("ab"), "").blocks == [0]
-    assert made.match(keys("aa"), "").blocks == [0], (
-        "a block is found where its tokens stand, but not its past"
-    )
+    assert made.match(keys("aa"), "").blocks == [0], "a block is found without its past"
     made.detach(cursor)
 
 

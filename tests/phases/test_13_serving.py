@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,10 @@ import psutil
 import pytest
 import torch
 
+from common.request import Request
 from common.sampling.params import SamplingParams
 from forward.loading import random_model
 from forward.shapes import SHAPES
-from paged_cache import PagedEngine
 from phases.appendix.server import whole_app
 from serving import endpoints
 from serving.app import App
@@ -35,63 +36,42 @@ from tests.serving_kit import engine as engine
 from tests.serving_kit import make as make
 from tests.serving_kit import tokenizer as tokenizer
 
-# Messages.
-
-
 # The loop.
 
 
-def free_after(worker: Worker, channel: Lists, engine: PagedEngine, number: int, steps: int) -> bool:
-    """Whether a completion has nothing left so many steps after it was aborted."""
-    request = worker.live[number]
-    channel.commands.append(AbortCompletions([number]))
-    for _ in range(steps):
-        worker.turn()
-    return request.row < 0 and request not in engine.scheduler.running and number not in worker.live
+LEAVERS: dict[str, tuple[int, int, Callable[[Request], bool]]] = {
+    "queued": (2, 3, lambda request: request.row < 0),
+    "prefilling": (0, 1, lambda request: request.prefilling and request.row >= 0),
+    "decoding": (1, 12, lambda request: request.row >= 0 and len(request.tokens) > request.prompt_len),
+    "preempted": (1, 3, lambda request: request.preemptions > 0),
+    "samples in line": (10, 1, lambda request: bool(request.siblings)),
+    "samples": (10, 12, lambda request: not request.siblings),
+}
+"""Of each state: the number of a request, the turns after which it is in it, and how that is seen."""
 
 
-@pytest.mark.parametrize(
-    "state", ["queued", "prefilling", "decoding", "preempted", "samples in line", "samples"]
-)
+@pytest.mark.parametrize("state", LEAVERS)
 def test_whoever_leaves_has_nothing_after_two_steps(model, state):
-    tight = state == "preempted"
-    engine = load(
-        model, max_rows=2, step_tokens=64, chunk_tokens=16, cache_bytes=blocks(model, 24 if tight else 200)
-    )
-    channel = Lists()
+    tight, (number, turns, is_so) = state == "preempted", LEAVERS[state]
+    size = blocks(model, 24 if tight else 200)
+    engine, channel = load(model, max_rows=2, step_tokens=64, chunk_tokens=16, cache_bytes=size), Lists()
     worker = Worker(engine, channel)
-    prompt = [1 + n % 200 for n in range(100)]
-    params = SamplingParams(max_tokens=200, ignore_eos=True)
-    channel.commands = [
-        AddPrompt(0, prompt, params),
-        AddPrompt(1, prompt[::-1], params),
-        AddPrompt(2, prompt, params),
-    ]
-    number = {"queued": 2, "prefilling": 0, "decoding": 1, "preempted": 1}.get(state, 10)
-    turns = {"queued": 3, "prefilling": 1, "decoding": 12}.get(state, 3)
-    if state.startswith("samples"):
+    prompt, params = [1 + n % 200 for n in range(100)], SamplingParams(max_tokens=200, ignore_eos=True)
+    channel.commands = [AddPrompt(n, each, params) for n, each in enumerate((prompt, prompt[::-1], prompt))]
+    if number == 10:
         channel.commands = [AddPrompt(10, prompt, replace(params, n=2))]
-        turns = 1 if state == "samples in line" else 12
     for _ in range(turns):
         worker.turn()
-    if tight:
-        while not worker.live[1].preemptions:
-            worker.turn()
+    while tight and not worker.live[1].preemptions:
+        worker.turn()
     request = worker.live[number]
-    as_told = {
-        "queued": request.row < 0,
-        "prefilling": request.prefilling and request.row >= 0,
-        "decoding": request.row >= 0 and len(request.tokens) > request.prompt_len,
-        "preempted": request.preemptions > 0,
-        "samples in line": bool(request.siblings),
-        "samples": not request.siblings,
-    }[state]
-    assert as_told, f"the request is not {state}, so nothing would be tested"
-    assert free_after(worker, channel, engine, number, 2), (
-        f"a request that left while {state} still holds something"
-    )
-    others = list(worker.live)
-    channel.commands.append(AbortCompletions(others))
+    assert is_so(request), f"the request is not {state}, so nothing would be tested"
+    channel.commands.append(AbortCompletions([number]))
+    for _ in range(2):
+        worker.turn()
+    gone = request.row < 0 and request not in engine.scheduler.running and number not in worker.live
+    assert gone, f"a request that left while {state} still holds something"
+    channel.commands.append(AbortCompletions(list(worker.live)))
     for _ in range(3):
         worker.turn()
     assert leaks(engine) == ""
@@ -107,32 +87,6 @@ def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
     ends = {end.number: end for step in channel.steps for end in step.ends}
     assert ends[1].reason == "refused" and "cache" in ends[1].message
     assert [ends[0].reason, ends[2].reason] == ["length", "length"]
-    assert leaks(engine) == ""
-
-
-def test_a_step_that_fails_ends_its_own_requests(model, monkeypatch):
-    engine, channel = load(model, max_rows=2), Lists()
-    worker = Worker(engine, channel)
-    channel.commands = [AddPrompt(0, [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))]
-    worker.turn()
-    failing, forward = [True], engine.runner.forward
-
-    def broken(*args: Any, **more: Any) -> Any:
-        if failing.pop() if failing else False:
-            raise RuntimeError("the device is gone")
-        return forward(*args, **more)
-
-    monkeypatch.setattr(engine.runner, "forward", broken)
-    for _ in range(4):
-        worker.turn()
-    (end,) = [end for step in channel.steps for end in step.ends]
-    assert (end.number, end.reason) == (0, "error") and "device" not in end.message, (
-        "an inner word has got out"
-    )
-    channel.commands = [AddPrompt(1, [5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
-    for _ in range(6):
-        worker.turn()
-    assert {end.number for step in channel.steps for end in step.ends} == {0, 1}
     assert leaks(engine) == ""
 
 
@@ -202,12 +156,8 @@ async def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, 
     ]
     others = []
     for number in range(60):
-        more = {
-            "prompt": "other " * rng.randint(1, 30),
-            "max_tokens": rng.randint(1, 60),
-            "stream": True,
-            "seed": number,
-        }
+        more = {"prompt": "other " * rng.randint(1, 30), "max_tokens": rng.randint(1, 60)}
+        more |= {"stream": True, "seed": number}
         other = client.request("/v1/completions", more | ({"stop": ["e"]} if number % 5 == 0 else {}))
         other.leave_after = rng.randint(1, 20)
         others.append(other)
@@ -225,69 +175,39 @@ async def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, 
 
 
 async def test_samples_echo_usage_and_ids(make):
-    app = make()
-    body = {
-        "prompt": ["abc", "de"],
-        "n": 2,
-        "max_tokens": 3,
-        "echo": True,
-        "seed": 4,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    status, found = await Client(app).post("/v1/completions", body)
+    app, path = make(), "/v1/completions"
+    body = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 3, "echo": True, "seed": 4}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    status, found = await Client(app).post(path, body)
     assert status == 200
     choices = found["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "de", "de"]
     assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, "both samples are the same"
     assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
-    again = (
-        await Client(app).post(
-            "/v1/completions",
-            {"prompt": "abc", "seed": 5, "max_tokens": 3, "ignore_eos": True, "return_token_ids": True},
-        )
-    )[1]
-    assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
-        "sample 1 has not the seed of sample 0 plus 1"
-    )
+    _, again = await Client(app).post(path, body | {"prompt": "abc", "n": 1, "echo": False, "seed": 5})
+    assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], "sample 1 has not seed 4 plus 1"
 
 
 async def test_chunks_put_together_are_the_whole(make):
-    app = make()
-    messages_ = [{"role": "user", "content": "hi"}]
-    body = {
-        "messages": messages_,
-        "max_tokens": 12,
-        "seed": 3,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "n": 2,
-        "ignore_eos": True,
-    }
-    whole = (await Client(app).post("/v1/chat/completions", body))[1]
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    asked = (
-        await Client(app)
-        .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
-        .run()
-    )
-    events = asked.events()
+    client, path = Client(make()), "/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3, "n": 2}
+    body |= {"logprobs": True, "top_logprobs": 3, "ignore_eos": True}
+    whole = (await client.post(path, body))[1]
+
+    async def streamed(usage: bool) -> list[Any]:
+        options = {"include_usage": True, "continuous_usage_stats": usage}
+        return (await client.request(path, body | {"stream": True, "stream_options": options}).run()).events()
+
+    events = await streamed(True)
     assert events[-1] == "[DONE]" and events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
     assert all("usage" in event for event in events[:-1])
-    options["continuous_usage_stats"] = False
-    asked = (
-        await Client(app)
-        .request("/v1/chat/completions", body | {"stream": True, "stream_options": options})
-        .run()
-    )
-    assert all(event["usage"] is None for event in asked.events()[:-2])
+    assert all(event["usage"] is None for event in (await streamed(False))[:-2])
     for choice in whole["choices"]:
         mine = [e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]]
-        assert (
-            mine[0]["delta"]["role"] == "assistant" and mine[-1]["finish_reason"] == choice["finish_reason"]
-        )
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
         logprobs = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
         for one, other in zip(logprobs, choice["logprobs"]["content"], strict=True):
@@ -323,16 +243,13 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
-    "temperature as text": ({"prompt": "a", "temperature": "hot"}, 400, "temperature", "float"),
     "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "range"),
     "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "256"),
-    "best_of": ({"prompt": "a", "n": 2, "best_of": 3}, 400, "best_of", "best_of"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", ""),
     "options without stream": ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream"),
-    "another model": ({"prompt": "a", "model": "gpt-9"}, 404, "model", "'tiny'"),
     "priority": ({"prompt": "a", "priority": 1}, 400, "priority", "fcfs"),
     "deadline": ({"prompt": "a", "deadline_ms": 0}, 400, "deadline_ms", ">= 1"),
     "deadline of 400 digits": (b'{"prompt": "a", "deadline_ms": ' + b"9" * 400 + b"}", 400, "deadline_ms",
@@ -384,11 +301,7 @@ async def test_unknown_fields_are_named_or_refused(make):
     body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
     asked = await Client(make()).request("/v1/completions", body).run()
     assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature"
-    nasty = (
-        await Client(make())
-        .request("/v1/completions", {"prompt": "a", "max_tokens": 1, "a\r\nx: y\u00e9": 1})
-        .run()
-    )
+    nasty = await Client(make()).request("/v1/completions", body | {"a\r\nx: y\u00e9": 1}).run()
     assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
     status, found = await Client(make(strict=True)).post("/v1/completions", body)
     assert status == 400 and found["error"]["param"] == "mirostat"
@@ -420,9 +333,7 @@ async def test_routes_and_methods(make):
 async def test_large_and_slow_bodies(make):
     app = make(limits=Limits(max_body_bytes=1000, body_seconds=0.05))
     told = await Client(app).request("/v1/completions", b"", headers={"content-length": "100000000"}).run()
-    assert told.status == 413 and told._body is not None, (
-        "a body was read that is too large by its own account"
-    )
+    assert told.status == 413 and told._body is not None, "a body too large by its own account was read"
     untold = await Client(app).request("/v1/completions", b"x" * 1001).run()
     assert untold.status == 413
     slow = Client(app).request("/v1/completions", b"{")
@@ -472,35 +383,28 @@ async def test_who_leaves_is_let_go(make, stream):
     assert metrics(app).troubles["left"] == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_deadlines(make, stream):
+@pytest.mark.parametrize(
+    ("stream", "late"), [(False, 0.0), (True, 0.0), (False, 0.2)], ids=["whole", "stream", "slow to send"]
+)
+async def test_deadlines(make, stream, late):
+    """A deadline counts from the beginning of the request: a client slow to send its body uses it up."""
     app = make()
-    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream, "deadline_ms": 60}
-    asked = await Client(app).request("/v1/completions", body).run()
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    asked = Client(app).request("/v1/completions", body | {"deadline_ms": 150 if late else 60})
+    receive = asked.receive
+
+    async def slowly() -> dict[str, Any]:
+        await asyncio.sleep(late)
+        return await receive()
+
+    asked.receive = slowly
+    await asked.run()
     if stream and asked.status == 200:
         assert asked.events()[-1]["error"]["code"] == "deadline", "a stream past its deadline has no error"
     else:
-        assert asked.status == 504 and asked.json()["error"]["code"] == "deadline"
+        assert (asked.status, asked.json()["error"]["code"]) == (504, "deadline")
     await settle(app)
-
-
-async def test_a_deadline_counts_from_the_beginning_of_the_request(make):
-    """A client that is slow to send its body has used its time up when it arrives."""
-    app = make()
-    asked = Client(app).request(
-        "/v1/completions", {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "deadline_ms": 150}
-    )
-    receive = asked.receive
-
-    async def late() -> dict[str, Any]:
-        await asyncio.sleep(0.2)
-        return await receive()
-
-    asked.receive = late
-    await asked.run()
-    assert (asked.status, asked.json()["error"]["code"]) == (504, "deadline")
-    await settle(app)
-    assert app.engine.engine.stats.steps < 30, "a request that was too late on arrival was computed"
+    assert not late or app.engine.engine.stats.steps < 30, "a request too late on arrival was computed"
 
 
 async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
@@ -510,9 +414,8 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
     slow.reads.clear()
     tasks = [asyncio.ensure_future(one.run()) for one in (slow, fast)]
     await tasks[1]
-    assert (
-        fast.text() == texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=200, ignore_eos=True))[0]
-    )
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    assert [fast.text()] == texts(model, tokenizer, ["hello"], params)
     (group,) = app.groups
     assert group.trouble is not None and group.trouble[0] == "slow"
     unsent = sum(len(choice.texts) - choice.sent for choice in group.choices)
@@ -557,9 +460,7 @@ def test_thousands_who_leave(make, rounds):
             sizes.append(process.memory_info().rss)
             objects.append(len(gc.get_objects()))
         grown = min(after / before - 1 for before, after in itertools.pairwise(sizes))
-        assert grown < 0.003, (
-            f"memory grows: MB after each {25 * rounds} requests that were left: {[s >> 20 for s in sizes]}"
-        )
+        assert grown < 0.003, f"MB after each {25 * rounds} requests left: {[size >> 20 for size in sizes]}"
         kept = min(after - before for before, after in itertools.pairwise(objects))
         assert kept < 150, f"{kept} Python objects are kept of each {25 * rounds} requests that were left"
         assert metrics(app).troubles["left"] > 50 * rounds
@@ -664,19 +565,6 @@ async def test_a_failed_step_is_a_500_for_its_own_requests(make, monkeypatch, st
     await settle(app)
 
 
-async def test_starting_draining_and_restarting_say_so(make):
-    app = make()
-    for state in ("starting", "restarting"):
-        app.engine.state = state
-        assert (await Client(app).get("/ready")).status == 503
-        asked = await Client(app).request("/v1/completions", {"prompt": "a"}).run()
-        assert asked.status == 503 and "retry-after" in asked.headers
-        assert (await Client(app).get("/health")).status == 200
-    app.engine.state, app.service.draining = "ready", True
-    assert (await Client(app).get("/ready")).json() == {"status": "draining"}
-    assert (await Client(app).request("/v1/completions", {"prompt": "a"}).run()).status == 503
-
-
 async def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
     app = make()
     body = {"prompt": "the same beginning of three blocks at the least, " * 2, "max_tokens": 1}
@@ -717,9 +605,8 @@ async def test_metrics_are_what_happened(make):
     parser = pytest.importorskip("prometheus_client.parser")
     app = make()
     for number in range(3):
-        await Client(app).post(
-            "/v1/completions", {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
-        )
+        body = {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
+        await Client(app).post("/v1/completions", body)
     status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "guided_regex": "a"})
     assert status == 400, "the engine has refused it, and it is no request of any length"
     asked = await Client(app).get("/metrics")
@@ -733,8 +620,7 @@ async def test_metrics_are_what_happened(make):
     assert found["vllm:time_to_first_token_seconds_count"] == 3
     assert found["vllm:inter_token_latency_seconds_count"] == 12
     assert found["vllm:request_success_total"] == 3
-    for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
-        assert found[f"vllm:{name}_count"] == 3, name
+    assert found["vllm:request_prompt_tokens_count"] == found["vllm:e2e_request_latency_seconds_count"] == 3
     assert found["ladder:troubles_total"] == 1
     assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
     assert found["ladder:steps_total"] == app.engine.worker._steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -47,6 +46,7 @@ from tests.ranks_kit import (
     tokens_of,
     write_checkpoint,
 )
+from tests.test_process import running
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,22 +67,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_heads_and_sizes_that_do_not_divide_are_refused_before_anything_starts() -> None:
-    with pytest.raises(
-        UserError, match="tensor_parallel is 2, but must divide the model's num_kv_heads, which"
+    heads = "tensor_parallel is {}, but must divide the model's num_{}heads, which"
+    tiny = "random:tiny"
+    for model, size, more, says in (
+        (tiny, 2, {}, heads.format(2, "kv_")),
+        (tiny, 4, {}, heads.format(4, "")),
+        (tiny, 0, {}, "tensor_parallel is 0, but must be"),
+        ("random:gpt2", 2, {}, "tensor_parallel is 2, but gpt2 is not cut"),
+        (tiny, 3, {"drafter": "head"}, "tensor_parallel is 3, but drafter 'head' reads a whole vocabulary"),
     ):
-        parallel.load("random:tiny", tensor_parallel=2, **SMALL)
-    with pytest.raises(
-        UserError, match="tensor_parallel is 4, but must divide the model's num_heads, which is 6"
-    ):
-        parallel.load("random:tiny", tensor_parallel=4, **SMALL)
+        with pytest.raises(UserError, match=says):
+            parallel.load(model, tensor_parallel=size, **SMALL, **more)
     with pytest.raises(UserError, match="so model must be a name"):
         parallel.load(load_model("random:tiny", **PLACE), tensor_parallel=3, **SIZES)
-    with pytest.raises(UserError, match="tensor_parallel is 0, but must be"):
-        parallel.load("random:tiny", tensor_parallel=0, **SMALL)
-    with pytest.raises(UserError, match="tensor_parallel is 2, but gpt2 is not cut"):
-        parallel.load("random:gpt2", tensor_parallel=2, **SMALL)
-    with pytest.raises(UserError, match="tensor_parallel is 3, but drafter 'head' reads a whole vocabulary"):
-        parallel.load("random:tiny", tensor_parallel=3, speculate=True, drafter="head", **SMALL)
 
 
 def test_a_shard_is_cut_where_its_shape_says() -> None:
@@ -90,9 +87,7 @@ def test_a_shard_is_cut_where_its_shape_says() -> None:
     name = "layers.0.self_attn."
     assert last.cut(name + "q_proj.weight", (64, 32), (16, 32), 8) == Slice(0, 48, 16)
     assert last.cut(name + "o_proj.weight", (32, 64), (32, 16), 8) == Slice(1, 48, 16)
-    assert last.cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 8, 8), (
-        "ranks 2 and 3 have head 1"
-    )
+    assert last.cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 8, 8), "rank 3 has head 1"
     assert Shard(1, 4).cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 0, 8)
     assert last.cut("norm.weight", (32,), (32,), 2) is None
     assert last.cut("lm_head.weight", (257, 32), (65, 32), 2) == Slice(0, 195, 65)
@@ -146,11 +141,9 @@ def test_random_weights_are_those_of_one_rank(shape: str, size: int) -> None:
 
 FEATURES: dict[str, dict[str, Any]] = {
     "tight": TIGHT,
-    "no overlap": SMALL | {"overlap": False},
     "plain": SMALL | {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
     "int4": SMALL | {"quantization": "int4", "group_size": 16},
     "int8 keys": SMALL | {"kv_cache": "int8"},
-    "ngram": SMALL | {"speculate": True, "drafter": "ngram", "draft_adaptive": False},
     "synthetic": SMALL | {"speculate": True, "drafter": "synthetic", "draft_adaptive": False},
 }
 
@@ -163,18 +156,13 @@ def test_every_feature_in_two_ranks(llama: Path, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
-def test_grammars_in_two_ranks(overlap: bool) -> None:
+def test_grammars_in_two_ranks() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    params = [
-        SamplingParams(
-            max_tokens=24, grammar=Grammar("json_schema", json.dumps(schema)), temperature=1.0, seed=seed
-        )
-        for seed in (1, 2)
-    ]
+    bound: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "grammar": Grammar.json_schema(schema)}
+    params = [SamplingParams(seed=seed, **bound) for seed in (1, 2)]
     params.append(SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True))
     prompts = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
-    options = SMALL | {"tokenizer": structured_kit.tokenizer(), "overlap": overlap}
+    options = SMALL | {"tokenizer": structured_kit.tokenizer()}
     wanted = tokens_of(served("random:tiny-window", **options), prompts, params)
     same(in_ranks("random:tiny-window", 2, options, prompts, params), wanted, "grammars")
 
@@ -259,26 +247,17 @@ def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
         other = int(leader.stdout.readline())
         leader.kill()
     end = time.monotonic() + 10
-    while time.monotonic() < end and _alive(other):
+    while time.monotonic() < end and running(other):
         time.sleep(0.05)
-    assert not _alive(other), "rank 1 outlives the process that started it"
-
-
-def _alive(number: int) -> bool:
-    try:
-        state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    assert not running(other), "rank 1 outlives the process that started it"
 
 
 def test_sizes_of_the_vocabulary() -> None:
     for vocab in (1, 7, 256, 257):
         for size in (1, 2, 3, 4):
             parts = [Shard(rank, size).vocabulary(vocab) for rank in range(size)]
-            assert [first for first, _, _ in parts] == [
-                min(vocab, r * -(-vocab // size)) for r in range(size)
-            ]
+            each = -(-vocab // size)
+            assert [first for first, _, _ in parts] == [min(vocab, rank * each) for rank in range(size)]
             assert sum(count for _, count, _ in parts) == vocab
             assert len({room for _, _, room in parts}) == 1
 
@@ -374,6 +353,4 @@ def test_quantized_parts_are_those_of_the_whole(llama: Path, scheme: str) -> Non
         if isinstance(layer, QuantLinear) and name != "lm_head":
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
             found = torch.cat([torch.from_numpy(part[name]) for part in parts], dim)
-            assert torch.equal(found, layer.weight.dequantize()), (
-                f"{name}: {scheme} in parts is another weight"
-            )
+            assert torch.equal(found, layer.weight.dequantize()), f"{name}: another weight in parts"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import experts
@@ -21,13 +20,12 @@ from experts import cut
 from experts.feature import TEXT
 from experts.layer import Experts
 from experts.stacked import StackedExperts
-from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
-from forward.surgery import clone
 from phases import phase_named
 from phases.registry import load_engine
 from tests.equivalence.compare import assert_all_same
+from tests.oracles import logits_of
 from tests.schedules import check
 
 SMALL: dict[str, Any] = {"max_rows": 4, "max_len": 96, "step_tokens": 40, "block_size": 4}
@@ -46,11 +44,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 @pytest.fixture(scope="module")
 def tiny() -> Model:
     return load_model("random:tiny", device="cpu", dtype="float32")
-
-
-def logits_of(model: Model, ids: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return model.logits(model(ids, torch.arange(len(ids)), RecomputeAttention()))
 
 
 @pytest.mark.parametrize("name", ["random:tiny", "random:tiny-window"])
@@ -79,17 +72,6 @@ def test_fewer_experts_are_nearer_the_more_there_are(tiny: Model) -> None:
         model = experts.load(tiny, active_experts=count, **SMALL).runner.model
         off.append(float((logits_of(model, ids) - exact).square().mean()))
     assert off[0] > off[1] > off[2] > 1e-6 > off[3]
-
-
-def test_every_neuron_is_in_one_expert(tiny: Model) -> None:
-    model = clone(tiny)
-    cut.cut(model, list(range(257)) * 4, 8)
-    for name in ("layers.0.mlp", "layers.1.mlp"):
-        gate_up, mlp = model.get_parameter(f"{name}.experts.gate_up.data"), tiny.get_submodule(name)
-        rows = torch.cat(list(gate_up.chunk(2, dim=1)[0]))  # the gates of all experts
-        whole = mlp.get_parameter("gate_proj.weight")
-        assert len(rows) == len(whole) == 80
-        assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, whole.tolist()))
 
 
 def test_neurons_that_fire_together_go_together() -> None:

@@ -20,19 +20,17 @@ import forward
 from common.errors import UserError
 from common.events import generate
 from common.models.config import ExpertConfig, ModelConfig
-from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from experts.layer import ExpertList, Experts
 from experts.routing import route, sort_by_expert
 from experts.stacked import SortedLoop, StackedExperts, combine
-from forward.attention import RecomputeAttention
 from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from quant.linear import QuantLinear
 from tests.equivalence.compare import assert_all_same
+from tests.oracles import assert_same_logits, written
 from tests.schedules import check
-from tests.structured_kit import tokenizer
 
 AWKWARD = {
     "vocab_size": 97,
@@ -66,24 +64,15 @@ SMALL: dict[str, Any] = {"max_rows": 6, "max_len": 160, "step_tokens": 40, "bloc
 def oracle(name: str, folder: Path) -> Any:
     """A transformers model of random weights, also written to `folder`. Two of its experts are alike."""
     kind, options = ORACLES[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        kind(**{**AWKWARD, **options}), attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        for layer in model.model.layers:
-            stacks = [p for n, p in layer.mlp.named_parameters() if n.startswith(("experts", "gate.w"))]
-            for stack in stacks if len(stacks) == 3 else ():
-                stack[-1] = stack[0]  # a tie of two experts that compute the same: either may be chosen
-    model.save_pretrained(folder)
-    return model
+    return written(kind(**{**AWKWARD, **options}), folder, with_ties)
 
 
-def logits_of(model: Model, ids: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return model.logits(model(ids, torch.arange(ids.shape[-1]).expand(ids.shape), RecomputeAttention()))
+def with_ties(model: Any) -> None:
+    """Let two experts compute the same: either may be chosen."""
+    for layer in model.model.layers:
+        stacks = [p for n, p in layer.mlp.named_parameters() if n.startswith(("experts", "gate.w"))]
+        for stack in stacks if len(stacks) == 3 else ():
+            stack[-1] = stack[0]
 
 
 def layer_of(count: int = 7, top_k: int = 3, inside: int = 20, seed: int = 0, **facts: Any) -> Experts:
@@ -162,10 +151,8 @@ def test_choices_lie_expert_by_expert_in_the_order_of_tokens(tokens: int) -> Non
 
 
 def test_products_return_to_their_tokens() -> None:
-    chosen, weights = (
-        torch.tensor([[2, 0], [1, 2], [0, 1]]),
-        torch.tensor([[0.5, 2.0], [1.0, 3.0], [4.0, 0.0]]),
-    )
+    chosen = torch.tensor([[2, 0], [1, 2], [0, 1]])
+    weights = torch.tensor([[0.5, 2.0], [1.0, 3.0], [4.0, 0.0]])
     order, _ = sort_by_expert(chosen, 3)
     # A product says which choice it is of: the token, and the expert.
     products = torch.stack([torch.tensor([i // 2, chosen.flatten()[i]]) for i in order.tolist()]).float()
@@ -252,23 +239,17 @@ def test_half_precision_sums_in_float32() -> None:
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference, ids = oracle(name, tmp_path), torch.randint(0, 97, (2, 40))
-    with torch.inference_mode():
-        expected = reference(ids).logits
+    reference = oracle(name, tmp_path)
     plain = load_model(tmp_path, device="cpu", dtype="float32")
     fast = experts.load(tmp_path, device="cpu", dtype="float32", **SMALL).runner.model
     assert any(isinstance(part, ExpertList) for part in plain.modules())
     assert not any(isinstance(part, ExpertList) for part in fast.modules())
     for form in (plain, fast):
-        torch.testing.assert_close(logits_of(form, ids), expected, atol=1e-4, rtol=0)
+        assert_same_logits(form, reference, name)
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "too-many": (
-        "normalized",
-        {"num_experts_per_tok": 8},
-        "num_experts_per_tok is 8, but there are 7 experts",
-    ),
+    "too-many": ("normalized", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8, but there are 7"),
     "none": ("normalized", {"num_experts": None, "num_local_experts": None}, "no field 'num_experts'"),
     "windows": ("normalized", {"use_sliding_window": True}, "use_sliding_window is true"),
     "no-biases": ("shared", {"qkv_bias": False}, "qkv_bias is False"),
@@ -306,12 +287,10 @@ def work() -> tuple[list[list[int]], list[SamplingParams]]:
 
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "no prefix cache": {"prefix_cache": False},
     "in turn": {"overlap": False, "chunked_prefill": False, "step_tokens": 160},
     "tiny chunks": {"step_tokens": 9, "chunk_tokens": 5},
     "always drafting": {"draft_adaptive": False, "draft_length": 4},
     "preempting": {"cache_bytes": 40 * 4608, "max_rows": 5},
-    "alone": {"max_rows": 1},
 }
 
 
@@ -334,6 +313,7 @@ def test_the_caller_s_model_stays_as_it_is(moe: Model) -> None:
         before, after = (model.get_submodule(f"layers.{index}.mlp.experts") for model in (moe, own))
         assert isinstance(before, ExpertList) and isinstance(after, StackedExperts)
     assert own.get_parameter("embed_tokens.weight") is moe.get_parameter("embed_tokens.weight")
+    assert experts.load(moe, experts=False, **SMALL).runner.model is moe
 
 
 def test_one_layer_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,10 +332,6 @@ def test_one_layer_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(layer() is None for layer in seen)
 
 
-def test_without_the_feature_layers_are_phase_01_s(moe: Model) -> None:
-    assert experts.load(moe, experts=False, **SMALL).runner.model is moe
-
-
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 def test_quantized_experts(scheme: str, moe: Model) -> None:
     """On a CPU they stay phase 10's layers, one by one; the router is never rounded."""
@@ -367,18 +343,6 @@ def test_quantized_experts(scheme: str, moe: Model) -> None:
     assert layer.gate.weight is moe.get_submodule("layers.0.mlp").gate.weight  # type: ignore[union-attr]
     found, expected = (generate(each, prompts, params) for each in (engine, plain))
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-
-
-def test_grammars(moe: Model) -> None:
-    engine = experts.load(moe, tokenizer=tokenizer(), grammar_seconds=60.0, **SMALL)
-    params = [
-        SamplingParams(max_tokens=30, temperature=1.0, seed=seed, grammar=Grammar.regex("(ab|c)+d"))
-        for seed in range(4)
-    ]
-    for completion in engine.generate([[5, 6, 7]] * 4, params):
-        text = tokenizer().decode([token for token in completion.token_ids if token])
-        assert completion.finish_reason == "length" or text.strip("abc") == "d", text
-    check(engine)
 
 
 def test_rows_that_a_step_multiplies(moe: Model, monkeypatch: pytest.MonkeyPatch) -> None:

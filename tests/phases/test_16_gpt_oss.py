@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import continuous
@@ -21,20 +20,19 @@ import experts
 import forward
 import kv_cache
 import paged_cache
-import prefix_cache
 import speculative
-import structured
 from common.errors import UserError
 from common.events import generate
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from experts.gpt_oss import E2M1, unpack
-from forward.attention import LayerSpec, RecomputeAttention, attend, causal_mask
+from forward.attention import LayerSpec, attend, causal_mask
 from forward.loading import load_model, skeleton
 from forward.model import Model
 from paged_cache.reference import gather
 from tests import ranks_kit
 from tests.equivalence.compare import assert_all_same
+from tests.oracles import assert_same_logits
 from tests.paged_batches import DEVICE, TOLERANCE, assert_near, make
 from tests.schedules import check
 
@@ -69,11 +67,12 @@ CASES: dict[str, dict[str, Any]] = {
     "all experts": {"num_experts_per_tok": 5},
     "truncated ramp": {"rope_parameters": {**YARN, "truncate": True}},
     "attention without biases": {"attention_bias": False},
+    "sinks that take all": {"sinks": 30.0},
+    "sinks that take nothing": {"sinks": -30.0},
 }
-SINKS = {"usual": 0.0, "that take all": 30.0, "that take nothing": -30.0}
 
 
-def oracle(folder: Path, sinks: str = "usual", **change: Any) -> transformers.GptOssForCausalLM:
+def oracle(folder: Path, sinks: float = 0.0, **change: Any) -> transformers.GptOssForCausalLM:
     """A model of random weights in `transformers`, saved to a folder; no bias and no sink is 0."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
@@ -85,35 +84,15 @@ def oracle(folder: Path, sinks: str = "usual", **change: Any) -> transformers.Gp
             if name.endswith("bias"):  # an expert's first ones wide enough for the clamps
                 parameter.normal_(0.0, 4.0 if "gate_up" in name else 0.5)
             if name.endswith("sinks"):
-                parameter.normal_(SINKS[sinks], 1.0)
+                parameter.normal_(sinks, 1.0)
     model.save_pretrained(folder)
     return model
-
-
-@torch.inference_mode()
-def logits(model: Model, ids: Tensor) -> Tensor:
-    hidden = model(ids, torch.arange(ids.shape[-1]).expand(ids.shape), RecomputeAttention())
-    return model.logits(hidden)
-
-
-def assert_same_logits(model: Model, reference: transformers.GptOssForCausalLM) -> None:
-    ids = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = reference(ids).logits
-    off = (logits(model, ids) - expected).abs().max()
-    assert off <= 1e-4, f"logits are off by {off:.1e}"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     reference = oracle(tmp_path, **CASES[case])
-    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference)
-
-
-@pytest.mark.parametrize("sinks", SINKS)
-def test_sinks_of_any_size_equal_transformers(sinks: str, tmp_path: Path) -> None:
-    reference = oracle(tmp_path, sinks)
-    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference)
+    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, case)
 
 
 # Weights of four bits.
@@ -128,15 +107,6 @@ def test_the_sixteen_numbers() -> None:
     found = unpack(blocks, scales, torch.float32).view(4, 32).double()
     for row, exponent in zip(found, (-127, -1, 0, 123), strict=True):
         assert row.tolist() == [number * 2.0**exponent for number in numbers]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_unpacking_equals_transformers(dtype: torch.dtype) -> None:
-    blocks = torch.randint(0, 256, (3, 10, 2, 16), dtype=torch.uint8)
-    scales = torch.randint(100, 150, (3, 10, 2), dtype=torch.uint8)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [E, in, out]
-    found = unpack(blocks, scales, dtype)
-    assert found.dtype == dtype and torch.equal(found.mT, expected)
 
 
 def pack(folder: Path) -> None:
@@ -295,10 +265,8 @@ ENGINES: dict[str, Any] = {
     "02": lambda model: kv_cache.load(model),
     "04": lambda model: continuous.load(model, max_rows=4, max_len=160),
     "05": lambda model: paged_cache.load(model, max_rows=4, block_size=4, max_len=160),
-    "08": lambda model: prefix_cache.load(model, **SMALL),
     "09": lambda model: cuda_graphs.load(model, **SMALL),
     "11": lambda model: speculative.load(model, draft_adaptive=False, **SMALL),
-    "12": lambda model: structured.load(model, **SMALL),
     "16": lambda model: experts.load(model, **SMALL),
     "16, one by one": lambda model: experts.load(model, experts=False, **SMALL),
     "16, preempting": lambda model: experts.load(model, **SMALL, cache_bytes=40 * 4608),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from experts.kernels.few import FEW, GatheredWay
-from experts.kernels.grouped import LARGE, TABLE, GroupedWay, Tile, tile_for
+from experts.kernels.few import GatheredWay
+from experts.kernels.grouped import LARGE, TABLE, GroupedWay, Tile
 from experts.kernels.routing import most_tiles, route_at_once, sort_in_tiles
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
@@ -136,13 +138,7 @@ def test_eight_bits_are_the_dequantized_experts(
 ) -> None:
     # In blocks, one of them not whole.
     hidden, inner = (144, 128) if scheme.scales == "block" else (HIDDEN, INNER)
-    layers = [
-        [
-            QuantLinear.of(plain(rng, n, k), scheme, "x")
-            for n, k in ((inner, hidden), (inner, hidden), (hidden, inner))
-        ]
-        for _ in range(E)
-    ]
+    layers = layers_of(rng, scheme, hidden, inner)
     up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
     assert up.data.itemsize == down.data.itemsize == 1
     x = normal(rng, tokens, hidden)
@@ -160,6 +156,17 @@ def plain(rng: torch.Generator, n: int, k: int) -> nn.Linear:
     layer = nn.Linear(k, n, bias=False, device=DEVICE, dtype=DTYPE)
     layer.weight = nn.Parameter(normal(rng, n, k, size=k**-0.5), requires_grad=False)
     return layer
+
+
+def layers_of(
+    rng: torch.Generator, scheme: Scheme | None, hidden: int = HIDDEN, inner: int = INNER
+) -> list[list[Any]]:
+    """Gate, up and down of each expert."""
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    layers = [[plain(rng, *size) for size in sizes] for _ in range(E)]
+    return (
+        layers if scheme is None else [[QuantLinear.of(one, scheme, "x") for one in each] for each in layers]
+    )
 
 
 def test_experts_of_four_bits_are_refused_by_name(rng: torch.Generator) -> None:
@@ -182,15 +189,6 @@ def test_a_token_does_not_depend_on_the_others(way: str, rng: torch.Generator) -
         assert torch.equal(part, whole[rows]), f"{len(rows)} of {count} tokens, in another order"
 
 
-def test_ways_and_tiles_are_chosen_by_the_number_of_tokens(rng: torch.Generator) -> None:
-    few, grouped = GatheredWay(*stacks(rng), PLAIN), GroupedWay(*stacks(rng), PLAIN)
-    assert [few.takes(tokens) for tokens in (1, FEW, FEW + 1)] == [True, True, False]
-    assert grouped.takes(1) and grouped.takes(10_000)
-    most = [tile_for(rows * E, E).rows for rows, _ in TABLE]
-    assert most == sorted(most) and tile_for(E, E) == TABLE[0][1]
-    assert tile_for(TABLE[-1][0] * E + 1, E) == LARGE, "more rows an expert take larger tiles"
-
-
 def test_one_size_cuts_every_sum() -> None:
     assert len({tile.block_k for tile in (LARGE, *(tile for _, tile in TABLE))}) == 1
 
@@ -203,10 +201,7 @@ def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
 @pytest.mark.parametrize("way", ["grouped", "few"])
 @pytest.mark.parametrize("scheme", [None, FP8], ids=["plain", "fp8"])
 def test_parts_of_the_experts_add_up_to_all(way: str, scheme: Scheme | None, rng: torch.Generator) -> None:
-    sizes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
-    layers: list[list[nn.Module]] = [[plain(rng, *size) for size in sizes] for _ in range(E)]
-    if scheme is not None:
-        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]  # type: ignore[arg-type]
+    layers = layers_of(rng, scheme)
     up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
     x = normal(rng, 6, HIDDEN)
     weights, chosen = routed(rng, 6)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import experts
 import parallel
 from common.errors import UserError
-from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from experts.expert_parallel import cut_inside, own_experts
 from experts.kernels.stack import ExpertStack, stacked
-from forward.loading import random_model
 from quant.formats import FP8, FP8_BLOCK
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
-from tests.ranks_kit import KERNELS, SMALL, agree, end_crews, same, tokens_of
+from tests.ranks_kit import KERNELS, LLAMA, SMALL, agree, end_crews, same, tokens_of, write_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,12 +49,10 @@ def dequantized(stack: ExpertStack) -> Tensor:
 
 
 def _stacks(scheme: Any, hidden: int, inside: int) -> tuple[ExpertStack, ExpertStack]:
-    layers = [
-        [torch.nn.Linear(hidden, inside), torch.nn.Linear(hidden, inside), torch.nn.Linear(inside, hidden)]
-        for _ in range(2)
-    ]
+    sizes = ((hidden, inside), (hidden, inside), (inside, hidden))
+    layers: list[list[Any]] = [[torch.nn.Linear(*size) for size in sizes] for _ in range(2)]
     if scheme is not None:
-        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]  # type: ignore[misc]
+        layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]
     return stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
 
 
@@ -114,20 +108,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in files: 7 experts, 2 key/value heads, a dense layer."""
     folder = tmp_path_factory.mktemp("mixture")
     raw = {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 259,
-        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 7,
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4,
+        "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 3, "num_experts": 7,
         "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1], "decoder_sparse_step": 1,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 0,
-        "tie_word_embeddings": False, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "attention_bias": False,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    model = random_model(ModelConfig.from_folder(folder), device="cpu", dtype=torch.float32, seed=4)
-    state = {
-        ("" if name.startswith("lm_head") else "model.") + name: tensor.clone().contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    save_file(state, folder / "model.safetensors")
+    write_checkpoint(folder, LLAMA | raw)
     return folder
 
 

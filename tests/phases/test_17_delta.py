@@ -16,41 +16,33 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import hybrid_cache
-import kv_cache
-from chunked_prefill import ChunkedScheduler
 from common.errors import UserError
 from common.events import TokenEvent
 from common.models.config import DeltaConfig, ModelConfig
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.engine import Engine
-from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.work import Work
 from forward import Generator, load_model
-from forward.attention import RecomputeAttention
 from forward.loading import random_model
 from forward.model import Model
-from forward.models import family_of
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
-from hybrid_cache.delta_rule import DeltaTokens, causal_conv, one_chunk, recurrence, scan, unit
+from hybrid_cache.delta_rule import DeltaTokens, causal_conv, recurrence, scan, unit
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedDeltaNet
 from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
-from paged_cache.scheduler import PagedScheduler
 from phases import phase_named
 from phases.registry import load_engine
-from prefix_cache import RadixIndex
 from speculative.speculation import Source
-from tests.fakes import FakeDrafter, FakeRunner, OneAhead, fingerprint, must
+from tests.fakes import FakeRunner, fingerprint, must
+from tests.oracles import assert_same_logits, logits_of, written
 from tests.paged_batches import DEVICE
-from tests.phases.test_17_hybrid_cache import GroupRunner, nothing_leaks, smallest_pool
-from tests.schedules import MAX_LEN, play, random_script
+from tests.phases.test_17_hybrid_cache import GroupRunner, machine, nothing_leaks
+from tests.schedules import play, random_script
 
 AWKWARD = {
     "vocab_size": 97,
@@ -82,44 +74,22 @@ ORACLES: dict[str, dict[str, Any]] = {
 
 def oracle(name: str, folder: Path) -> Any:
     """A transformers model of random weights, also written to `folder`."""
-    options: dict[str, Any] = {**AWKWARD, **ORACLES[name], "attn_implementation": "eager"}
-    torch.manual_seed(0)
-    model: Any = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**options))
-    model.eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms start at 0 and 1: make them matter
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return model
-
-
-def our_logits(model: Model, ids: Tensor) -> Tensor:
-    positions = torch.arange(ids.shape[-1]).expand(ids.shape)
-    with torch.inference_mode():
-        return model.logits(model(ids, positions, RecomputeAttention()))
+    return written(transformers.Qwen3_5TextConfig(**{**AWKWARD, **ORACLES[name]}), folder)
 
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = oracle(name, tmp_path)
-    ids = torch.randint(0, 97, (2, 70), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = reference(ids).logits
-    model = load_model(tmp_path, device="cpu", dtype="float32")
-    off = (our_logits(model, ids) - expected).abs().amax(-1)  # [B, S]
-    wrong = (~(off <= 1e-4)).nonzero().tolist()  # NaN is wrong as well
-    assert not wrong, f"{name}: {len(wrong)} of 140 tokens, first {wrong[0]}: off by {off.max():.1e}"
+    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, name, length=70)
 
 
 def test_half_precision_stays_close(tmp_path: Path) -> None:
     """No further from float32 than transformers is."""
-    reference = oracle("every-fourth", tmp_path)
-    ids = torch.randint(0, 97, (1, 70))
-    half = our_logits(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
+    reference, ids = oracle("every-fourth", tmp_path), torch.randint(0, 97, (1, 70))
+    half = logits_of(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
     with torch.inference_mode():
         exact, theirs = reference(ids).logits, reference.bfloat16()(ids).logits.float()
-    assert half.dtype == torch.float32
-    assert (half - exact).norm() < 1.1 * (theirs - exact).norm()
+    assert half.dtype == torch.float32 and (half - exact).norm() < 1.1 * (theirs - exact).norm()
 
 
 def test_a_multimodal_checkpoint_is_its_text_model(tmp_path: Path) -> None:
@@ -134,11 +104,7 @@ def test_a_multimodal_checkpoint_is_its_text_model(tmp_path: Path) -> None:
     outer = {"model_type": "qwen3_5", "text_config": raw, "vision_config": {}, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     save_file(tensors, tmp_path / "model.safetensors")
-    ids = torch.randint(0, 97, (1, 30))
-    with torch.inference_mode():
-        expected = reference(ids).logits
-    model = load_model(tmp_path, device="cpu", dtype="float32")
-    torch.testing.assert_close(our_logits(model, ids), expected, atol=1e-4, rtol=0)
+    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, length=30)
 
 
 RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
@@ -159,19 +125,6 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
 def test_what_is_not_computed_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         ModelConfig.from_hf({**RAW, **change})
-
-
-def test_published_size() -> None:
-    """Qwen3.5-0.8B without the tower that sees: 752 million parameters, of which 254 embed tokens."""
-    with torch.device("meta"):
-        model = family_of("qwen3_5")(SHAPES["qwen3.5-0.8b"])
-    assert sum(p.numel() for p in model.parameters()) == 752_393_024
-
-
-def test_phases_without_a_state_refuse_the_model_by_name() -> None:
-    generator = kv_cache.load("random:tiny-delta", device="cpu", dtype="float32")
-    with pytest.raises(UserError, match="phase 17"):
-        list(generator.stream([[1, 2]], SamplingParams()))
 
 
 def tokens(length: int, *, leading: tuple[int, ...] = (), slow: bool = True, seed: int = 0) -> DeltaTokens:
@@ -217,15 +170,6 @@ def test_a_scan_in_parts_is_one_scan() -> None:
     torch.testing.assert_close(state, after, atol=1e-5, rtol=0)
 
 
-def test_the_same_key_twice_is_overwritten() -> None:
-    """With full strength and no decay the state keeps the last value of a key, within a chunk as well."""
-    k = unit(torch.tensor([[3.0, 4.0], [3.0, 4.0]])).view(2, 1, 2)
-    v = torch.tensor([5.0, 7.0]).view(2, 1, 1)
-    given = DeltaTokens(k, k, v, torch.zeros(2, 1), torch.ones(2, 1))
-    out, _ = one_chunk(torch.zeros(1, 2, 1), given)
-    assert out.flatten().tolist() == pytest.approx([5.0, 7.0], abs=1e-4)
-
-
 @pytest.mark.parametrize("cuts", [[0, 9], [0, 1, 2, 9], [0, 5, 6, 9]])
 def test_convolution_in_parts(cuts: list[int]) -> None:
     """Its state is the inputs of the last tokens; at the beginning of a text they are zeros."""
@@ -239,12 +183,6 @@ def test_convolution_in_parts(cuts: list[int]) -> None:
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(before, x[-3:])
-
-
-def test_random_models_are_stable() -> None:
-    model = random_model(SHAPES["tiny-delta"], device="cpu", dtype=torch.float32)
-    logits = our_logits(model, torch.randint(0, 257, (200,)))
-    assert bool(logits.isfinite().all()) and float(logits.std()) < 20
 
 
 # Engines.
@@ -565,26 +503,9 @@ class StateRunner(GroupRunner):
         self.writes[slot], self.states[slot] = work, state
 
 
-def stateful(rng: random.Random, drafts: bool) -> tuple[Engine, StateRunner]:
-    """A random engine of layers with keys and of layers with states."""
-    rows, block_size, step_tokens = rng.randrange(2, 6), rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30)
-    kinds: Any = rng.choice([{None: [[1]]}, {5: [[0]], None: [[1]]}])
-    layout = LayerGroups(1, kinds, DeltaConfig(1, 1, 1, 1, 2, (False, False, True)))
-    index = rng.choice([RadixIndex(), None])
-    table, chunked = Rows(rows, MAX_LEN), rng.random() < 0.8
-    step_tokens = step_tokens if chunked else MAX_LEN
-    least = smallest_pool(layout, block_size, step_tokens)
-    blocks = least + rng.randrange(20)
-    cache = HybridCache(rows, MAX_LEN, blocks, block_size, index, layout, step_tokens=step_tokens)
-    kind: Any = ChunkedScheduler if chunked else PagedScheduler
-    scheduler = kind(table, cache, step_tokens=step_tokens, policy=POLICIES[rng.choice(list(POLICIES))])
-    runner = StateRunner(table, cache)
-    engine = Engine(scheduler, runner)  # type: ignore[arg-type]
-    if drafts:
-        engine.scheduler.drafter = FakeDrafter(rng.randrange(1 << 30))
-    elif rng.random() < 0.5:
-        engine.loop = OneAhead()
-    return engine, runner
+DELTA = DeltaConfig(1, 1, 1, 1, 2, (False, False, True))
+STATEFUL = [LayerGroups(1, {None: [[1]]}, DELTA), LayerGroups(1, {5: [[0]], None: [[1]]}, DELTA)]
+"""Layers with keys and layers with states."""
 
 
 @pytest.mark.parametrize(
@@ -595,7 +516,7 @@ def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
     snapshots = hits = preemptions = 0
     for seed in range(seeds):
         rng = random.Random(seed)
-        engine, runner = stateful(rng, drafts)
+        engine, runner = machine(rng, STATEFUL, StateRunner, drafts)
         try:
             play(engine, runner, random_script(rng))
         except AssertionError as error:

@@ -15,7 +15,6 @@ import chunked_prefill
 import continuous
 import cuda_graphs
 import forward
-import kv_cache
 import paged_cache
 import prefix_cache
 import quant
@@ -24,7 +23,6 @@ from common.events import generate
 from forward.model import Model
 from tests.schedules import finish, greedy
 
-ALL = (forward, kv_cache, batching, continuous, paged_cache, prefix_cache, cuda_graphs)
 PHASES = (continuous, paged_cache, chunked_prefill, prefix_cache, cuda_graphs, quant)
 each_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
 
@@ -78,7 +76,9 @@ def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
             llm.generate(wrong, progress=False)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("phase", ALL, ids=lambda phase: phase.__name__)
+@pytest.mark.parametrize(
+    "phase", (forward, batching, continuous, cuda_graphs), ids=lambda phase: phase.__name__
+)
 @pytest.mark.parametrize(
     ("prompts", "sentence"),
     [
@@ -87,10 +87,7 @@ def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
         ([np.array(5)], r"the prompt is array\(5\), but must be"),
         ([[[5]]], r"a token id of the prompt is \[5\], but must be an integer"),
         (["ab"], "a token id of the prompt is 'a', but must be an integer"),
-        (
-            [[10**5000]],
-            "the prompt holds token id an integer of 16610 bits, but ids must be between 0 and 256",
-        ),
+        ([[10**5000]], "the prompt holds token id an integer of 16610 bits, but ids must be between 0"),
         ([np.array([7.0])], "a token id of the prompt is .*7.0.*, but must be an integer"),
         (5, "prompts is 5, but must be a list of prompts"),
     ],

@@ -9,12 +9,9 @@ from experts import PRESET as BELOW
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.feature import Hybrid
 from hybrid_cache.layout import LayerGroups
-from hybrid_cache.managers import Manager, WindowManager
 from hybrid_cache.pool import HybridPool
 
-__all__ = [
-    "LLM", "PRESET", "Hybrid", "HybridCache", "HybridPool", "LayerGroups", "Manager", "WindowManager", "load"
-]  # fmt: skip
+__all__ = ["LLM", "PRESET", "Hybrid", "HybridCache", "HybridPool", "LayerGroups", "load"]
 
 PRESET = BELOW.plus(on=[Hybrid])
 """Everything below, and the hybrid cache, which leaves a model of one kind of layers as it was."""

@@ -96,7 +96,7 @@ class HybridCache(PrefixCache):
         self.managers = self.kinds.copy()
         if layout.states is not None:
             slots, tails = self.blocks[at : at + 1], self.blocks[-1]
-            self.states = StateManager(self.tables, tails, blocks, slots, self._changed, limits=limits)
+            self.states = StateManager(self.tables, tails, blocks, slots, self._changed, limits)
             self.managers.append(self.states)
 
     # Room, in blocks.

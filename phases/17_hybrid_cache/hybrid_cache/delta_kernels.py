@@ -36,8 +36,7 @@ def unit(x):
 def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
     """Return the decay and the strength of a head's tokens, whose projections are in `row`."""
     b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
-    a = tl.load(row + SIDE + H + head, mask=live, other=0.0).to(tl.float32)
-    a += tl.load(dt_bias + head).to(tl.float32)
+    a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(tl.float32)
     soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     decay = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * soft, 0.0)
     return decay, tl.sigmoid(b).to(row.dtype.element_ty).to(tl.float32)
@@ -149,12 +148,13 @@ def step_kernel(
 def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of `1 - system`, strictly lower triangular: of blocks of 1, of 2, and so on, two by two."""
     inverse = (t[:, None] == t[None, :]).to(tl.float32)
-    for level in tl.static_range(6):
-        if (1 << level) < CHUNK:
-            half, pair = t >> level, t >> (level + 1)
-            corner = (pair[:, None] == pair[None, :]) & (half[:, None] > half[None, :])
-            right = tl.dot(tl.where(corner, system, 0.0), inverse, input_precision=PRECISION)
-            inverse += tl.dot(inverse, right, input_precision=PRECISION)
+    size = 1
+    while size < CHUNK:
+        half = t // size
+        corner = (half[:, None] // 2 == half[None, :] // 2) & (half[:, None] > half[None, :])
+        right = tl.dot(tl.where(corner, system, 0.0), inverse, input_precision=PRECISION)
+        inverse += tl.dot(inverse, right, input_precision=PRECISION)
+        size *= 2
     return inverse
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from common.request import Request
 from continuous.work import Work
-from hybrid_cache.managers import Manager, ManagerSizes, Table
+from hybrid_cache.managers import Manager, Table
 from hybrid_cache.stock import Stock
 
 
@@ -49,17 +49,17 @@ class StateManager(Manager):
         tails: `[pages]` int32; of a step of several tokens that ends in a page, the tokens behind its cut.
             Negative: they are guesses; 0: there is no cut.
         behind: blocks of the pool; slots are numbered behind them where both are copied.
-        books: blocks, changed pages and limits of a `Manager`; blocks are `[1, pages]` slots.
+        blocks, changed, limits: as a `Manager`'s; blocks are `[1, pages]` slots.
 
     parting: by row, how many tokens of its prompt are cached without a snapshot behind them.
     guessed: by row, the cut before guesses that have not landed.
     newest: by row, the page that its decodes have left last. Its snapshot takes the place of the one before.
     """
 
-    def __init__(self, tables: Table, tails: Table, behind: int, *books: Any, limits: ManagerSizes) -> None:
-        super().__init__((), Slots(slot_count(limits.rows)), *books, limits=limits)
+    def __init__(self, tables: Table, tails: Table, behind: int, *books: Any) -> None:
+        super().__init__((), Slots(slot_count(len(tables))), *books)
         self.tables, self.tails, self.behind, self.width = tables, tails, behind, 1
-        self.parting, self.newest = [0] * limits.rows, [-1] * limits.rows
+        self.parting, self.newest = [0] * len(tables), [-1] * len(tables)
         self.guessed: dict[int, int] = {}
 
     # Rules of the kind.

@@ -30,7 +30,8 @@ class DeltaLayers(Feature):
 
     def prepare(self, parts: Parts) -> None:
         """Replace layers as soon as the model is loaded: other features look for products later."""
-        if facts_of(parts.recipe.model).delta is not None:
+        asked = parts.recipe
+        if facts_of(asked.model).delta is not None and any(_whole(each) for each in asked.features):
             parts.stages.get("load", []).append(_fuse)
 
     def install(self, parts: Parts) -> None:

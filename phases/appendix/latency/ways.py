@@ -189,8 +189,8 @@ def install(model: Model) -> Model:
             attend, mlp = block.self_attn, block.mlp
             assert isinstance(attend, FusedAttention)
             add_way(attend.qkv_proj, run_ahead=starts_early(attend.spec))
-            inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
-            for linear in (attend.o_proj, *inside):
+            behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
+            for linear in (attend.o_proj, *behind):
                 add_way(linear)
             out = attend.o_proj
             block.ways.insert(0, LatencyBlock(heads_of(out.linear) if out.total is None else None))

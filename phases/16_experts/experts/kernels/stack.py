@@ -75,8 +75,8 @@ class ExpertStack(nn.Module):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ExpertStack:
         """Return the stack of what `change` makes of each tensor."""
-        made = (None if t is None else change(t) for t in (self.data, self.scale, self.bias))
-        return ExpertStack(*made, self.scheme)  # type: ignore[arg-type]  # there is always data
+        scale, bias = (None if t is None else change(t) for t in (self.scale, self.bias))
+        return ExpertStack(change(self.data), scale, bias, self.scheme)
 
     def part(self, own: range) -> ExpertStack:
         """Return some experts alone, copied, so that the others are let go of."""
