@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,6 +223,52 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
 @pytest.mark.parametrize("capability", [90, pytest.param(75, marks=pytest.mark.long)])
 def test_what_stands_between_the_layers_compiles_for_a_gpu(capability: int) -> None:
     assert spilled(capability, "--ahead") == [0] * 5
+
+
+def test_between_the_layers_of_a_step_that_drafts() -> None:
+    """Two requests and a row of padding, two drafts each: the second is right once, then wrong."""
+    from phases.appendix.drafting_in_graphs.kernels import Chain, Places, accept, find_places, hand_on
+
+    k, size, count = 2, 3, 9
+    ints = partial(torch.zeros, dtype=torch.int64)
+    given = torch.tensor([[3, 1, -1], [0, 2, 0], [4, 0, 0], [5, 2, 0]])  # row, drafter's row, base, prompt
+    next_at = torch.tensor([0, 6, 0, 9])
+    at, rows, small_rows, picked = (ints(size) for _ in range(4))
+    token_rows, token_at, steps, small_token_rows, small_at = (ints(count) for _ in range(5))
+    contexts, small_contexts = (torch.zeros(size, dtype=torch.int32) for _ in range(2))
+    small = small_rows, small_token_rows, small_at, small_contexts
+    places = Places(at, rows, token_rows, token_at, steps, contexts, *small)
+    find_places(given, next_at, places, k)
+    assert at.tolist() == [9, 6, -1] and rows.tolist() == [3, 1, 0]
+    assert token_at.tolist() == [9, 10, 11, 6, 7, 8, -1, -1, -1], "a token is read from another place"
+    assert small_at.tolist() == [6, 7, 8, 7, 8, 9, -1, -1, -1], "the drafter goes on from another place"
+    assert steps.tolist()[:6] == [5, 6, 7, 5, 6, 7], "a token is sampled with another step's noise"
+    assert contexts.tolist() == [12, 9, 3] and small_contexts.tolist() == [9, 10, 3]
+
+    tokens, small_tokens, told, newest = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(size)
+    draft_steps, chain_rows, chain_at = ints(k, size), ints(size), ints(size)
+    sampled = torch.tensor([70, 71, 72, 80, 81, 82, 1, 1, 1])
+    ids = torch.tensor([60, 70, 79, 61, 89, 81, 0, 1, 1])  # newest, draft, draft
+    written = given, tokens, next_at, told, places
+    accept(sampled, ids, *written, Chain(picked, draft_steps, chain_rows, chain_at, contexts), k)
+    assert told[:, 0].tolist()[:2] == [1, 0], "a right draft does not count, or one behind a wrong draft does"
+    assert tokens[3].tolist()[9:13] == [0, 70, 71, 0] and tokens[1].tolist()[6:9] == [0, 80, 0]
+    assert not tokens[0].any(), "padding was written"
+    assert next_at.tolist() == [0, 7, 0, 11] and picked.tolist()[:2] == [1, 3]
+    assert draft_steps[:, :2].tolist() == [[7, 6], [8, 7]], "a draft is drawn with another step's noise"
+    assert chain_rows[:2].tolist() == [0, 2] and chain_at.tolist() == [8, 8, -1], (
+        "the drafter goes on behind the first draft from another place"
+    )
+    assert contexts.tolist() == [9, 9, 0], "the drafter sees other keys"
+
+    names = torch.arange(0, 100, 11)
+    hand_on(torch.tensor([3, 4, 9]), 1, names, *written, small_tokens, newest, k)
+    assert newest[:2].tolist() == [33, 44], "the drafter goes on from another token"
+    assert (int(tokens[3, 13]), int(tokens[1, 9])) == (33, 44), "a draft is verified in another place"
+    assert (int(small_tokens[0, 9]), int(small_tokens[2, 9])) == (33, 44), "the drafter reads another draft"
+    assert told[:2, 5].tolist() == [33, 44]
+    hand_on(torch.tensor([33, 44, 9]), 0, None, *written, small_tokens, newest, k)
+    assert newest[:2].tolist() == [33, 44] and told[:2, 4].tolist() == [33, 44]
 
 
 @pytest.mark.slow
