@@ -128,12 +128,12 @@ class Part:
         """Return this rank's part of the tensor `name`, read from an open checkpoint, where it is `stored`.
 
         No more than the part is read: what `file.get_slice(stored)` returns is read where it is indexed. Only
-        a tensor without a `slice` is read whole, `file.get_tensor(stored)`, and is then `cut`. The part is
-        finished by `_finish`.
+        a tensor without a `slice` is read whole, `file.get_tensor(stored)`, transformed as its family wants,
+        and is then `cut`. The part is finished by `_finish`.
         """
         found = self.slice(name)
         if found is None:
-            return self.cut(name, file.get_tensor(stored))
+            return self.cut(name, self.own.transform(name, file.get_tensor(stored)))
         view, stop = file.get_slice(stored), found.start + found.length
         part = view[found.start : stop] if found.dim == 0 else view[:, found.start : stop]
         return self._finish(name, part)
