@@ -289,6 +289,21 @@ def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
     assert cache.stats.hit_tokens - before >= 48, "decodes leave a snapshot at each block's end"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"drafter": "none"}, {"graphs": False}], ids=str)
+def test_guesses_and_small_steps_in_graphs(options: dict[str, Any]) -> None:
+    """Whatever graph a step has, the device knows the slots of its works."""
+    model = random_model(SHAPES["tiny-delta"], device=torch.device("cuda"), dtype=torch.float32)
+    prompts = [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 9 + [9], [3], list(range(1, 70)), [200] * 9]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    expected = outputs(Generator(model).stream(prompts, params))
+    engine = load_engine(phase_named("17"), model, max_rows=8, max_len=256, step_tokens=64, **options)
+    for time in ("first", "second"):
+        found = outputs(engine.stream(prompts, params))
+        for key, tokens in expected.items():
+            assert found[key] == tokens, f"{time} time, request {key[0]} with {options}"
+
+
 @pytest.mark.slow
 def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
     """In the interpreter, or on a GPU inside graphs."""

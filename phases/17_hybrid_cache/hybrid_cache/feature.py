@@ -55,6 +55,7 @@ class Hybrid(Feature):
         if layout.states is not None:
             each = StatePool.bytes_per_slot(layout.states, parts.model.dtype)
             parts.reserve.append(lambda whole: each * (slot_count(whole.size("max_rows")) + 2))
+            parts.plans.pop("verify", None)  # it refreshes for no works: states get no slots
         parts.wrap(
             self,
             pool=lambda plain: partial(_pool, parts, layout),
