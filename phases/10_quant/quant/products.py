@@ -75,8 +75,7 @@ def round_rows_kernel(
     """One program per token: its largest magnitude, then its numbers by the scale that follows from it."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE_PAD)
-    mask = i < SIZE
-    at = token * SIZE + i
+    at, mask = token * SIZE + i, i < SIZE
     y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
     tl.store(out_scale + token, scale)
