@@ -40,11 +40,12 @@ def run(options: BenchOptions) -> Evidence:
 
     On a GPU the published workloads follow, for a model most of whose layers have a state.
     """
-    target = options if options.model is not None else replace(options, model=MODEL)
-    bench = Bench(target)
-    runs = bench.counted() + bench.decodes()
-    if options.device.type == "cuda":
+    runs: list[Run] = []
+    if options.model != STATES:
+        bench = Bench(options if options.model is not None else replace(options, model=MODEL))
+        runs = bench.counted() + bench.decodes()
         del bench
+    if options.device.type == "cuda":
         runs += published(replace(options, model=STATES))
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
@@ -224,9 +225,15 @@ def step(scheduler: Scheduler) -> None:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Requests in flight over the context, and tokens a second of equal batches."""
-    figure, (flight, speed) = panels(2)
+    """Requests in flight over the context, and tokens a second of equal batches; or of layers with states."""
     runs = evidence.find(same="bytes")
+    if not runs:
+        figure, (rates,) = panels(1)
+        bars(evidence.runs, "seconds", axes=rates, label=lambda run: run.workload)
+        rates.set_title(f"Seconds of each workload, {evidence.runs[0].model}")
+        save(figure, out, evidence)
+        return
+    figure, (flight, speed) = panels(2)
     lines(runs, x="context", metric="requests_in_flight", axes=flight, log_x=True, log_y=True)
     longest = max(run.options["context"] for run in runs)
     new, old = (evidence.one(name, same="bytes", context=longest) for name in (PHASE, BEFORE))

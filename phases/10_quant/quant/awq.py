@@ -54,6 +54,6 @@ def quantize(
 ) -> QuantizedWeight:
     """Round `weight [N, K]` to nearest, with clipped scales where that is better; see `search_scales`."""
     scale, zero = search_scales(weight.float(), importance, scheme, scale_dtype)
-    groups = weight.float().unflatten(1, (-1, scheme.group))
+    groups = weight.float().reshape(len(weight), -1, scheme.group)
     numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
     return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)

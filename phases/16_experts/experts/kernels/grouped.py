@@ -47,7 +47,7 @@ TABLE = (
     (96, Tile(64, 128, 64, 4, 4)),
 )
 """Up to so many rows an expert, on average, the tile. `block_k` is one number, see the module."""
-LARGE = Tile(128, 128, 64, 8, 4)
+LARGE = Tile(128, 256, 64, 8, 3)
 
 
 def tile_for(choices: int, experts: int) -> Tile:
