@@ -16,7 +16,6 @@ from phases import PHASES
 
 UNKNOWN = {
     "cpu/02_kv_cache",
-    "cpu/10_quant",
     "cpu/13_serving",
     "cpu/json_schema_bench",
 }
