@@ -118,6 +118,7 @@ def chat_loop(url: str, model: str, folder: Path) -> list[str]:
             tool_choice={"type": "function", "function": {"name": name}} if name else "none",
             parallel_tool_calls=False,
             max_tokens=300,
+            extra_body={} if name else {"guided_regex": "[a-z]{1,9}"},  # what has been cut is not parsed
         ) as stream:
             kinds = {event.type for event in stream}
             (choice,) = stream.get_final_completion().choices
