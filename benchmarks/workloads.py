@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.errors import UserError
@@ -118,10 +118,15 @@ class Workload:
             self.name, self.items, self.temperature, self.sequential, self.vocab, repeat, self.ends
         )
 
-    def first(self, count: int) -> Workload:
-        """The first `count` requests alone, under a name that says so: for warm-ups and quick looks."""
+    def first(self, count: int, tokens: int | None = None) -> Workload:
+        """The first `count` requests alone, under a name that says so: for warm-ups and quick looks.
+
+        tokens: the most that each of them generates.
+        """
         name = f"{self.name}[:{count}]"
         items = self.items[:count]
+        if tokens is not None:
+            items = tuple(replace(item, max_tokens=min(item.max_tokens, tokens)) for item in items)
         return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift, self.ends)
 
 

@@ -128,11 +128,7 @@ class Bench:
         for name in ("single-512", "offline-256", "prefill-64x1024"):
             work = workload(name)
             if self.options.quick:
-                work = replace(
-                    work,
-                    name=f"{name}[:8]",
-                    items=tuple(Item(i.prompt, min(i.max_tokens, 8)) for i in work.items[:8]),
-                )
+                work = work.first(8, tokens=8)
             runs += self.compare(work, self.variants(name))
         return runs
 

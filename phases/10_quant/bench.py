@@ -16,7 +16,7 @@ from benchmarks.plotting import bars, panels, save, times
 from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
-from benchmarks.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Workload, uniform, workload
 from forward import Model
 from paged_cache import PagedEngine
 
@@ -68,8 +68,7 @@ def on_gpu(options: BenchOptions) -> list[Run]:
         for name in ("single-512", *(() if alone else ("offline-256", "prefill-64x1024"))):
             work = workload(name)
             if options.quick:
-                items = tuple(Item(item.prompt, min(item.max_tokens, 8)) for item in work.items[:8])
-                work = replace(work, name=f"{name}[:8]", items=items)
+                work = work.first(8, tokens=8)
             runs += timed(engines, work, options, {})
         del engines
         gc.collect()

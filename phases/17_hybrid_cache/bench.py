@@ -14,7 +14,7 @@ from benchmarks.measure import Sample, Samples, alternate, alternate_engines, su
 from benchmarks.plotting import bars, lines, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
-from benchmarks.workloads import Item, Workload, uniform, workload
+from benchmarks.workloads import Workload, uniform, workload
 from chunked_prefill import ChunkedScheduler
 from common.events import generate
 from common.models.config import ModelConfig
@@ -162,7 +162,7 @@ def published(options: BenchOptions) -> list[Run]:
     for load in ("single-512", "offline-256", "prefill-64x1024"):
         work = workload(load)
         if options.quick:
-            work = replace(work.first(8), items=tuple(Item(i.prompt, 8) for i in work.items[:8]))
+            work = work.first(8, tokens=8)
         kept = alternate_engines({PHASE: engine}, work, device=options.device, repeats=options.repeats)
         runs.append(
             summarize_generation(
