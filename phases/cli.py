@@ -74,7 +74,7 @@ METHODS = ("rtn", "gptq", "awq")
 FIRST_STEPS = 4
 """The phase whose engine marks its steps in a trace."""
 SOURCES = ("model", "neutral")
-"""Of sampling that nobody asks for; see `common.sampling.defaults`."""
+"""Of sampling that a request leaves open; see `common.sampling.defaults`."""
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

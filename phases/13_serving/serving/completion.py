@@ -26,7 +26,7 @@ class Order:
 
     shown: special tokens that belong to the text of its completions.
     text: the beginning of its completions' text; empty unless the prompt shall be repeated.
-    wanted: kinds of notes about its completions that somebody reads; see `serving.messages`.
+    wanted: kinds of notes about its completions that are read; see `serving.messages`.
     notes: those that have come, by their kind.
     """
 

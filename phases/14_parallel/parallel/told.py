@@ -71,7 +71,7 @@ class Told(Watcher):
         return self.now
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Wait for rank 0's message about this step, keep it, and return whether anybody was asked there.
+        """Wait for rank 0's message about this step, keep it, and return whether a drafter was asked there.
 
         It is the next that `line` receives: rank 0 sends it as soon as it has scheduled the step.
         """
@@ -121,7 +121,7 @@ class FirstMasks(EarlyMasks):
         return False
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
-        """Masks, or none for nobody."""
+        """Return the masks of the step; `nothing` if no request has a grammar."""
         found = self.inner.fill(works)
         for request, error in self.inner.take_failed():
             self.failed(request, error)
@@ -150,7 +150,7 @@ class OtherMasks(NoMasks):
         return any(taker.params.grammar is not None for work in works for taker in work.takers)
 
     def fill(self, works: Sequence[Work]) -> Allowed:  # type: ignore[override]
-        """None for nobody."""
+        """Return masks for no place: rank 0 masks."""
         return self._nothing
 
 
