@@ -17,7 +17,7 @@ from rich.table import Table
 from common.console import err, out
 from common.errors import UserError
 from phases.commands.arguments import course_app
-from phases.course import answers, grading, hints, making
+from phases.course import grading, hints, making
 from phases.course.blanks import NotThere
 from phases.course.checking import Failure, State, Verdict, check_file, read
 from phases.course.exercises import Exercise, find_question, of_phases
@@ -118,7 +118,7 @@ def hint(
     exercise: ExerciseId,
     level: Annotated[
         int | None,
-        typer.Option(help="1: what must hold; 2: an example; 3: an outline; 4: pseudocode; else the next"),
+        typer.Option(help="1: what must hold; 2: an example; 3: pseudocode; else the next"),
     ] = None,
 ) -> int:
     """Show a hint, one level after the other, and note it."""
@@ -168,15 +168,14 @@ def answer(
     if not math.isfinite(value):
         raise UserError(f"NUMBER is {value}, but it must be finite")
     copy = making.around(Path.cwd())
-    right = answers.is_right(question, value)
-    answers.note(copy.folder, question, value)
+    right = grading.is_right(question, value)
+    grading.note(copy.folder, question, value)
     hints.log(copy.folder, "answer", question.id, answer=value)
-    making.reveal(copy, answers.given(copy.folder).keys())
     if not right:
         out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")
         return 1
     out.print(
-        f"{question.id}  [green]yes[/]: {answers.truth(question):.3g} was measured, in {question.evidence}"
+        f"{question.id}  [green]yes[/]: {grading.truth(question):.3g} was measured, in {question.evidence}"
     )
     if question.why:
         out.print(f"      {escape(question.why)}", soft_wrap=True)

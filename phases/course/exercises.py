@@ -44,7 +44,7 @@ class Exercise:
     paragraph: str
     """How the paragraph of the lesson begins that goes with hint 1."""
     pseudocode: str
-    """Hint 3."""
+    """Hint 3, the last."""
     tests: tuple[str, ...]
     """Pytest node ids that a student sees and `check` runs."""
     hidden: tuple[str, ...] = ()
