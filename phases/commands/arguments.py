@@ -33,6 +33,9 @@ def joined(values: Iterable[str] | None) -> str | None:
     return None if values is None else ",".join(values)
 
 
+# What `quant.formats` and `quant.methods` have, written down because the help must not wait for them.
+SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
+METHODS = ("rtn", "gptq", "awq")
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]

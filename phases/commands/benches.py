@@ -38,7 +38,7 @@ def bench(given: SimpleNamespace) -> int:
         raise UserError("--record keeps what was measured with care: leave --quick out")
     if record:
         clean(ROOT)
-    name = _named(given.phase)
+    name = _named(given.what)
     from common.device import device_name, pick_device, pick_dtype
 
     module = _module(name)
@@ -155,9 +155,9 @@ def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
         measure.TRIES = tries
 
 
-def plot(phase_name: str | None = None) -> int:
+def plot(given: SimpleNamespace) -> int:
     """Draw every figure (or one phase's) again, from the evidence alone, and fill in the tables."""
-    wanted = None if phase_name is None else _named(phase_name)
+    wanted = None if given.what is None else _named(given.what)
     found = 0
     for folder, by_phase in results().items():
         for name, evidence in by_phase.items():

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from itertools import chain
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -28,7 +29,7 @@ from phases.registry import missing_for
 WAIT = 0.5
 
 
-def run() -> int:
+def run(given: SimpleNamespace) -> int:
     """Print the tables. Returns 0: a machine that lacks something is no error."""
     device = pick_device("auto")
     found = table("What", "Here", "Fix")

@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.models.hub import model_folder
 from common.neighbours import Usage, usage, warn
 from common.options import route
-from common.sampling.defaults import sampling_defaults
+from common.sampling.params import sampling_defaults
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
@@ -30,7 +30,7 @@ from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
-from phases.commands.version import version
+from phases.commands.plain import version
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.cluster import Cluster, Share, serve_until_signal
 from replicas.options import ReplicaOptions
