@@ -112,25 +112,57 @@ def fetch(
 def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
-    prompt: a.PromptTexts = None,
-    prompts_file: a.PromptsFile = None,
-    chat: a.AsChat = False,
-    max_tokens: a.MaxTokens = 128,
-    temperature: a.Temperature = None,
-    top_k: a.TopK = None,
-    top_p: a.TopP = None,
-    generation_config: a.OwnSampling = "neutral",
-    seed: a.Seed = None,
-    json_schema: a.SchemaFile = None,
-    regex: a.Regex = None,
-    choice: a.Choices = None,
-    grammar: a.GrammarFile = None,
-    trace: a.TraceMasks = False,
+    prompt: Annotated[
+        list[str] | None,
+        flag("text to continue; several times: several requests", panel=a.PROMPT, metavar="TEXT"),
+    ] = None,
+    prompts_file: Annotated[Path | None, flag("file with one prompt a line", panel=a.PROMPT)] = None,
+    chat: Annotated[bool, flag("put prompts into the model's chat form", "--chat", panel=a.PROMPT)] = False,
+    max_tokens: Annotated[int, flag("most tokens to generate", panel=a.SAMPLING)] = 128,
+    temperature: Annotated[
+        float | None, flag("0 takes the most likely token each time", panel=a.SAMPLING, show_default="0")
+    ] = None,
+    top_k: Annotated[
+        int | None, flag("sample among the k most likely tokens; 0: all", panel=a.SAMPLING, show_default="0")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        flag("sample among the most likely tokens up to this share", panel=a.SAMPLING, show_default="1"),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        flag(
+            "what holds where these say nothing: neutral (the most likely token), or model (its "
+            "generation_config.json)",
+            panel=a.SAMPLING,
+        ),
+    ] = "neutral",
+    seed: Annotated[int | None, flag("makes sampling repeatable", panel=a.SAMPLING)] = None,
+    json_schema: Annotated[
+        Path | None, flag("file with a JSON schema that it obeys", panel=a.GRAMMAR)
+    ] = None,
+    regex: Annotated[str | None, flag("regular expression that it matches", panel=a.GRAMMAR)] = None,
+    choice: Annotated[
+        list[str] | None,
+        flag(
+            "texts between commas, one of which it is; may be given several times",
+            panel=a.GRAMMAR,
+            metavar="TEXTS",
+        ),
+    ] = None,
+    grammar: Annotated[
+        Path | None, flag("file with a Lark or GBNF grammar that derives it", panel=a.GRAMMAR)
+    ] = None,
+    trace: Annotated[
+        bool, flag("show each step's mask, and what the model would have said", "--trace", panel=a.GRAMMAR)
+    ] = False,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    as_json: a.AsJson = False,
-    stats: a.ShowStats = False,
-    verbose: a.Verbose = False,
+    as_json: Annotated[bool, flag("one JSON object instead of text", "--json", panel=a.OUTPUT)] = False,
+    stats: Annotated[
+        bool, flag("also how many guesses were right, from phase 11 on", "--stats", panel=a.OUTPUT)
+    ] = False,
+    verbose: Annotated[bool, flag("also where the memory goes", "--verbose", "-v", panel=a.OUTPUT)] = False,
     **options: Any,
 ) -> None:
     """Generate text with one phase."""
@@ -158,17 +190,46 @@ def quantize(
 
 @command("serve:run")
 def serve(
-    model: a.ServedModel = "smollm2",
-    host: a.Host = "127.0.0.1",
-    port: a.Port = 8000,
-    api_key: a.ApiKeys = None,
-    name: a.ServedName = None,
-    strict: a.Strict = False,
-    allowed_origins: a.Origins = None,
-    allowed_hosts: a.Hosts = None,
-    access_log: a.AccessLog = "-",
-    generation_config: a.ServedSampling = "model",
-    phase: a.ServingPhase = "13",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"{a.MODEL_HELP}, or random:SHAPE")
+    ] = "smollm2",
+    host: Annotated[str, flag("address to listen on; 0.0.0.0: all")] = "127.0.0.1",
+    port: Annotated[int, flag("port to listen on; 0: any that is free")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        flag(
+            "key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps", metavar="KEY"
+        ),
+    ] = None,
+    name: Annotated[str | None, flag("what clients call the model")] = None,
+    strict: Annotated[
+        bool, flag("refuse unknown fields, and tools that the chat template does not show", "--strict")
+    ] = False,
+    allowed_origins: Annotated[
+        list[str] | None,
+        flag(
+            "whose web pages may ask from a browser, such as https://example.org; several with commas; "
+            "*: anybody's",
+            metavar="ORIGIN",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        flag(
+            "names of this server beside localhost, --host and addresses, which alone are answered "
+            "without a key; several with commas; *: any",
+            metavar="HOST",
+        ),
+    ] = None,
+    access_log: Annotated[str, flag("a file for a line of JSON a request, - or none")] = "-",
+    generation_config: Annotated[
+        str,
+        flag(
+            "sampling where a request says nothing: model (its generation_config.json) or neutral "
+            "(temperature 1, all tokens)"
+        ),
+    ] = "model",
+    phase: Annotated[str, flag(f"whose engine: {PHASE_HELP}")] = "13",
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     **options: Any,

@@ -129,7 +129,7 @@ def test_a_bench_whose_result_has_no_place_does_not_begin(
 ) -> None:
     (tmp_path / "home").write_text("no folder")
     monkeypatch.setenv("LADDER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(benches, "_measure", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(benches, "_announce", lambda *_: pytest.fail("it measures"))
     code, out, err = cli("bench", "1", "--quick", "--device", "cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"{tmp_path}/home/quick/benchmarks/results/cpu cannot be written: Not a directory" in err

@@ -39,6 +39,7 @@ def bench(given: SimpleNamespace) -> int:
     if record:
         clean(ROOT)
     name = _named(given.what)
+    from benchmarks import measure
     from common.device import device_name, pick_device, pick_dtype
 
     module = _module(name)
@@ -58,8 +59,9 @@ def bench(given: SimpleNamespace) -> int:
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
     begun = time.monotonic()
-    measured = _measure(module, options)
-    measured = replace(measured, seconds=time.monotonic() - begun)
+    if quick:
+        measure.TRIES = 1
+    measured = replace(module.run(options), seconds=time.monotonic() - begun)
     _show(measured, None if quick else recorded)
     written = measured.write(folders[0] / f"{measured.phase}.json")
     out.out(str(written), highlight=False)
@@ -140,19 +142,6 @@ def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
     with whole(figure) as scratch:
         module.draw(evidence, scratch)
     return True
-
-
-def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
-    from benchmarks import measure
-
-    tries = measure.TRIES
-    if options.quick:
-        measure.TRIES = 1
-    try:
-        evidence: Evidence = module.run(options)
-        return evidence
-    finally:
-        measure.TRIES = tries
 
 
 def plot(given: SimpleNamespace) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -59,8 +58,14 @@ def check(
     """Say of each exercise how far it is, and of one that fails the first small case."""
     copy = making.around(Path.cwd())
     making.link(copy.folder)
-    begun = _begun(copy, _chosen(copy, exercise))
-    return int(not all(verdict.right or verdict.state == "not started" for verdict in begun))
+    chosen, wrong = _chosen(copy, exercise), False
+    with err.status("Starting: PyTorch is imported once") as status, Nursery() as nursery:
+        for one in chosen:
+            status.update(f"{one.id} {one.title}")
+            verdict = check_file(copy.folder, one, nursery)
+            show(verdict)
+            wrong |= not verdict.right and verdict.state != "not started"
+    return int(wrong)
 
 
 def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
@@ -76,17 +81,6 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
             f"exercise is {wanted!r}, but this copy has {', '.join(one.id for one in copy.exercises)}"
         )
     return chosen
-
-
-def _begun(copy: making.Copy, chosen: Iterable[Exercise]) -> list[Verdict]:
-    verdicts = []
-    with err.status("Starting: PyTorch is imported once") as status, Nursery() as nursery:
-        for exercise in chosen:
-            status.update(f"{exercise.id} {exercise.title}")
-            verdict = check_file(copy.folder, exercise, nursery)
-            show(verdict)
-            verdicts.append(verdict)
-    return verdicts
 
 
 def show(verdict: Verdict) -> None:

@@ -53,13 +53,6 @@ def _read_lines(path: Path) -> list[str]:
     return prompts
 
 
-def encode(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a text to continue, or of a question in the model's chat form."""
-    if chat:
-        return tokenizer.chat([{"role": "user", "content": prompt}])
-    return tokenizer.encode(prompt)
-
-
 @dataclass(frozen=True)
 class Served:
     """The output of a phase. `first_token` and `seconds` count from the start; the first may be missing."""

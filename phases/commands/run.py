@@ -18,7 +18,7 @@ from common.sampling.params import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
-from phases.commands.engines import Served, encode, serve
+from phases.commands.engines import Served, serve
 from phases.commands.grammars import check_grammar, show_trace
 from phases.registry import check_options, load_engine, missing_for
 
@@ -47,7 +47,8 @@ def run(given: SimpleNamespace) -> int:
     own = sampling_defaults(folder, given.generation_config)
     params = replace(params, **{name: value for name, value in own.items() if name not in given.said})
     tokenizer = Tokenizer(folder)
-    ids = [encode(tokenizer, text, given.chat) for text in prompts]
+    chat = given.chat  # then prompts are questions
+    ids = [tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t) for t in prompts]
     missing = missing_for(phase, where)
     if missing:
         err.print(

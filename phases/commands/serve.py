@@ -69,40 +69,29 @@ def run(given: SimpleNamespace) -> int:
         "version": version(),
     }
     make = partial(make_app, given, rung, options, server)
-    folder = _folder_of(given.model)
-    try:
-        if copies.replicas:
-            share = Share.of(where.type, int(options.get("tensor_parallel") or 1))
-            return _serve_replicas(Cluster(make, copies, share, checked, host=given.host, port=given.port))
-        return _serve(make(folder), given, bool(keys), begun if where.type == "cpu" else None)
-    finally:
-        if given.model.startswith(RANDOM):
-            shutil.rmtree(folder, ignore_errors=True)
+    if copies.replicas:
+        _folder_of(given.model)  # fetched once, before all of them ask
+        share = Share.of(where.type, int(options.get("tensor_parallel") or 1))
+        return _serve_replicas(Cluster(make, copies, share, checked, host=given.host, port=given.port))
+    return _serve(make(), given, bool(keys), begun if where.type == "cpu" else None)
 
 
 def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
-    return made_up_tokenizer(model) if model.startswith(RANDOM) else model_folder(model)
+    if not model.startswith(RANDOM):
+        return model_folder(model)
+    folder = made_up_tokenizer(model)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
-def make_app(
-    given: SimpleNamespace,
-    phase: Phase,
-    options: dict[str, Any],
-    server: Mapping[str, Any],
-    folder: Path | None = None,
-) -> App:
+def make_app(given: SimpleNamespace, phase: Phase, options: dict[str, Any], server: Mapping[str, Any]) -> App:
     """The application with an engine that is yet to be started.
 
     options: of the engine.
     server: what `whole_app` takes.
-    folder: see `_folder_of`; None on a machine that has to look for itself.
     """
-    model = given.model
-    if folder is None:
-        folder = _folder_of(model)
-        if model.startswith(RANDOM):
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model, folder = given.model, _folder_of(given.model)
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), given.device, given.dtype, options)
     return whole_app(
