@@ -339,14 +339,13 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
             SamplingParams(max_tokens=20),
             SamplingParams(max_tokens=30, stop=("7, 8",)),
         ],
-        progress=False,
     )
     assert done[0].text.startswith(" Paris")
-    assert done[1].finish_reason == "stop" and done[1].token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert done[1].finish_reason == "stop" and done[1].token_ids[-1] in llm.engine.config.eos_token_ids
     assert done[1].text == llm.tokenizer.decode(done[1].token_ids[:-1]) and "<|" not in done[1].text
     assert done[2].text == " 5, 6, " and done[2].finish_reason == "stop"
     assert isinstance(llm.engine, Engine) and llm.engine.idle
-    (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6), progress=False)
+    (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
     assert single.text == done[0].text
 
 

@@ -251,7 +251,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "too-many": ("normalized", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8, but there are 7"),
     "none": ("normalized", {"num_experts": None, "num_local_experts": None}, "no field 'num_experts'"),
-    "windows": ("normalized", {"use_sliding_window": True}, "use_sliding_window is true"),
+    "windows": ("normalized", {"use_sliding_window": True}, "use_sliding_window is True"),
     "no-biases": ("shared", {"qkv_bias": False}, "qkv_bias is False"),
     "no-layer": ("normalized", {"mlp_only_layers": ["one"]}, r"mlp_only_layers\[0\] is 'one'"),
     "two-counts": ("normalized", {"num_experts": 7, "num_local_experts": 8}, "means the same field"),
