@@ -459,7 +459,7 @@ def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str
         elif action == "evict":
             before = sum(not pinned(text) for text in held)
             gone = made.evict(number)
-            assert len(gone) == min(number, before)
+            assert len(gone) == min(number, before), f"{before} can go, {number} are wanted, {len(gone)} went"
             for block in gone:
                 text = next(t for t, b in held.items() if b == block)
                 more = any(t != text and t.startswith(text) for t in held)
