@@ -287,7 +287,8 @@ def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: 
 def test_a_tied_head_is_the_embedding_itself(tied: bool) -> None:
     config = replace(SHAPES["tiny"], tie_word_embeddings=tied)
     model = random_model(config, device="cpu", dtype=torch.float32)
-    assert (model.lm_head.weight is model.get_parameter("embed_tokens.weight")) == tied
+    same = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
+    assert same == tied, f"tie_word_embeddings is {tied}, but head and embedding are one: {same}"
 
 
 def test_generator_recomputes_everything() -> None:
@@ -340,7 +341,8 @@ def test_prompt_that_leaves_room_for_one_token() -> None:
 
 def test_max_tokens_zero_is_an_empty_completion() -> None:
     events = list(load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=0)))
-    assert [(event.token_id, event.finish_reason) for event in events] == [(None, "length")]
+    found = [(event.token_id, event.finish_reason) for event in events]
+    assert found == [(None, "length")], "max_tokens is 0: one event says so, without a token"
 
 
 def test_consumer_is_not_left_in_inference_mode() -> None:
