@@ -15,7 +15,7 @@ from continuous.work import Work
 from parallel.line import Line
 from parallel.messages import Drafts
 from speculative.loops import Watcher
-from structured.loop import NOBODYS, EarlyMasks, Landed
+from structured.loop import NONE_LANDED, EarlyMasks, Landed
 
 
 class Teller(Watcher):
@@ -115,7 +115,7 @@ class FirstMasks(EarlyMasks):
         """See `Masks.wants`."""
         return self.inner.wants(works)
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """See `Masks.begin`. They are handed out at the same place of a step, however soon they are made."""
         self.inner.begin(works, landed)
         return False
@@ -141,7 +141,7 @@ class OtherMasks(NoMasks):
     def check(self, params: SamplingParams) -> None:
         """Rank 0 has done it, as it has waited, and tells which grammars have failed."""
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Begin like rank 0."""
         return False
 
