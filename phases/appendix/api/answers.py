@@ -12,7 +12,7 @@ from common.events import Logprob
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.reasoning import ReasoningReader
 from phases.appendix.tools.formats import CallFormat
-from phases.appendix.tools.reader import CallReader, News
+from phases.appendix.tools.reader import CallReader
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.http.answers import Answer
 
@@ -195,13 +195,10 @@ class WideChatAnswer(WideAnswer):
         if reasoning is not None:
             thought, text = reasoning.read(text, last)
             deltas += [{"reasoning_content": thought}] if thought else []
-        news = News(text) if calls is None else calls.read(text, last)
-        deltas += [{"content": news.content}] if news.content else []
-        for index, arguments, first in news.calls:
-            call: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
-            if first and calls is not None:
-                call |= calls.calls[index].shape("")
-            deltas.append({"tool_calls": [call]})
+        if calls is not None:
+            deltas += calls.read(text, last)
+        elif text:
+            deltas.append({"content": text})
         if deltas or piece.start == piece.stop or not (choice.logprobs or self.request.return_token_ids):
             return deltas
         return [{"content": ""} if calls is None and reasoning is None else {}]  # its tokens are told
@@ -214,7 +211,7 @@ class WideChatAnswer(WideAnswer):
         _, calls = self.readers(choice)
         if calls is not None and calls.calls:  # one that was cut before its name is none
             message["content"] = message["content"] or None
-            message["tool_calls"] = [call.shape(call.arguments) for call in calls.calls]
+            message["tool_calls"] = calls.calls
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
         if self.request.return_token_ids:
             details["prompt_token_ids"] = choice.order.prompt

@@ -13,7 +13,7 @@ from phases.appendix.api.grammars import grammar_of
 from phases.appendix.api.reasoning import marks, opened
 from phases.appendix.api.schema import ChatRequest, CompletionRequest, Wide
 from phases.appendix.tools.described import WARNING, described
-from phases.appendix.tools.formats import shows_tools
+from phases.appendix.tools.formats import format_of
 from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
 from serving.completion import Order
 from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
@@ -66,18 +66,16 @@ class WideCompletions(Endpoint):
     ) -> WideOrder:
         """Make an order; `more` are settings that are not fields of their name. Raises `ApiError`."""
         grammar, asked, loosened = grammar_of(request, self.limits)
-        calls, shown = None, frozenset[int]()
+        calls = None
         if tools is not None:
             if asked not in ("", "response_format"):  # that one is in the tools' grammar
                 raise wrong(asked, f"{asked} and tools both constrain the output")
             grammar, asked, loosened, calls = tools.grammar, "tools", tools.loosened, tools.format
-            shown = frozenset() if calls.token is None else frozenset({calls.token})
         return WideOrder(
             ids,
             self.params(request, ids, ready, usual, grammar=grammar, **more),
-            shown,
-            text,
-            (MARKS,) if request.stream and request.return_token_marks else (),
+            text=text,
+            wanted=(MARKS,) if request.stream and request.return_token_marks else (),
             asked=asked,
             calls=calls,
             loosened=loosened,
@@ -116,9 +114,7 @@ class WideChat(WideCompletions):
             name = min(_RESERVED & variables.keys())
             raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {name!r}")
         shown = [] if tools is None else tools.shown
-        if shown and not shows_tools(tokenizer):
-            if self.strict:
-                raise wrong("tools", "tools cannot be shown: the model's chat template shows it none")
+        if shown and not format_of(tokenizer)[1]:
             exchange.extra.append((b"x-ladder-warning", WARNING))
         return await chat_ids(self.prompts, request, variables, shown), tools
 
@@ -187,21 +183,17 @@ async def chat_ids(
     """
 
     def make() -> list[int]:
-        made = conversation(messages)
-        if not shows_tools(prompts.tokenizer):
+        made, shows = conversation(messages), format_of(prompts.tokenizer)[1]
+        if not shows:
             made = described(made, tools)
-        return prompts.tokenizer.chat(made, **settings)
+        return prompts.tokenizer.chat(made, **settings | ({"tools": tools} if shows and tools else {}))
 
     messages = request.messages
-    settings = (
-        variables
-        | ({"tools": tools} if tools else {})
-        | {
-            "add_generation_prompt": request.add_generation_prompt is not False,
-            "add_special_tokens": bool(request.add_special_tokens),
-        }
-    )
-    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings)) > LONG
+    settings = variables | {
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "add_special_tokens": bool(request.add_special_tokens),
+    }
+    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings, tools)) > LONG
     return await prompts.make(long, make, "messages")
 
 

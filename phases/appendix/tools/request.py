@@ -64,7 +64,7 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
     if chosen == "none":
         return None
     try:
-        format = format_of(tokenizer)
+        format, _ = format_of(tokenizer)
         grammar = format.grammar(
             [(name, functions[name]) for name in names],
             must=must,
