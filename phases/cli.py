@@ -198,7 +198,6 @@ def serve(
     port: a.Port = 8000,
     api_key: a.ApiKeys = None,
     name: a.ServedName = None,
-    strict: a.Strict = False,
     allowed_origins: a.Origins = None,
     allowed_hosts: a.Hosts = None,
     access_log: a.AccessLog = "-",

@@ -93,9 +93,6 @@ ApiKeys = Annotated[
     flag("key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps", metavar="KEY"),
 ]
 ServedName = Annotated[str | None, flag("what clients call the model")]
-Strict = Annotated[
-    bool, flag("refuse unknown fields, and tools that the chat template does not show", "--strict")
-]
 Origins = Annotated[
     list[str] | None,
     flag(

@@ -94,8 +94,6 @@ async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make)
     asked = await Client(make()).request("/v1/chat/completions", body).run()
     assert asked.status == 200
     assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
-    status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
-    assert status == 400 and "messages.cache_control" in found["error"]["message"]
 
 
 async def test_addresses_of_a_client_are_never_opened(model, tokenizer):

@@ -297,14 +297,12 @@ async def test_what_is_wrong_with_a_chat_is_named(make, what):
     assert (status, found["error"]["param"]) == (400, param), found
 
 
-async def test_unknown_fields_are_named_or_refused(make):
+async def test_unknown_fields_are_named(make):
     body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
     asked = await Client(make()).request("/v1/completions", body).run()
     assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature"
     nasty = await Client(make()).request("/v1/completions", body | {"a\r\nx: y\u00e9": 1}).run()
     assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
-    status, found = await Client(make(strict=True)).post("/v1/completions", body)
-    assert status == 400 and found["error"]["param"] == "mirostat"
 
 
 async def test_routes_and_methods(make):

@@ -31,11 +31,10 @@ _RESERVED = {
 
 
 class WideCompletions(Endpoint):
-    """`/v1/completions`. strict: refuse what would be ignored, at the routes of its subclasses too."""
+    """`/v1/completions`."""
 
     body: type[Generation] = CompletionRequest
     answers: type[Answer] = WideAnswer
-    strict = False
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
@@ -107,7 +106,7 @@ class WideChat(WideCompletions):
         """Return the token ids of a conversation, and the tools that it shows. Raises `ApiError`."""
         tokenizer = self.prompts.tokenizer
         self.prompts.fits(characters(request.messages), ready, "messages")
-        ignore(exchange, ignored(self.prompts, request), self.strict)
+        ignore(exchange, ignored(self.prompts, request))
         tools = tools_of(request, tokenizer, self.limits)
         variables = request.chat_template_kwargs or {}
         if _RESERVED & variables.keys():
@@ -148,10 +147,8 @@ def listed(names: list[str]) -> bytes:
     return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
 
 
-def ignore(exchange: Exchange, names: list[str], strict: bool) -> None:
-    """Name what a request says in vain in a header. Raises `ApiError` where that is refused."""
-    if names and strict:
-        raise wrong(names[0][:100], f"{names[0][:100]!r} is no field of this request")
+def ignore(exchange: Exchange, names: list[str]) -> None:
+    """Name what a request says in vain in a header."""
     if names:
         exchange.extra.append((b"x-ladder-ignored", listed(names)))
 
