@@ -18,10 +18,10 @@ from forward.loading import random_model
 from forward.shapes import SHAPES
 from phases.appendix.api.schema import ChatRequest
 from phases.appendix.guidance.backend import GuidanceBackend
+from phases.appendix.guidance.exact import DATE, exact
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
 from phases.appendix.tools.formats import HERMES, LLAMA, CallFormat, format_of
-from phases.appendix.tools.loosen import loosen
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal, tools_of
 from serving.http.errors import ApiError
@@ -240,18 +240,18 @@ def test_a_tool_that_cannot_be_compiled_is_named(backend):
 
 LOOSENED: dict[str, tuple[Any, list[str]]] = {
     "names with a rule": ({"type": "object", "propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
-    "pydantic's set": ({"properties": {"s": {"type": "array", "uniqueItems": True}}}, ["s.uniqueItems"]),
-    "a format nobody knows": ({"properties": {"p": {"type": "string", "format": "cuid"}}}, ["p.format"]),
-    "a lookahead": ({"properties": {"p": {"type": "string", "pattern": "^(?!a)b"}}}, ["p.pattern"]),
-    "a bound of int64": ({"properties": {"n": {"type": "integer", "maximum": 2**63 - 1}}}, ["n.maximum"]),
-    "never": ({"properties": {"x": {"not": {}}}}, ["x.not"]),
+    "pydantic's set": ({"properties": {"s": {"uniqueItems": True}}}, ["properties/s/uniqueItems"]),
+    "a format nobody knows": ({"properties": {"p": {"format": "cuid"}}}, ["properties/p/format"]),
+    "a lookahead": ({"properties": {"p": {"pattern": "^(?!a)b"}}}, ["properties/p/pattern"]),
+    "a bound of int64": ({"properties": {"n": {"maximum": 2**63 - 1}}}, ["properties/n/maximum"]),
+    "never": ({"properties": {"x": {"not": {}}}}, ["properties/x/not"]),
     "conditions": ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, ["if", "then"]),
     "null fields": ({"required": None, "properties": {"a": {"type": "string", "default": None}}}, []),
     "annotations": ({"title": "T", "$schema": "x", "x-order": 1, "properties": {"a": {"examples": [1]}}}, []),
     "one of several": ({"properties": {"a": {"oneOf": [{"type": "string"}, {"minimum": 2**60 + 1}]}}},
-        ["a.oneOf.1.minimum"]),
+        ["properties/a/oneOf/1/minimum"]),
     "deep": ({"$defs": {"d": {"items": {"uniqueItems": True}}}, "properties": {"a": {"$ref": "#/$defs/d"}}},
-        ["$defs.d.items.uniqueItems"]),
+        ["$defs/d/items/uniqueItems"]),
     "keys counted": ({"properties": {"a": {}}, "minProperties": 1}, ["minProperties"]),
 }  # fmt: skip
 GIVEN = [
@@ -263,8 +263,9 @@ GIVEN = [
 @pytest.mark.parametrize("name", LOOSENED)
 def test_what_was_valid_stays_valid_and_what_is_left_out_is_named(name: str) -> None:
     schema, names = LOOSENED[name]
-    made, left = loosen(schema)
-    assert left == names
+    left = list[str]()
+    made = exact(schema, left=left)
+    assert left == [f"#/{name}" for name in names]
     strict = jsonschema.Draft202012Validator({k: v for k, v in schema.items() if v is not None})
     loose = jsonschema.Draft202012Validator(made)
     for value in GIVEN:
@@ -274,9 +275,11 @@ def test_what_was_valid_stays_valid_and_what_is_left_out_is_named(name: str) -> 
 def test_nothing_of_an_ordinary_schema_is_lost_and_nonsense_breaks_nothing() -> None:
     number, day = {"type": "integer", "minimum": 1}, {"type": "string", "format": "date"}
     schema = {"type": "object", "properties": {"n": number, "d": day}, "required": ["n"]}
-    assert loosen(schema | {"additionalProperties": False}) == (schema | {"additionalProperties": False}, [])
+    left = list[str]()
+    assert exact(schema, left=left) == exact(schema) and not left
+    assert exact(schema)["properties"]["d"]["pattern"] == f"^{DATE}$"
     broken = {"pattern": 3, "format": [1], "patternProperties": [], "required": "a"}
-    assert loosen(broken) == ({}, list(broken))
+    assert exact(broken, left=left) == {} and left == [f"#/{keyword}" for keyword in broken]
 
 
 async def streamed_deltas(app: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
