@@ -231,10 +231,8 @@ def test_every_phase_shows_the_first_space(kit: Kit, load: Callable[..., Any]) -
         assert "".join(shown) == done.text == expected
 
 
-def test_echo_goes_on_behind_the_prompt(kit: Kit) -> None:
+def test_a_completion_goes_on_behind_the_prompt(kit: Kit) -> None:
     body = {"prompt": FRANCE, "max_tokens": 2, **kit.always(b" Paris")}
-    choice, events = asked(kit.app(), "/v1/completions", body | {"echo": True})
-    assert choice["text"] == "".join(event["text"] for event in events) == FRANCE + " Paris Paris"
     choice, events = asked(kit.app(), "/v1/completions", body | {"logprobs": 3})
     text, told = choice["text"], choice["logprobs"]
     assert text == "".join(event["text"] for event in events) == " Paris Paris"
@@ -251,7 +249,7 @@ def test_tokens_stand_where_they_are_said_to(kit: Kit) -> None:
     for prompt in ([BOS], kit.tokenizer.encode("a")) * 50:
         tokens = rng.choices(range(kit.tokenizer.vocab_size), k=8)
         stream = Detokenizer(kit.tokenizer, after=prompt)
-        offsets = Offsets(kit.tokenizer, start=0, begins=stream.begins)
+        offsets = Offsets(kit.tokenizer, begins=stream.begins)
         text = "".join(map(stream.push, tokens)) + stream.incomplete()
         for token in tokens:
             data, at = offsets.spelled(token), offsets.take(token)

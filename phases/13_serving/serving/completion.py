@@ -25,7 +25,6 @@ class Order:
     """A prompt as it goes to the engine.
 
     shown: special tokens that belong to the text of its completions.
-    text: the beginning of its completions' text; empty unless the prompt shall be repeated.
     wanted: kinds of notes about its completions that somebody reads; see `serving.messages`.
     notes: those that have come, by their kind.
     """
@@ -33,7 +32,6 @@ class Order:
     prompt: list[int]
     params: SamplingParams
     shown: frozenset[int] = frozenset()
-    text: str = ""
     wanted: tuple[str, ...] = ()
     notes: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
@@ -71,7 +69,7 @@ class Choice:
     @property
     def text(self) -> str:
         """All of it so far."""
-        return self.order.text + "".join(self.texts)
+        return "".join(self.texts)
 
     def note(self, kind: str, values: list[Any]) -> None:
         """See `Sink`."""
@@ -110,8 +108,7 @@ class Choice:
     def take(self) -> Piece:
         """All that is unsent, as one piece."""
         start, self.sent = self.sent, len(self.texts)
-        text = "".join(self.texts[start:])
-        return Piece(text if start else self.order.text + text, start, self.sent)
+        return Piece("".join(self.texts[start:]), start, self.sent)
 
 
 class ChoiceGroup:

@@ -23,13 +23,10 @@ class Offsets:
     A token may be a part of a character. A special token takes no room.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, start: int = 0, begins: bool = False) -> None:
-        """Begin with the first token of an output.
-
-        start, begins: its place in the text that is returned, and `Detokenizer.begins`.
-        """
+    def __init__(self, tokenizer: Tokenizer, *, begins: bool = False) -> None:
+        """Begin with the first token of an output. begins: see `Detokenizer.begins`."""
         self._bytes, self._special = tokenizer.token_bytes, tokenizer.special_ids
-        self._next, self._begins = start, begins
+        self._next, self._begins = 0, begins
         self._decoder = self._bytes.decoder()
 
     def spelled(self, token: int) -> bytes:
@@ -88,8 +85,7 @@ class WideAnswer(Answer):
     def offsets(self, choice: Choice) -> Offsets:
         """Return where the tokens of a completion begin in its text."""
         if choice.index not in self._offsets:
-            start = len(choice.order.text)
-            self._offsets[choice.index] = Offsets(self.tokenizer, start=start, begins=choice.begins)
+            self._offsets[choice.index] = Offsets(self.tokenizer, begins=choice.begins)
         return self._offsets[choice.index]
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:

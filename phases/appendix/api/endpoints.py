@@ -1,4 +1,4 @@
-"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities, `echo`."""
+"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities."""
 
 from __future__ import annotations
 
@@ -38,18 +38,11 @@ class WideCompletions(Endpoint):
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        if request.echo and request.logprobs is not None:
-            raise wrong("logprobs", "logprobs are told of the output alone, so echo may not come with them")
         orders: list[Order] = []
         for prompt in prompts_of(request.prompt, ready, self.limits):
-            if isinstance(prompt, str):
-                special, text = request.add_special_tokens is not False, prompt
-                ids = await self.prompts.encode(prompt, special, ready)
-            else:
-                text = await decode(self.prompts, prompt, ready) if request.echo else ""
-                ids = prompt
-            text = text if request.echo else ""
-            orders.append(self.order(request, ids, ready, USUAL_TOKENS, text=text, logprobs=request.logprobs))
+            special = request.add_special_tokens is not False
+            ids = await self.prompts.encode(prompt, special, ready) if isinstance(prompt, str) else prompt
+            orders.append(self.order(request, ids, ready, USUAL_TOKENS, logprobs=request.logprobs))
         return self.checked(orders)
 
     def order(
@@ -59,7 +52,6 @@ class WideCompletions(Endpoint):
         ready: Ready,
         usual: int | None,
         *,
-        text: str = "",
         tools: Tools | None = None,
         **more: Any,
     ) -> WideOrder:
@@ -73,7 +65,6 @@ class WideCompletions(Endpoint):
         return WideOrder(
             ids,
             self.params(request, ids, ready, usual, grammar=grammar, **more),
-            text=text,
             wanted=(MARKS,) if request.stream and request.return_token_marks else (),
             asked=asked,
             calls=calls,
@@ -192,15 +183,3 @@ async def chat_ids(
     }
     long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings, tools)) > LONG
     return await prompts.make(long, make, "messages")
-
-
-async def decode(prompts: Prompts, ids: list[int], ready: Ready) -> str:
-    """Return the text of a prompt's token ids, special ones too. Raises `ApiError`."""
-
-    def make() -> str:
-        for token in ids:
-            if not 0 <= token < ready.vocab_size:
-                raise UserError(f"token id {token} must be between 0 and {ready.vocab_size - 1}")
-        return prompts.tokenizer.decode(ids, skip_special_tokens=False)
-
-    return await prompts.make(len(ids) > LONG, make, "prompt")

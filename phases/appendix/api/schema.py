@@ -43,7 +43,7 @@ class CompletionRequest(Wide, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
-    echo: bool | None = False
+    echo: Literal[False] | None = False
     logprobs: int | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
