@@ -13,7 +13,6 @@ from common.events import FinishReason, Logprob, TextStream
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.messages import MARKS
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
@@ -48,7 +47,7 @@ class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
-    logprobs, marks: of each token, if they were asked for.
+    times, logprobs: when each came, and of each if they were asked for.
     sent: how many of the texts a reader has taken.
     begins: whether its first token begins a text.
     reason: None until it has ended.
@@ -60,7 +59,7 @@ class Choice:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[Logprob] = []
-        self.marks: list[str] = []
+        self.times: list[float] = []
         self.sent = 0
         self.reason: str | None = None
         self._stream = TextStream(tokenizer, order.params, order.prompt, order.shown)
@@ -73,7 +72,7 @@ class Choice:
 
     def note(self, kind: str, values: list[Any]) -> None:
         """See `Sink`."""
-        (self.marks if kind == MARKS else self.order.notes[kind]).extend(values)
+        self.order.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
         """See `Sink`. A stop string ends it here, so the engine is told to abort it.
@@ -84,6 +83,7 @@ class Choice:
         group = self.group
         ended, text = self._stream.advance(token, cast("FinishReason | None", reason))
         self.tokens.append(token)
+        self.times.append(group.engine.now)
         self.texts.append(text)
         if logprob is not None:
             self.logprobs.append(logprob)

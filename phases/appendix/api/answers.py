@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import msgspec
@@ -95,9 +96,12 @@ class WideAnswer(Answer):
         if self.request.return_token_ids:
             made["token_ids"] = choice.tokens[start:stop]
         if self.request.stream and self.request.return_token_marks:
-            marks = [*choice.marks[start:stop], ""]  # behind the last token there may be a text more
-            pairs = zip(choice.texts[start:stop], marks, strict=False)
-            made["token_marks"] = [pair for pair in pairs if pair[0]]
+            # Of several tokens that one step brought all but the last were drafts, and right.
+            texts, times = choice.texts[start:stop], [*choice.times[start : stop + 1], nan, nan]
+            found = zip(texts, times, times[1:], strict=False)
+            made["token_marks"] = [
+                (text, "draft" if now == then else "") for text, now, then in found if text
+            ]
         return made
 
     def shape(self, choice: Choice) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from serving.http.answers import Answer
 from serving.http.errors import ApiError, wrong
 from serving.http.exchange import Exchange
 from serving.http.schema import Generation
-from serving.messages import MARKS, Ready
+from serving.messages import Ready
 
 MANY = 50
 """Messages above which a conversation is long, whatever stands in them."""
@@ -65,7 +65,6 @@ class WideCompletions(Endpoint):
         return WideOrder(
             ids,
             self.params(request, ids, ready, usual, grammar=grammar, **more),
-            wanted=(MARKS,) if request.stream and request.return_token_marks else (),
             asked=asked,
             calls=calls,
             loosened=loosened,

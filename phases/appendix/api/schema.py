@@ -27,7 +27,7 @@ class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     response_format: dict[str, Any] | None = None
 
     # ours
-    return_token_marks: bool | None = False  # in streams: the text of each token, and how it came about
+    return_token_marks: bool | None = False  # in streams: the text of each token, and if it was a draft
 
     # taken, and without a meaning here
     user: Any = None

@@ -125,14 +125,11 @@ class ThreadedMasks(GrammarMasks):
         plain: the masks of phase 12, in whose place these are.
         pool: where compiled grammars come from.
         most_forced: works in a step, at most, for which somebody asks what is forced behind its tokens.
-
-    single: of requests that somebody put here, the places of the output where one token alone was allowed.
     """
 
     def __init__(self, plain: GrammarMasks, pool: GrammarPool, *, most_forced: int) -> None:
         super().__init__(pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal)
         self.most_forced = most_forced
-        self.single: dict[Request, set[int]] = {}
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
         self._sent: Sequence[MaskedOutput] = ()
@@ -176,8 +173,6 @@ class ThreadedMasks(GrammarMasks):
         if not made.jobs:
             return None
         hold_back(made.words, held)
-        if self.single:
-            self._note(made)
         self._sent = made.outputs
         return self._staging.send(np.array(made.places, np.int64))
 
@@ -188,14 +183,6 @@ class ThreadedMasks(GrammarMasks):
             if problem := output.constraint.matcher.problem:
                 self._fail(output.request, problem)
         return super().take_failed()
-
-    def _note(self, made: Filling) -> None:
-        """Note where one token alone is allowed."""
-        for output, (_, row, drafts) in zip(made.outputs, made.jobs, strict=True):
-            request, rows = output.request, made.words[row : row + len(drafts) + 1]
-            if request in self.single:
-                numbered = enumerate(rows, start=len(request.tokens) - request.prompt_len)
-                self.single[request].update(number for number, mask in numbered if allows_one(mask))
 
     def _wait(self) -> None:
         """Wait for the masks that are being made."""
@@ -240,9 +227,3 @@ class ThreadedMasks(GrammarMasks):
             if finish_reason(token, length, params, self.eos, most) is not None:
                 return True
         return False
-
-
-def allows_one(words: Words) -> bool:
-    """Tell whether a mask allows one token only."""
-    (used,) = np.nonzero(words)
-    return len(used) == 1 and (int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1
