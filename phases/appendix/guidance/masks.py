@@ -22,7 +22,7 @@ from structured.pool import GrammarPool
 
 if TYPE_CHECKING:  # the library is imported when the first grammar comes
     from phases.appendix.guidance.backend import GuidanceBackend
-    from phases.appendix.guidance.matcher import GuidanceMatcher, Job
+    from phases.appendix.guidance.matcher import GuidanceMatcher
 
 
 class MaskStaging:
@@ -98,17 +98,15 @@ class MaskedOutput(NamedTuple):
     new: Sequence[int]
 
 
-@dataclass
-class Filling:
+class Filling(NamedTuple):
     """Masks of a step that are being made.
 
-    works: of the step. outputs: those with a grammar. jobs: of each. places: of the masks in the batch.
-    words: where masks go. done: when; None: they are made.
+    works: of the step. rows: outputs with a grammar, and where their masks begin. places: of the masks in the
+    batch. done: when they are made; None: they are.
     """
 
     works: Sequence[Work]
-    outputs: Sequence[MaskedOutput]
-    jobs: Sequence[Job]
+    rows: Sequence[tuple[MaskedOutput, int]]
     places: Sequence[int]
     words: Words
     done: Future[None] | None
@@ -132,7 +130,7 @@ class ThreadedMasks(GrammarMasks):
         self.most_forced = most_forced
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
-        self._sent: Sequence[MaskedOutput] = ()
+        self._sent: Sequence[tuple[MaskedOutput, int]] = ()
 
     @property
     def backend(self) -> GuidanceBackend:
@@ -146,19 +144,18 @@ class ThreadedMasks(GrammarMasks):
     def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._wait()  # for a step that failed in between
-        outputs = self._follow(works, landed)
-        asked = len(works) <= self.most_forced
-        jobs: list[Job] = []
-        places: list[int] = []
-        for output in outputs:
-            output.constraint.forced = output.constraint.matcher.forced() if asked else ()
-            jobs.append((output.constraint.matcher, len(places), output.drafts))
+        rows, places = list[tuple[MaskedOutput, int]](), list[int]()
+        for output in self._follow(works, landed):
+            matcher = output.constraint.matcher
+            output.constraint.forced = matcher.forced() if len(works) <= self.most_forced else ()
+            rows.append((output, len(places)))
             places += range(output.place, output.place + len(output.drafts) + 1)
         words = self._staging.host(len(places))
-        if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
+        if len(words) > len(rows):  # behind a draft that ends the output no mask is made
             words[:] = 0
+        jobs = [(output.constraint.matcher, row, output.drafts) for output, row in rows]
         done = self.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, outputs, jobs, places, words, done)
+        self._filling = Filling(works, rows, places, words, done)
         return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
@@ -167,19 +164,19 @@ class ThreadedMasks(GrammarMasks):
             self.begin(works)
         assert self._filling is not None
         made, held = self._filling, list[tuple[int, int]]()
-        for output, (_, row, drafts) in zip(made.outputs, made.jobs, strict=True):  # while masks are made
-            held += self.held(output.request, row, len(drafts) + 1)
+        for output, row in made.rows:  # while masks are made
+            held += self.held(output.request, row, len(output.drafts) + 1)
         self._wait()
-        if not made.jobs:
+        if not made.rows:
             return None
         hold_back(made.words, held)
-        self._sent = made.outputs
+        self._sent = made.rows
         return self._staging.send(np.array(made.places, np.int64))
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
         sent, self._sent = self._sent, ()
-        for output in sent:
+        for output, _ in sent:
             if problem := output.constraint.matcher.problem:
                 self._fail(output.request, problem)
         return super().take_failed()
