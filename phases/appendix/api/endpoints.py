@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Any
 
@@ -70,18 +69,13 @@ class WideCompletions(Endpoint):
             loosened=loosened,
         )
 
-    def names(self, request: Any) -> dict[str, str]:
-        """Return the fields in which settings of other names were given."""
-        return {}
-
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`. What is wrong with a grammar is told of the field that asked for it."""
         if message.startswith("grammar") and isinstance(order, WideOrder):
             if order.calls is not None and order.params.grammar is not None:
                 message = refusal(message, order.params.grammar)
             return wrong(order.asked or None, message)
-        word = re.split(r"\W", message, maxsplit=1)[0]
-        return super().refusal(self.names(request).get(word, word) + message.removeprefix(word), request)
+        return super().refusal(message, request)
 
 
 class WideChat(WideCompletions):
@@ -124,11 +118,6 @@ class WideChat(WideCompletions):
         if order.loosened:
             exchange.extra.append((b"x-ladder-loosened", listed(order.loosened)))
         return self.checked([order])
-
-    def names(self, request: Any) -> dict[str, str]:
-        """See `WideCompletions`."""
-        names = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return names | ({} if request.top_logprobs is None else {"logprobs": "top_logprobs"})
 
 
 def listed(names: list[str]) -> bytes:
