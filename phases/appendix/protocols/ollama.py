@@ -69,11 +69,9 @@ class OllamaErrors(ErrorForm):
 class Ollama(Translation):
     """`/api/chat`; or `/api/generate`, which does not talk in messages."""
 
-    body = OllamaRequest
-
-    def __init__(self, chat: WideChat, *, talks: bool) -> None:
-        super().__init__(chat)
+    def __init__(self, chat: WideChat, request: OllamaRequest, *, talks: bool) -> None:
         self.talks, self.names = talks, NAMES if talks else NAMES | {"messages": "prompt"}
+        super().__init__(chat, request)
 
     def translate(self, request: OllamaRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -93,7 +91,7 @@ class Ollama(Translation):
             fields["chat_template_kwargs"] = {"enable_thinking": request.think}
         return fields | {"tools": request.tools}
 
-    def builder(self, request: OllamaRequest, messages: Any) -> EventBuilder:
+    def builder(self, request: OllamaRequest) -> EventBuilder:
         """See `Translation`."""
         return OllamaEvents(self.model, talks=self.talks)
 
