@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections import deque
 from collections.abc import Sequence
 from heapq import nlargest
@@ -83,16 +81,10 @@ def tree(index: RadixIndex) -> dict[str, Any]:
     return {"nodes": nodes, "more": more}
 
 
-log = logging.getLogger(__name__)
-
-
 class EngineObserver(Observer):
     """Writes pictures into the reports of those who asked; nothing else costs anything."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        log_late_kernels()
-        self._draws = False
+    _draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
@@ -106,14 +98,3 @@ class EngineObserver(Observer):
         """See `Observer`."""
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)
-
-
-def log_late_kernels() -> None:
-    """Log each kernel that is compiled from now on: the rehearsal has left it out, and requests wait."""
-
-    def note(**facts: Any) -> None:
-        log.warning("a kernel was compiled while requests waited: %s", facts.get("repr"))
-
-    triton: Any = sys.modules.get("triton")  # an engine without kernels does without
-    if triton is not None:
-        triton.knobs.runtime.jit_post_compile_hook = note
