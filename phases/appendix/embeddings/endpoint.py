@@ -34,7 +34,6 @@ class EmbeddingRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: None = None
     stream: Literal[False] | None = False
-    user: Any = None
 
 
 class EmbeddingAnswer(WideAnswer):

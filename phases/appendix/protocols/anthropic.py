@@ -61,7 +61,6 @@ class MessagesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    metadata: Any = None  # taken, and without a meaning here
 
 
 class AnthropicErrors(ErrorForm):

@@ -36,7 +36,6 @@ class OllamaRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     options: dict[str, Any] | None = None
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
-    keep_alive: Any = None
 
     # of /api/chat
     messages: list[dict[str, Any]] | None = None

@@ -51,10 +51,7 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     conversation: None = None
     prompt: None = None
 
-    # taken, and without a meaning here
-    reasoning: Any = None
-    metadata: Any = None
-    user: Any = None
+    metadata: Any = None  # said again in the answer
 
 
 class Conversations:
