@@ -2,8 +2,8 @@
 
 Each phase's own benchmark compares it with the phase before it on the work that the phase is about. This one
 asks what the climb is worth in all: every phase that runs here serves the same requests, which are all there
-from the start. On a GPU the two phases that serve one request at a time get the first few of them, under a
-name that says so. Phases that are about other things than this work (a shared prefix, a grammar, a server)
+from the start. The two phases that serve one request at a time get the first few of them, under a name that
+says so. Phases that are about other things than this work (a shared prefix, a grammar, a server)
 change little here, and the figure shows that, too.
 """
 
@@ -32,7 +32,7 @@ METRIC = "output_tokens_per_s"
 LAST = 13
 """The last phase: those above it are about several engines or several devices."""
 FEW = {"01_forward": 2, "02_kv_cache": 4}
-"""How many requests of the GPU's workload the slow phases get."""
+"""Requests that the slow phases get."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -52,9 +52,7 @@ def run(options: BenchOptions) -> Evidence:
 def _work_for(phase: Phase, options: BenchOptions) -> Workload:
     on_gpu = options.device.type == "cuda"
     whole = shortened(workload("offline-256").first(64)) if on_gpu else workload("offline-256-small")
-    if options.quick:
-        return whole.first(2)
-    return whole.first(FEW[phase.name]) if on_gpu and phase.name in FEW else whole
+    return whole.first(2 if options.quick else FEW.get(phase.name, len(whole.items)))
 
 
 def shortened(work: Workload) -> Workload:

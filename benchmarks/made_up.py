@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from common.errors import UserError
-from common.temporary import new_folder
+from common.files import new_folder
 from forward.shapes import SHAPES
 
 RANDOM = "random:"

@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
 from common.errors import UserError
-from common.errors import choice as choose
 from phases.commands import arguments as a
-from phases.commands.arguments import PHASE_HELP, flag, joined
+from phases.commands.arguments import PHASE_HELP, SCHEMES, flag
 from phases.process import INTERRUPTED, exit_code
-
-
-def without_engine_flags(command: Callable[..., int]) -> Callable[..., int]:
-    """Leave a command's `**options` out of what is shown. `main` puts an engine's flags there when it runs.
-
-    The flags are made from the options of all phases, whose packages need PyTorch.
-    """
-    signature = inspect.signature(command, eval_str=True)
-    kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    return command
-
 
 app = typer.Typer(
     name="ladder",
@@ -47,7 +36,7 @@ app.add_typer(a.course_app, name="course")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from phases.commands.version import line
+        from phases.commands.plain import line
 
         print(line())
         raise typer.Exit
@@ -68,100 +57,118 @@ EXTRAS_HELP = (
     "attacks, decode_step, gpu_tests, json_schema_suite, ladder, neighbours, paged_attention, quality, "
     "replicas, sampling or step_times"
 )
-# And what `quant.formats` and `quant.methods` have.
-SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
-METHODS = ("rtn", "gptq", "awq")
-FIRST_STEPS = 4
-"""The phase whose engine marks its steps in a trace."""
-SOURCES = ("model", "neutral")
-"""Of sampling that nobody asks for; see `common.sampling.defaults`."""
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a person has said something of."""
-    return {name: value for name, value in options.items() if value is not None}
+def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
+    """Make a command of a function that is no more than its arguments and its help.
+
+    target: the function of `phases.commands` that does the work, such as `run:run`. It gets the arguments as
+        one object, after what can be refused without PyTorch has been (`early`). Their `options` are flags of
+        an engine, which `main` adds when such a command is called: they are made from what all phases have.
+    """
+
+    def made(function: Callable[..., None]) -> Callable[..., int]:
+        signature = inspect.signature(function, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+        @wraps(function)
+        def call(**given: Any) -> int:
+            from phases.commands import early
+
+            asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
+            asked.options = {name: value for name, value in given.items() if value is not None}
+            early.check(asked)
+            code: int = resolve_name(f"phases.commands.{target}")(asked)
+            return code
+
+        call.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return app.command(function.__name__.rstrip("_"))(call)
+
+    return made
 
 
-# A command passes all its arguments on by name, as `locals()` has them at its beginning.
-
-
-@app.command("list")
-def list_phases(
+@command("plain:list_phases")
+def list_(
     names: Annotated[bool, flag("only the names, one a line", "--names")] = False,
-) -> int:
+) -> None:
     """List the phases, with measured gains where there is evidence."""
-    from phases.commands import listing
-
-    return listing.run(names)
 
 
-@app.command()
-def doctor() -> int:
+@command("doctor:run")
+def doctor() -> None:
     """Say what this machine has, how fast it is, which phases run natively here, and how to get the rest."""
-    from phases.commands import doctor
-
-    return doctor.run()
 
 
-@app.command()
+@command("plain:fetch")
 def fetch(
     model: Annotated[
         str, typer.Argument(metavar="[smollm2|gemma3-270m|HUB_ID]", help=a.MODEL_HELP)
     ] = "smollm2",
-) -> int:
+) -> None:
     """Download a model (and convert it, if it is one of the bundled two)."""
-    from phases.commands import fetch
-
-    return fetch.run(model)
 
 
-@app.command()
-@without_engine_flags
+@command("run:run")
 def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
-    prompt: a.PromptTexts = None,
-    prompts_file: a.PromptsFile = None,
-    chat: a.AsChat = False,
-    max_tokens: a.MaxTokens = 128,
-    temperature: a.Temperature = None,
-    top_k: a.TopK = None,
-    top_p: a.TopP = None,
-    generation_config: a.OwnSampling = "neutral",
-    seed: a.Seed = None,
-    json_schema: a.SchemaFile = None,
-    regex: a.Regex = None,
-    choice: a.Choices = None,
-    grammar: a.GrammarFile = None,
-    trace: a.TraceMasks = False,
+    prompt: Annotated[
+        list[str] | None,
+        flag("text to continue; several times: several requests", panel=a.PROMPT, metavar="TEXT"),
+    ] = None,
+    prompts_file: Annotated[Path | None, flag("file with one prompt a line", panel=a.PROMPT)] = None,
+    chat: Annotated[bool, flag("put prompts into the model's chat form", "--chat", panel=a.PROMPT)] = False,
+    max_tokens: Annotated[int, flag("most tokens to generate", panel=a.SAMPLING)] = 128,
+    temperature: Annotated[
+        float | None, flag("0 takes the most likely token each time", panel=a.SAMPLING, show_default="0")
+    ] = None,
+    top_k: Annotated[
+        int | None, flag("sample among the k most likely tokens; 0: all", panel=a.SAMPLING, show_default="0")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        flag("sample among the most likely tokens up to this share", panel=a.SAMPLING, show_default="1"),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        flag(
+            "what holds where these say nothing: neutral (the most likely token), or model (its "
+            "generation_config.json)",
+            panel=a.SAMPLING,
+        ),
+    ] = "neutral",
+    seed: Annotated[int | None, flag("makes sampling repeatable", panel=a.SAMPLING)] = None,
+    json_schema: Annotated[
+        Path | None, flag("file with a JSON schema that it obeys", panel=a.GRAMMAR)
+    ] = None,
+    regex: Annotated[str | None, flag("regular expression that it matches", panel=a.GRAMMAR)] = None,
+    choice: Annotated[
+        list[str] | None,
+        flag(
+            "texts between commas, one of which it is; may be given several times",
+            panel=a.GRAMMAR,
+            metavar="TEXTS",
+        ),
+    ] = None,
+    grammar: Annotated[
+        Path | None, flag("file with a Lark or GBNF grammar that derives it", panel=a.GRAMMAR)
+    ] = None,
+    trace: Annotated[
+        bool, flag("show each step's mask, and what the model would have said", "--trace", panel=a.GRAMMAR)
+    ] = False,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    as_json: a.AsJson = False,
-    stats: a.ShowStats = False,
-    verbose: a.Verbose = False,
+    as_json: Annotated[bool, flag("one JSON object instead of text", "--json", panel=a.OUTPUT)] = False,
+    stats: Annotated[
+        bool, flag("also how many guesses were right, from phase 11 on", "--stats", panel=a.OUTPUT)
+    ] = False,
+    verbose: Annotated[bool, flag("also where the memory goes", "--verbose", "-v", panel=a.OUTPUT)] = False,
     **options: Any,
-) -> int:
+) -> None:
     """Generate text with one phase."""
-    given = SimpleNamespace(**locals() | {"options": _given(options)})
-    from phases.commands import early
-
-    early.check(phase, device=device, dtype=dtype, model=model, options=given.options)
-    choose("generation_config", generation_config, SOURCES)
-    given.said = _given({"temperature": temperature, "top_k": top_k, "top_p": top_p})
-    from common.sampling.params import SamplingParams
-    from phases.commands.engines import read_prompts
-
-    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, **given.said)
-    prompts = read_prompts(prompt, prompts_file, chat=chat)
-    from phases.commands.grammars import chosen_grammar
-
-    grammar_of_all = chosen_grammar(json_schema, regex, joined(choice), grammar)
-    from phases.commands import run
-
-    return run.run(given, prompts, sampling, grammar_of_all)
 
 
-@app.command()
+@command("quantize:run")
 def quantize(
     model: Annotated[str, typer.Argument(help=a.MODEL_HELP)],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")],
@@ -177,51 +184,57 @@ def quantize(
         str, flag("scales for keys and values too: none, fp8 or int8, from the same text")
     ] = "none",
     device: a.DeviceName = "auto",
-) -> int:
+) -> None:
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
-    given = SimpleNamespace(**locals())
-    from phases.commands import early
-
-    early.check(device=device, model=model)
-    choose("scheme", scheme, SCHEMES)
-    choose("method", method, METHODS)
-    from phases.commands import quantize
-
-    return quantize.run(given)
 
 
-@app.command()
-@without_engine_flags
+@command("serve:run")
 def serve(
-    model: a.ServedModel = "smollm2",
-    host: a.Host = "127.0.0.1",
-    port: a.Port = 8000,
-    api_key: a.ApiKeys = None,
-    name: a.ServedName = None,
-    strict: a.Strict = False,
-    allowed_origins: a.Origins = None,
-    allowed_hosts: a.Hosts = None,
-    access_log: a.AccessLog = "-",
-    generation_config: a.ServedSampling = "model",
-    phase: a.ServingPhase = "13",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"{a.MODEL_HELP}, or random:SHAPE")
+    ] = "smollm2",
+    host: Annotated[str, flag("address to listen on; 0.0.0.0: all")] = "127.0.0.1",
+    port: Annotated[int, flag("port to listen on; 0: any that is free")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        flag(
+            "key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps", metavar="KEY"
+        ),
+    ] = None,
+    name: Annotated[str | None, flag("what clients call the model")] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        flag(
+            "whose web pages may ask from a browser, such as https://example.org; several with commas; "
+            "*: anybody's",
+            metavar="ORIGIN",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        flag(
+            "names of this server beside localhost, --host and addresses, which alone are answered "
+            "without a key; several with commas; *: any",
+            metavar="HOST",
+        ),
+    ] = None,
+    access_log: Annotated[str, flag("a file for a line of JSON a request, - or none")] = "-",
+    generation_config: Annotated[
+        str,
+        flag(
+            "sampling where a request says nothing: model (its generation_config.json) or neutral "
+            "(temperature 1, all tokens)"
+        ),
+    ] = "model",
+    phase: Annotated[str, flag(f"whose engine: {PHASE_HELP}")] = "13",
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     **options: Any,
-) -> int:
+) -> None:
     """Serve a model to OpenAI's clients, with a page to look at."""
-    given = SimpleNamespace(**locals() | {"options": _given(options)})
-    from common.errors import integer
-    from phases.commands import early
-
-    early.check(phase, device=device, dtype=dtype, model=model, options=given.options)
-    integer("port", port, low=0, high=65_535)
-    choose("generation_config", generation_config, SOURCES)
-    from phases.commands import serve
-
-    return serve.run(given)
 
 
-@app.command()
+@command("load:run")
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     users: Annotated[
@@ -236,31 +249,18 @@ def load(
     first_ms: Annotated[float, flag("a good request's first token comes within")] = 2000.0,
     gap_ms: Annotated[float, flag("and 99 % of its gaps are below")] = 100.0,
     json: Annotated[Path | None, flag("file for the numbers", "--json")] = None,
-) -> int:
+) -> None:
     """Ask a server from many users, and say what they had to wait for."""
-    given = SimpleNamespace(**locals() | {"users": joined(users)})
-    from phases.commands import reach
-
-    reach.check(url, api_key)
-    from phases.commands import load
-
-    return load.run(given)
 
 
-@app.command()
-def demo(model: a.Model = "smollm2", device: a.DeviceName = "auto", dtype: a.DtypeName = "auto") -> int:
+@command("demo:run")
+def demo(model: a.Model = "smollm2", device: a.DeviceName = "auto", dtype: a.DtypeName = "auto") -> None:
     """Answer the same questions with every phase, and compare their speeds."""
-    from phases.commands import early
-
-    early.check(device=device, dtype=dtype, model=model)
-    from phases.commands import demo
-
-    return demo.run(model, device, dtype)
 
 
-@app.command()
+@command("benches:bench")
 def bench(
-    phase: Annotated[
+    what: Annotated[
         str, typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}")
     ],
     quick: Annotated[bool, flag("a short look: one sample on smaller workloads", "--quick")] = False,
@@ -271,16 +271,11 @@ def bench(
     dtype: a.DtypeName = "auto",
     model: a.AnyModel = None,
     repeats: Annotated[int | None, flag("timed samples of each variant")] = None,
-) -> int:
+) -> None:
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
-    given = SimpleNamespace(**locals())
-    from phases.commands import benches, early
-
-    early.check(device=device, dtype=dtype)
-    return benches.bench(given)
 
 
-@app.command()
+@command("profile:run")
 def profile(
     phase: a.PhaseName,
     model: a.AnyModel = None,
@@ -290,30 +285,18 @@ def profile(
     context: Annotated[int | None, flag("tokens of each prompt")] = None,
     steps: Annotated[int | None, flag("decode steps after the prefill")] = None,
     output: Annotated[Path | None, flag("folder for the trace, or build/profile")] = None,
-) -> int:
+) -> None:
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
-    given = SimpleNamespace(**locals())
-    from phases.commands import early
-
-    named = early.check(phase, device=device, dtype=dtype, model=model)
-    if named is not None and named.number < FIRST_STEPS:
-        raise UserError(f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {named.name}")
-    from phases.commands import profile
-
-    return profile.run(given)
 
 
-@app.command()
+@command("benches:plot")
 def plot(
-    phase: Annotated[
+    what: Annotated[
         str | None,
         typer.Argument(metavar="[PHASE]", help=f"only the figures of this phase, or of {EXTRAS_HELP}"),
     ] = None,
-) -> int:
+) -> None:
     """Draw all figures and fill in all tables again, from the evidence alone."""
-    from phases.commands import benches
-
-    return benches.plot(phase)
 
 
 WITH_ENGINE_FLAGS = {"run": run, "serve": serve}

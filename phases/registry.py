@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from paged_cache.parts import Feature
     from paged_cache.preset import Chosen, Preset
 
+LOADS = {"model", "device", "dtype", "tokenizer"}
+"""What every phase's `load` takes beside options."""
 ROWS, BLOCKS, STATES = 4, 5, 17
 """The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
 
@@ -77,51 +79,40 @@ def first_phases() -> dict[str, int]:
     return found
 
 
+def _own(phase: Phase, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without those of later phases, which must be off. Raises `UserError`."""
+    first = first_phases()
+    for name, value in options.items():
+        if first.get(name, 0) > phase.number and value is not False:
+            raise UserError(too_early(name, first[name], phase))
+    return {name: value for name, value in options.items() if first.get(name, 0) <= phase.number}
+
+
 def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
     """Return the sizes and features that options mean for a phase from 05 on.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
-    first = first_phases()
-    for name in options:
-        if name not in first:
-            raise UserError(unknown(name, list(first)))
-        if first[name] > phase.number and not _asks_for_nothing(name, options):
-            raise UserError(too_early(name, first[name], phase))
-    options = {name: value for name, value in options.items() if first[name] <= phase.number}
     more = [kind for kind in features().values() if kind.phase <= phase.number]
-    return preset(phase).choose(options, device, more)
+    return preset(phase).choose(_own(phase, options), device, more)
 
 
-def _asks_for_nothing(name: str, options: Mapping[str, Any]) -> bool:
-    """Return True if an option switches a whole feature off."""
-    return name in features() and options[name] is False
-
-
-def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> None:
-    """Raise `UserError` for options that a phase does not have, or values out of their limits."""
+def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
+    own = _own(phase, options)
     if phase.number >= BLOCKS:
-        choose(phase, options, device)
-        return
-    first = first_phases()
-    for name in options:
-        if first.get(name, 0) > phase.number:
-            raise UserError(too_early(name, first[name], phase))
-    if phase.number >= ROWS:
+        choose(phase, own, device)
+    elif phase.number >= ROWS:
         from continuous.sizes import Sizes
 
-        Sizes(**route(options, [Sizes])[0])
-        return
-    own = set(inspect.signature(import_phase(phase).load).parameters) - {
-        "model",
-        "device",
-        "dtype",
-        "tokenizer",
-    }
-    for name in options:
-        if name not in own:
-            raise UserError(unknown(name, sorted(own)))
+        Sizes(**route(own, [Sizes])[0])
+    else:
+        known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
+        for name in own:
+            if name not in known:
+                raise UserError(unknown(name, known))
+    return own
 
 
 def check_model(phase: Phase, model: Any) -> None:
@@ -149,7 +140,7 @@ def load_engine(
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
     if phase.number < BLOCKS:
-        check_options(phase, options, where)
+        options = check_options(phase, options, where)
         check_model(phase, model)
         package = import_phase(phase)
         early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)

@@ -18,8 +18,8 @@ from benchmarks.evidence import Metric, Run, collect
 from common.events import TokenEvent
 from phases import PHASES, ROOT, find_phase, registry
 from phases.commands import demo, doctor
-from phases.commands.demo_rungs import ELSEWHERE, SHOWS
-from phases.commands.version import version
+from phases.commands.demo import ELSEWHERE, SHOWS
+from phases.commands.plain import version
 
 WRONG = {
     "no such phase": (["run", "99"], "phase is '99'"),
@@ -115,7 +115,7 @@ def test_list(cli, monkeypatch):
     after = Run("02_kv_cache", "w", "h", "m", "real", "float32", {"output_tokens_per_s": Metric((73.0,))})
     evidence = collect("02_kv_cache", [before, after], torch.device("cpu"))
     monkeypatch.setattr("benchmarks.evidence.results", lambda: {"cpu": {"02_kv_cache": evidence}})
-    monkeypatch.setattr("phases.commands.listing.out.width", 160)
+    monkeypatch.setattr("phases.commands.plain.out.width", 160)
     code, out, _ = cli("list")
     assert code == 0
     assert all(f"{phase.name} " in out for phase in PHASES)

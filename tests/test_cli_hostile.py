@@ -18,7 +18,7 @@ from common.models.gguf_import import import_gguf
 from cuda_graphs.overlap import Overlapped
 from phases import registry
 from phases.cli import main
-from phases.commands import benches, doctor, engines, listing
+from phases.commands import benches, doctor, engines, plain
 from phases.commands.engines import read_prompts
 from phases.process import LONGEST_LINE
 from prefix_cache import PrefixCache
@@ -70,7 +70,9 @@ def test_what_is_wrong_is_told_before_anything_is_fetched(
 
 
 def test_ctrl_c_inside_a_command(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "run", lambda names: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9))
+    monkeypatch.setattr(
+        plain, "list_phases", lambda given: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9)
+    )
     code, out, err = cli("list")
     assert (code, out, err.strip()) == (130, "", "interrupted")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler is given back"
@@ -127,7 +129,7 @@ def test_a_bench_whose_result_has_no_place_does_not_begin(
 ) -> None:
     (tmp_path / "home").write_text("no folder")
     monkeypatch.setenv("LADDER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(benches, "_measure", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(benches, "_announce", lambda *_: pytest.fail("it measures"))
     code, out, err = cli("bench", "1", "--quick", "--device", "cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"{tmp_path}/home/quick/benchmarks/results/cpu cannot be written: Not a directory" in err

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from phases import PHASES, find_phase
-from phases.commands.demo_rungs import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, counted, load
+from phases.commands.demo import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, counted, load
 
 BEGIN = list(range(1, 61))
 PROMPTS = [BEGIN + [100 + number] * (3 + number) for number in range(8)]

@@ -181,7 +181,7 @@ def wrong_imports(folder: Path, number: int) -> list[str]:
         f"{path.relative_to(folder.parent)}:{line} imports {package}"
         for path in sorted(folder.rglob("*.py"))
         for line, package in imported(path)
-        if levels.get(package, 0) > number and path.name != "__main__.py"
+        if levels.get(package, 0) > number
     ]
 
 

@@ -20,6 +20,7 @@ from common.files import whole
 RECORDED = Path(__file__).parent / "recorded"
 WRITTEN = "h200_peers.json"
 NINE, TEN, THIRTEEN, FOURTEEN = "09_cuda_graphs", "10_quant", "13_serving", "14_parallel"
+SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
 FLAGS = (
     "load_format=dummy max_model_len=4160 gpu_memory_utilization=0.85 max_num_seqs=256 "
     "max_num_batched_tokens=16384 enable_prefix_caching=False"
@@ -27,13 +28,24 @@ FLAGS = (
 """Of every vLLM that ran in its own process: `vllm_run.py`, `vllm_quant.py`, `vllm_tp.py`."""
 OLDER = {"torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3"}
 NEWER = {"torch": "2.14.0", "triton": "3.8.0", "python": "3.12.3"}
-PRINTED = re.compile(r"^VLLM (0\.6b|8b)(?: ct8)? (256|b1|prefill 64x1024)(?: again)?: .*?s ([\d.]+) tok/s", re.M)
+MODELS = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "q06": "qwen3-0.6b", "q30b": "qwen3-30b-a3b", "q35": "qwen3.5-0.8b"}
+PRINTED = re.compile(r"^VLLM (\S+)(?: ct8)? (256|b1|prefill 64x1024)(?: again)?: .*?s ([\d.]+) tok/s", re.M)
 WORK = {"256": "offline-256", "b1": "single-512", "prefill 64x1024": "prefill-64x1024"}
 PROMPT = 1024
 """Prompt tokens behind each output token of the prefill."""
 WAYS = {"fp8": " fp8", "fp8kv8": " fp8, fp8 keys", "kv8": " fp8 keys"}
-LOGS = (("v06", NINE), ("v06i", NINE), ("v8", NINE), ("q8", TEN))
-"""Logs of vLLM 0.33.0: by default, for interactivity, the large model, the large one in 8 bits."""
+LOGS = (
+    ("v06", NINE, "2026-11-26"),
+    ("v06i", NINE, "2026-11-26"),
+    ("v8", NINE, "2026-11-26"),
+    ("q8", TEN, "2026-11-26"),
+    ("q06", NINE, "2026-11-27"),
+    ("q30b", SIXTEEN, "2026-11-27"),
+    ("q35", SEVENTEEN, "2026-11-27"),
+)
+"""Logs of vLLM 0.33.0: by default, for interactivity, the large model, the large one in 8 bits; then `SAME`."""
+SAME = ("q06", "q30b", "q35")
+"""Logs of `vllm_same.py`: the very requests of our workloads, two of which take the likeliest token."""
 
 
 def main() -> None:
@@ -50,7 +62,7 @@ def text() -> str:
     peers = [
         *of_2026_11_21(written),
         of_version_26(written),
-        *(of_log(name, phase) for name, phase in LOGS),
+        *(of_log(*log) for log in LOGS),
     ]
     about = "made by `python -m benchmarks.other_engines.record`; a commit and a hash are only our evidence's"
     return json.dumps({"about": about, "peers": peers}, indent=1) + "\n"
@@ -117,26 +129,29 @@ def of_version_26(written: dict[str, Any]) -> dict[str, Any]:
     return {"engine": "vLLM", "version": "0.26.0", **plain, "runs": found}
 
 
-def of_log(name: str, phase: str) -> dict[str, Any]:
+def of_log(name: str, phase: str, when: str) -> dict[str, Any]:
     """Return vLLM 0.33.0's rates as one log has them, with the flags that it printed."""
     log = f"vllm-0.33.0-{name}.log"
     printed = (RECORDED / log).read_text(encoding="utf-8")
-    given = ast.literal_eval(re.search(r"non-default args: (\{.*?\})", printed)[1])  # type: ignore[index]
+    given = ast.literal_eval(re.search(r"non-default args: (\{.*\})", printed)[1])  # type: ignore[index]
     flags = " ".join(f"{key}={value}" for key, value in given.items() if key not in ("model", "disable_log_stats"))
     rates: dict[tuple[str, str], list[float]] = {}
     for model, work, rate in PRINTED.findall(printed):
         value = float(rate) * (PROMPT if work.startswith("prefill") else 1)
-        rates.setdefault((f"qwen3-{model}", WORK[work]), []).append(round(value, 1))
+        rates.setdefault((MODELS[model], WORK[work]), []).append(round(value, 1))
     way = WAYS["fp8"] if phase == TEN else ""
+    runs = [run(model, work, values, phase, way) for (model, work), values in rates.items()]
+    for one in runs:
+        one["temperature"] = 0.0 if name in SAME and one["workload"] != "offline-256" else 0.6
     return {
         "engine": "vLLM",
         "version": "0.33.0",
-        "when": "2026-11-26",
+        "when": when,
         "machine": {"name": "NVIDIA H200", "cores": 16},
         "versions": NEWER,
         "flags": flags,
         "log": log,
-        "runs": [run(model, work, values, phase, way) for (model, work), values in rates.items()],
+        "runs": runs,
     }
 
 

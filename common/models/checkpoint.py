@@ -82,7 +82,7 @@ def load_weights(
     folder = Path(folder)
     tied = dict(tied or {})
     put = place or assign
-    expected = _tensors_of(model)
+    expected = model.state_dict(keep_vars=True)  # tied ones under each of their names
     with ExitStack() as stack:
         stored = _stored(folder, stack)
         sources = _match(folder, stored, expected, rename, transform, tied)
@@ -139,11 +139,6 @@ def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
                 raise UserError(f"{folder} stores {_printable(name)} twice, in two of its shards")
             stored[name] = file
     return stored
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones under each of their names."""
-    return dict(model.state_dict(keep_vars=True))
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -39,8 +39,6 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -344,10 +342,8 @@ def _rotary_share(raw: Mapping[str, Any]) -> float:
 
 def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Each layer's window, from ``layer_types`` or from the older fields that imply it."""
-    if family == "qwen3_5" or (family in hf.QWEN and not hf.WINDOW_IS_USED.read(raw)):
-        return (None,) * layers  # Qwen's files carry a window that is switched off
-    if family in hf.QWEN and family in hf.EXPERTS:
-        raise UserError(f"use_sliding_window is true, but only false is supported in a {family} model")
+    if family in hf.QWEN:
+        return (None,) * layers  # their files carry a window that is switched off
     window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
     if types is not None:
         full = [
@@ -356,9 +352,6 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
     elif family == "gemma3":
         pattern = hf.WINDOW_PATTERN.read(raw)
         full = [(i + 1) % pattern == 0 for i in range(layers)]
-    elif family in hf.QWEN:
-        first = hf.FIRST_WINDOW.read(raw)
-        full = [i < first for i in range(layers)]
     else:
         full = [family != "mistral" or window is None] * layers
     if window is None and not all(full):

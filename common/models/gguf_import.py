@@ -1,20 +1,20 @@
-"""Turn a GGUF file of the Llama or Gemma 3 architecture into a folder as Hugging Face lays it out.
+"""Turn the GGUF file of a bundled model into a folder as Hugging Face lays it out.
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: one file with
 metadata, tokenizer and block-quantized weights. The bundled models come in it because that makes them small
-enough for a package registry. Everything after this module knows one format only.
+enough for a package registry. Everything after this module knows one format only. It reads Llama with
+SmolLM's tokenizer and Gemma 3, and checks nothing: a file's SHA-256 has been compared before.
 
 The weights are stored as float32. A quantized weight is a float16 scale times an integer, plus a float16
 minimum in some formats; such a product has up to 18 significant bits, which float16 (11) and bfloat16 (8)
 would round. From float32 each later format is rounded once, and `transformers` computes in float32 unless
 told otherwise, which is what an oracle should do. The price is disk space: 0.5 GB for SmolLM2-135M, 1.1 GB
-for Gemma-3-270M.
+for Gemma-3-270M, and once as much memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
-
-from common.errors import UserError
-from common.models.gguf_tokenizer import tokenizer_files
-
-Floats = npt.NDArray[np.float32]
-Rows = npt.NDArray[Any]
-
-_ROWS_AT_ONCE = 16_384
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 _SHARED_NAMES = {
     "attn_norm": "input_layernorm",
@@ -52,80 +48,50 @@ _LAYER_NAMES = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-
-class Metadata(dict[str, Any]):
-    """A GGUF file's key-value pairs as Python values; a missing key is a `UserError`, not a traceback."""
-
-    def __missing__(self, key: str) -> Any:
-        raise UserError(f"the GGUF file has no field {key!r}")
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # GGUF's tokenizer.ggml.token_type
 
 
 def import_gguf(source: Path, folder: Path) -> None:
-    """Write the model in `source` to the new directory `folder`.
+    """Write the model in the GGUF file `source` to the new directory `folder`.
 
     The folder gets `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-    `tokenizer_config.json`. One tensor at a time is in memory.
-
-    Args:
-        source: the GGUF file.
-        folder: must not exist; it is incomplete until this function returns.
-
-    Raises:
-        UserError: the file is damaged, or holds something other than a Llama or Gemma 3 text model.
+    `tokenizer_config.json`.
     """
-    try:
-        reader = GGUFReader(source)
-    except (ValueError, IndexError, OSError) as error:
-        raise UserError(f"{source} is not a readable GGUF file ({error})") from None
-    meta = Metadata({key: field.contents() for key, field in reader.fields.items()})
-    architecture = meta["general.architecture"]
-    if architecture not in _LAYER_NAMES:
-        supported = " and ".join(_LAYER_NAMES)
-        raise UserError(f"general.architecture is {architecture!r}, but only {supported} can be imported")
-    tensors = {hf_name(tensor.name, architecture): tensor for tensor in reader.tensors}
-    config = model_config(meta, tied="lm_head.weight" not in tensors)
-
+    reader = GGUFReader(source)
+    meta = {key: field.contents() for key, field in reader.fields.items()}
+    config, settings = model_config(meta), _tokenizer_config(meta)
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)
     token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", token_ids)
-    for name, content in tokenizer_files(meta).items():
-        (folder / name).write_text(content, encoding="utf-8")
-    _write_safetensors(folder / "model.safetensors", tensors, meta)
+    write_json(folder / "tokenizer_config.json", settings)
+    _tokenizer(meta, settings).save(str(folder / "tokenizer.json"), pretty=False)
+    weights = {
+        hf_name(each.name, meta["general.architecture"]): hf_weight(each, meta) for each in reader.tensors
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def hf_name(name: str, architecture: str) -> str:
-    """The Hugging Face name of a GGUF tensor.
-
-    `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
-
-    Raises:
-        UserError: this architecture has no such tensor.
-    """
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOP_NAMES:
-        return f"{_TOP_NAMES[stem]}.{kind}"
-    block, _, rest = stem.partition(".")
-    layer, _, part = rest.partition(".")
-    if block != "blk" or part not in _LAYER_NAMES[architecture]:
-        raise UserError(f"the GGUF file holds the tensor {name!r}, which no {architecture} model has")
-    return f"model.layers.{layer}.{_LAYER_NAMES[architecture][part]}.{kind}"
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as readable JSON."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
+# The model.
+
+
+def model_config(meta: dict[str, Any]) -> dict[str, Any]:
     """The `config.json` of the model that `meta` describes, in the field names of `transformers`."""
     architecture = meta["general.architecture"]
-    key = f"{architecture}.rope.scaling.type"
-    if meta.get(key, "none") != "none":
-        raise UserError(f"the GGUF file's {key} is {meta[key]!r}, but only 'none' is supported")
 
     def get(key: str) -> Any:
         return meta[f"{architecture}.{key}"]
 
-    heads = get("attention.head_count")
+    heads, gemma = get("attention.head_count"), architecture == "gemma3"
     config: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM" if gemma else "LlamaForCausalLM"],
+        "model_type": "gemma3_text" if gemma else "llama",
         "vocab_size": len(meta["tokenizer.ggml.tokens"]),
         "hidden_size": get("embedding_length"),
         "intermediate_size": get("feed_forward_length"),
@@ -136,24 +102,18 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(get("rope.freq_base")),
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": True,
         "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
         "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
     }
-    if architecture == "llama":
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **config,
-        }
+    if not gemma:
+        return config
     # What GGUF leaves to the reader, because it is the same in every Gemma 3 of this size: Gemma 3 Technical
     # Report (https://arxiv.org/abs/2503.19786), section 2, and google/gemma-3-270m's config.json.
     layers = range(config["num_hidden_layers"])
     return {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
         **config,
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10_000.0,
@@ -162,25 +122,36 @@ def model_config(meta: Metadata, tied: bool) -> dict[str, Any]:
     }
 
 
-def hf_weight(tensor: ReaderTensor, meta: Metadata) -> Iterator[Floats]:
-    """Dequantize `tensor` and undo what the conversion to GGUF did to it.
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: GGUF's 9.999999747378752e-06 was written as 1e-05."""
+    return float(str(np.float32(value)))
 
-    Yields it in pieces of whole rows (each `[rows, columns]`, a vector `[1, size]`), because Gemma's
-    embedding alone is 0.7 GB.
+
+def hf_name(name: str, architecture: str) -> str:
+    """The Hugging Face name of a GGUF tensor.
+
+    `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
     """
-    quantized = np.atleast_2d(tensor.data)  # [rows, bytes of a row], or [rows, columns] when not quantized
-    architecture = meta["general.architecture"]
+    stem, _, kind = name.rpartition(".")
+    block, _, rest = stem.partition(".")
+    if block != "blk":
+        return f"{_TOP_NAMES[stem]}.{kind}"
+    layer, _, part = rest.partition(".")
+    return f"model.layers.{layer}.{_LAYER_NAMES[architecture][part]}.{kind}"
+
+
+def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """Dequantize `tensor` and undo what the conversion to GGUF did to it."""
+    quantized, architecture = tensor.data, meta["general.architecture"]
     if architecture == "llama" and tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
         key = "head_count" if tensor.name.endswith("attn_q.weight") else "head_count_kv"
         quantized = unpermute(quantized, meta[f"llama.attention.{key}"])
+    weight = dequantize(quantized, tensor.tensor_type).astype(np.float32, copy=False)
     # Gemma multiplies by 1 + w; GGUF stores that sum, so that one RMSNorm serves every architecture.
-    one_more = np.float32(architecture == "gemma3" and tensor.name.endswith("norm.weight"))
-    for start in range(0, len(quantized), _ROWS_AT_ONCE):
-        rows = dequantize(quantized[start : start + _ROWS_AT_ONCE], tensor.tensor_type)
-        yield rows.astype(np.float32, copy=False) - one_more
+    return weight - 1 if architecture == "gemma3" and tensor.name.endswith("norm.weight") else weight
 
 
-def unpermute(rows: Rows, heads: int) -> Rows:
+def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Reorder the rows of a query or key projection `[heads * D, ...]` from GGUF's order to Hugging Face's.
 
     RoPE rotates pairs of a head's D values. llama.cpp pairs neighbours (0 and 1, 2 and 3, ...), Hugging Face
@@ -190,34 +161,65 @@ def unpermute(rows: Rows, heads: int) -> Rows:
     return rows.reshape(heads, count // heads // 2, 2, width).swapaxes(1, 2).reshape(count, width)
 
 
-def _write_safetensors(path: Path, tensors: dict[str, ReaderTensor], meta: Metadata) -> None:
-    """Write the tensors piece by piece; `safetensors` itself would want all of them in memory at once.
-
-    Format: eight bytes of header length, the JSON header, the bytes. https://github.com/huggingface/safetensors
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + 4 * int(tensor.n_elements)
-        shape = [int(size) for size in reversed(tensor.shape)]  # GGUF gives the fastest dimension first
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-(len(encoded) + 8) % 64)  # so that mapped tensors begin on a cache line
-    done = 0
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            for rows in hf_weight(tensor, meta):
-                done += file.write(np.ascontiguousarray(rows, dtype="<f4").data)
-    if done != end:
-        raise UserError(f"{path} got {done} bytes of weights instead of {end}: the GGUF file is inconsistent")
+# The tokenizer. GPT-2's kind is byte-level BPE with an explicit list of merges. SentencePiece's BPE
+# (https://github.com/google/sentencepiece) has a score for each piece instead: among all neighbours it joins
+# those whose union has the highest score. Ranking every way to split every piece by its score says the same.
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as readable JSON."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that the metadata describes, as Hugging Face's `tokenizers` has it."""
+    tokens = meta["tokenizer.ggml.tokens"]
+    types = list(zip(tokens, meta["tokenizer.ggml.token_type"], strict=True))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if (
+        meta["tokenizer.ggml.model"] == "gpt2"
+    ):  # SmolLM's: each digit by itself, then GPT-2's words, then bytes
+        merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
+        tokenizer = Tokenizer(BPE(vocabulary, merges))
+        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+        tokenizer.decoder = decoders.ByteLevel()
+    else:  # Gemma's: spaces become `▁`, no split into words, unknown characters fall back to bytes
+        pieces = zip(types, meta["tokenizer.ggml.scores"], strict=True)
+        merges = _merges({token: score for (token, kind), score in pieces if kind == _NORMAL})
+        unknown = config["unk_token"]
+        model = BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(parts)
+    # The text is cut at control tokens (left out of decoded text) and at the tokenizer author's own symbols.
+    control = [token for token, kind in types if kind == _CONTROL]
+    symbols = [token for token, kind in types if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in symbols])
+    if config["add_bos_token"]:
+        bos = config["bos_token"]
+        special = [(bos, meta["tokenizer.ggml.bos_token_id"])]
+        tokenizer.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", special)
+    return tokenizer
 
 
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: GGUF's 9.999999747378752e-06 was written as 1e-05."""
-    return float(str(np.float32(value)))
+def _merges(score: dict[str, float]) -> list[tuple[str, str]]:
+    """Every pair of normal pieces whose union is one, the best union first; the text is cut at all others."""
+    merges = []
+    for token in sorted(score, key=lambda token: -score[token]):
+        splits = [(token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1)]
+        merges += [(left, right) for left, right in splits if left in score and right in score]
+    return merges
+
+
+def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
+    """The `tokenizer_config.json`: names of the special tokens and the chat template, where there is one."""
+    tokens = meta["tokenizer.ggml.tokens"]
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bool(meta.get("tokenizer.ggml.add_bos_token", False)),
+        "clean_up_tokenization_spaces": False,
+    }
+    for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        index = meta.get(f"tokenizer.ggml.{theirs}_token_id")
+        config[f"{ours}_token"] = None if index is None else tokens[index]
+    if "tokenizer.chat_template" in meta:
+        config["chat_template"] = meta["tokenizer.chat_template"]
+    return config

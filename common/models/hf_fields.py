@@ -145,13 +145,9 @@ ROPE = {
     "beta_slow": Field("beta_slow", float, 1e-3, 1e6, 1.0),
     "truncate": Field("truncate", bool, default=True),
     "attention_factor": Field("attention_factor", float, 1e-3, 1e3, None),
-    "mscale": Field("mscale", float, 0.0, 1e3, 0.0),
-    "mscale_all_dim": Field("mscale_all_dim", float, 0.0, 1e3, 0.0),
 }
 WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
-QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-WINDOW_IS_USED = Field("use_sliding_window", bool, default=False)
-FIRST_WINDOW = Field("max_window_layers", int, 0, 1 << 10, 28)
+QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_5")
 WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1, 1 << 10, 6)
 LAYER_TYPES = Field("layer_types", list, default=None)
 LAYER_TYPE = Field("layer_types", str, choices=("full_attention", "sliding_attention"))
@@ -180,6 +176,9 @@ ONLY = {
     "qkv_bias": True,
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
+    "use_sliding_window": False,
+    "mscale": None,
+    "mscale_all_dim": None,
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final, SupportsIndex
 
-from common.errors import UserError, boolean, brief, integer, number, shown
+from common.errors import UserError, boolean, brief, choice, integer, number, shown
+from common.models.fields import read_object
 from common.sampling.grammar import Grammar
 
 GREEDY_BELOW: Final = 1e-5
@@ -209,3 +211,38 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
         token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
         checked[token] = number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
     return checked
+
+
+# Sampling that a model asks for: what holds where a request says nothing. The authors of a model publish it
+# in `generation_config.json`, and vLLM serves it so: a small model that is meant for a temperature of 0.2
+# gives gibberish at OpenAI's 1.0. What a request says comes first.
+MODEL, NEUTRAL = "model", "neutral"
+"""Where defaults come from: the model's file, or nowhere."""
+FILE = "generation_config.json"
+FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Taken, by their names in the file and in `SamplingParams`. `do_sample` is not looked at, as in vLLM."""
+
+
+def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
+    """Return what a model's file says of sampling, by the names of `SamplingParams`.
+
+    Args:
+        folder: the model's. Without a file nothing is said.
+        source: `model`, or `neutral`: say nothing.
+
+    Raises:
+        UserError: the file is damaged or has a value out of its limits; or there is no such source.
+    """
+    path = folder / FILE
+    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.is_file():
+        return {}
+    raw = read_object(path)
+    given = {name: raw[name] for name in FIELDS if raw.get(name) is not None}
+    try:
+        checked = SamplingParams(**given)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; `--generation-config neutral` leaves the file out") from None
+    return {name: getattr(checked, name) for name in given}

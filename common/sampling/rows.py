@@ -164,10 +164,6 @@ class SamplerRows:
         edits = (8 + 4 + 8 + 8) * (MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS)
         return rows * (5 * 4 + 3 * 8 + edits + vocab_size * (1 + 4)) + 4 * vocab_size
 
-    def new_seed(self) -> int:
-        """Draw a seed of 64 bits."""
-        return self._seeds.getrandbits(64)
-
     def set_row(
         self,
         row: int,
@@ -190,21 +186,16 @@ class SamplerRows:
         if seed is None:
             seed = params.seed_of(sample)
         if seed is None:
-            seed = self.new_seed()
+            seed = self._seeds.getrandbits(64)
         edits = self._edits_of(params, eos_ids)
         features = self._features_of(params, edits=len(edits.tokens) > 0)
-        one, top_k = (
-            1 << ops.FRACTION_BITS,
-            params.top_k if Needs.TOP_K in features else self.vocab_size,
-        )
+        top_k = params.top_k if Needs.TOP_K in features else self.vocab_size
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
-        self._floats[row, TEMPERATURE] = params.temperature if Needs.RANDOM in features else 0.0
-        self._floats[row, MIN_P] = params.min_p
-        self._floats[row, REPETITION] = params.repetition_penalty
-        self._floats[row, PRESENCE] = params.presence_penalty
-        self._floats[row, FREQUENCY] = params.frequency_penalty
-        self._ints[row] = ops.stream_key(seed), top_k, max(1, round(params.top_p * one))
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        temperature = params.temperature if Needs.RANDOM in features else 0.0
+        self._floats[row] = temperature, params.min_p, *penalties  # the order of the columns' names
+        self._ints[row] = ops.stream_key(seed), top_k, max(1, round(params.top_p * (1 << ops.FRACTION_BITS)))
         self._edits.pop(row, None)
         if len(edits.tokens):
             self._edits[row] = edits

@@ -1,15 +1,14 @@
-"""Text in, text out: an engine behind a tokenizer, with a progress bar."""
+"""Text in, text out: an engine behind a tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from common.errors import UserError, shown
-from common.events import Completion, Params, Streams, TokenEvent, generate, params_per_prompt
+from common.events import Completion, generate, params_per_prompt
 from common.models.hub import model_folder
-from common.progress import bar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 
@@ -52,15 +51,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = True,
     ) -> list[Completion]:
         """Complete texts or conversations.
 
         Args:
             prompts: a text or a conversation, or a list of them.
             params: one for all, or one for each.
-            progress: show a bar of completions.
 
         Returns:
             Completions with their texts, in (prompt, sample) order.
@@ -70,10 +66,7 @@ class LLM:
         """
         ids = [self.encode(prompt) for prompt in _several(prompts)]
         each = params_per_prompt(ids, SamplingParams() if params is None else params)
-        if not progress:
-            return generate(self.engine, ids, each, tokenizer=self.tokenizer)
-        watched = _Watched(self.engine, sum(settings.n for settings in each))
-        return generate(watched, ids, each, tokenizer=self.tokenizer)
+        return generate(self.engine, ids, each, tokenizer=self.tokenizer)
 
 
 def _several(prompts: object) -> list[Prompt]:
@@ -96,18 +89,3 @@ def _conversation(prompt: object) -> bool:
     """Return True for a list of messages."""
     several = isinstance(prompt, Sequence) and len(prompt) > 0
     return several and all(isinstance(message, Mapping) for message in cast(Sequence[object], prompt))
-
-
-class _Watched:
-    """An engine's stream that moves a progress bar."""
-
-    def __init__(self, engine: Streams, total: int) -> None:
-        self.engine, self.total = engine, total
-
-    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        with bar("generate", self.total) as part:
-            part("")
-            for event in self.engine.stream(prompts, params):
-                if event.finish_reason is not None:
-                    part("")
-                yield event

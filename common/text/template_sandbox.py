@@ -11,17 +11,16 @@ This file is both sides: `TemplateSandbox` is the parent's, and `serve` is all t
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import IO, Any, Final, cast
 
 import jinja2
@@ -53,13 +52,7 @@ class TemplateSandbox:
 
     def __init__(self) -> None:
         """Begin without a child."""
-        self._idle: list[subprocess.Popen[bytes]] = []
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """End the children that are idle."""
-        while self._idle:
-            _end(self._idle.pop())
+        self._idle: list[subprocess.Popen[bytes]] = []  # they end with this process, which closes their pipes
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Compile a template and describe it, as `_describe` does, or render it: `text`.
@@ -177,7 +170,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter of this name escapes for HTML, which a language model would see as other text.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -186,18 +180,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 @lru_cache(8)
 def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Iterable[str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter of this name escapes for HTML, which a language model would see as other text."""
-    pair = None if separators is None else tuple(separators)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)  # type: ignore[arg-type]
 
 
 def _raise_exception(message: Any) -> None:

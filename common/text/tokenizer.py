@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from common.errors import UserError, integer, shown
+from common.errors import UserError, shown
 from common.files import read_text
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
@@ -25,8 +25,6 @@ class Tokenizer:
     """A model's tokenizer: `tokenizer.json`, and what the files beside it say about special tokens.
 
     Attributes:
-        eos_token_ids: every id that ends a text: those of `generation_config.json`, else of `config.json`,
-            and the tokenizer's own; empty when no file names one.
         bos_token_id: the id that begins a text, or None.
     """
 
@@ -50,7 +48,6 @@ class Tokenizer:
             raise UserError(f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}")
         self._config = _read_json(self.folder / "tokenizer_config.json")
         self._special_tokens = _named_tokens(self.folder, self._config)
-        self.eos_token_ids = self._eos_token_ids()
         self.bos_token_id = self._bos_token_id()
 
     @property
@@ -218,19 +215,6 @@ class Tokenizer:
     def _model_config(self, field: str) -> Any:
         return _read_json(self.folder / "config.json").get(field)
 
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        """Those of the model's files, and the tokenizer's own: either may name the one that ends a turn."""
-        ids: list[int] = []
-        for name in ("generation_config.json", "config.json"):
-            found = _read_json(self.folder / name).get("eos_token_id")
-            if found is not None:
-                several = found if isinstance(found, list) else [found]
-                ids = [integer(f"eos_token_id of {self.folder / name}", index, low=0) for index in several]
-                break
-        token = self._special("eos_token")
-        index = None if token is None else self.backend.token_to_id(token)
-        return tuple(dict.fromkeys(ids if index is None else [*ids, index]))
-
     def _bos_token_id(self) -> int | None:
         if "bos_token" in self._special_tokens:
             token = self._special("bos_token")
@@ -243,20 +227,24 @@ _JOINED = 4
 """Characters that Unicode's normalizers make one of, at most: letters with their accents."""
 
 
+class _Brief(msgspec.Struct):
+    """Part of `tokenizer.json` that is read in less than a second: all but the vocabulary.
+
+    The steps before and after encoding, each of which may be a sequence; and tokens beside the vocabulary.
+    """
+
+    normalizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+    added_tokens: list[dict[str, Any]] = []
+
+
 MOST_GROWTH = 64
 """Times as long as a text may become by all replacements of a `tokenizer.json` together."""
 
 
-class _Steps(msgspec.Struct):
-    """The steps of `tokenizer.json` before and after encoding, each of which may be a sequence."""
-
-    normalizer: dict[str, Any] | None = None
-    decoder: dict[str, Any] | None = None
-
-
 def _refuse_growth(path: Path) -> None:
     """Raise `UserError` for replacements that make a text many times longer: a few fill any memory."""
-    steps = msgspec.json.decode(path.read_bytes(), type=_Steps)
+    steps = msgspec.json.decode(path.read_bytes(), type=_Brief)
     for kind, several in (("normalizer", "normalizers"), ("decoder", "decoders")):
         growth, parts = 1, [getattr(steps, kind)]
         while parts:
@@ -272,17 +260,6 @@ def _refuse_growth(path: Path) -> None:
             )
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _Added(msgspec.Struct):
-    """The part of `tokenizer.json` that takes no second to read."""
-
-    added_tokens: list[_AddedToken] = []
-
-
 def eos_of_tokenizer(folder: Path) -> int | None:
     """The token that ends a text by the tokenizer's files, which need not be the one that the model's name.
 
@@ -293,9 +270,9 @@ def eos_of_tokenizer(folder: Path) -> int | None:
     if not isinstance(token, str) or not path.is_file():
         return None
     with suppress(msgspec.MsgspecError):  # loading it below says what is wrong
-        for added in msgspec.json.decode(path.read_bytes(), type=_Added).added_tokens:
-            if added.content == token:
-                return added.id
+        for added in msgspec.json.decode(path.read_bytes(), type=_Brief).added_tokens:
+            if added.get("content") == token and isinstance(added.get("id"), int):
+                return int(added["id"])
     return Tokenizer(folder).backend.token_to_id(token)
 
 

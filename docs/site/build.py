@@ -110,7 +110,6 @@ class Stage:
             modules = [
                 ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
                 for path in sorted(folder.rglob("*.py"))
-                if path.name != "__main__.py"
             ]
             parts = [f"# `{folder.name}`: what its docstrings say\n"]
             for module in modules:

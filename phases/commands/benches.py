@@ -38,7 +38,8 @@ def bench(given: SimpleNamespace) -> int:
         raise UserError("--record keeps what was measured with care: leave --quick out")
     if record:
         clean(ROOT)
-    name = _named(given.phase)
+    name = _named(given.what)
+    from benchmarks import measure
     from common.device import device_name, pick_device, pick_dtype
 
     module = _module(name)
@@ -58,8 +59,9 @@ def bench(given: SimpleNamespace) -> int:
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
     begun = time.monotonic()
-    measured = _measure(module, options)
-    measured = replace(measured, seconds=time.monotonic() - begun)
+    if quick:
+        measure.TRIES = 1
+    measured = replace(module.run(options), seconds=time.monotonic() - begun)
     _show(measured, None if quick else recorded)
     written = measured.write(folders[0] / f"{measured.phase}.json")
     out.out(str(written), highlight=False)
@@ -142,22 +144,9 @@ def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
     return True
 
 
-def _measure(module: ModuleType, options: BenchOptions) -> Evidence:
-    from benchmarks import measure
-
-    tries = measure.TRIES
-    if options.quick:
-        measure.TRIES = 1
-    try:
-        evidence: Evidence = module.run(options)
-        return evidence
-    finally:
-        measure.TRIES = tries
-
-
-def plot(phase_name: str | None = None) -> int:
+def plot(given: SimpleNamespace) -> int:
     """Draw every figure (or one phase's) again, from the evidence alone, and fill in the tables."""
-    wanted = None if phase_name is None else _named(phase_name)
+    wanted = None if given.what is None else _named(given.what)
     found = 0
     for folder, by_phase in results().items():
         for name, evidence in by_phase.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from rich.table import Table
 from common.console import err, out
 from common.errors import UserError
 from phases.commands.arguments import course_app
-from phases.course import answers, grading, hints, making
+from phases.course import grading, hints, making
 from phases.course.blanks import NotThere
 from phases.course.checking import Failure, State, Verdict, check_file, read
 from phases.course.exercises import Exercise, find_question, of_phases
@@ -59,8 +58,14 @@ def check(
     """Say of each exercise how far it is, and of one that fails the first small case."""
     copy = making.around(Path.cwd())
     making.link(copy.folder)
-    begun = _begun(copy, _chosen(copy, exercise))
-    return int(not all(verdict.right or verdict.state == "not started" for verdict in begun))
+    chosen, wrong = _chosen(copy, exercise), False
+    with err.status("Starting: PyTorch is imported once") as status, Nursery() as nursery:
+        for one in chosen:
+            status.update(f"{one.id} {one.title}")
+            verdict = check_file(copy.folder, one, nursery)
+            show(verdict)
+            wrong |= not verdict.right and verdict.state != "not started"
+    return int(wrong)
 
 
 def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
@@ -76,17 +81,6 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
             f"exercise is {wanted!r}, but this copy has {', '.join(one.id for one in copy.exercises)}"
         )
     return chosen
-
-
-def _begun(copy: making.Copy, chosen: Iterable[Exercise]) -> list[Verdict]:
-    verdicts = []
-    with err.status("Starting: PyTorch is imported once") as status, Nursery() as nursery:
-        for exercise in chosen:
-            status.update(f"{exercise.id} {exercise.title}")
-            verdict = check_file(copy.folder, exercise, nursery)
-            show(verdict)
-            verdicts.append(verdict)
-    return verdicts
 
 
 def show(verdict: Verdict) -> None:
@@ -118,7 +112,7 @@ def hint(
     exercise: ExerciseId,
     level: Annotated[
         int | None,
-        typer.Option(help="1: what must hold; 2: an example; 3: an outline; 4: pseudocode; else the next"),
+        typer.Option(help="1: what must hold; 2: an example; 3: pseudocode; else the next"),
     ] = None,
 ) -> int:
     """Show a hint, one level after the other, and note it."""
@@ -168,15 +162,14 @@ def answer(
     if not math.isfinite(value):
         raise UserError(f"NUMBER is {value}, but it must be finite")
     copy = making.around(Path.cwd())
-    right = answers.is_right(question, value)
-    answers.note(copy.folder, question, value)
+    right = grading.is_right(question, value)
+    grading.note(copy.folder, question, value)
     hints.log(copy.folder, "answer", question.id, answer=value)
-    making.reveal(copy, answers.given(copy.folder).keys())
     if not right:
         out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")
         return 1
     out.print(
-        f"{question.id}  [green]yes[/]: {answers.truth(question):.3g} was measured, in {question.evidence}"
+        f"{question.id}  [green]yes[/]: {grading.truth(question):.3g} was measured, in {question.evidence}"
     )
     if question.why:
         out.print(f"      {escape(question.why)}", soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -11,6 +10,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from itertools import chain
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -20,7 +20,7 @@ from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
 from common.models.bundled import BUNDLED, damage
-from common.neighbours import MOST, share, usage
+from common.neighbours import MOST, processors, share, usage
 from common.paths import cache_home
 from phases import PHASES
 from phases.registry import missing_for
@@ -28,7 +28,7 @@ from phases.registry import missing_for
 WAIT = 0.5
 
 
-def run() -> int:
+def run(given: SimpleNamespace) -> int:
     """Print the tables. Returns 0: a machine that lacks something is no error."""
     device = pick_device("auto")
     found = table("What", "Here", "Fix")
@@ -50,12 +50,8 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     yield "Triton", *_triton(device)
     yield "Device", _device(device), _device_fix(device)
     yield "dtype", f"{_short(pick_dtype('auto', device))} by default", ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield (
-        "Processor",
-        f"{device_name(torch.device('cpu'))}, cores: {cores}, threads: {torch.get_num_threads()}",
-        "",
-    )
+    cores = f"cores: {len(processors())}, threads: {torch.get_num_threads()}"
+    yield "Processor", f"{device_name(torch.device('cpu'))}, {cores}", ""
     yield "Neighbours", *_neighbours()
     free = psutil.virtual_memory().available / 1e9
     yield "Memory", f"{free:.1f} GB free", "" if free > 3 else "3 GB are needed for the small models"

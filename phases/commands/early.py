@@ -2,39 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import http.client
+from types import SimpleNamespace
 
 from common.device_names import check_device, check_dtype
-from common.errors import UserError
+from common.errors import UserError, choice, integer
 from common.models.hub import local
-from phases import Phase, phase_named, too_early
+from common.sampling.params import MODEL, NEUTRAL, SamplingParams
+from phases import phase_named, too_early
+from phases.commands.arguments import METHODS, SCHEMES, joined
 
 RANDOM = "random:"
+FIRST_STEPS = 4
+"""The phase whose engine marks its steps in a trace."""
+PATIENCE = 10.0
+"""Seconds. A server that computes a step answers late, and one that is not there answers at once or never."""
+CHOICES = {"scheme": SCHEMES, "method": METHODS, "generation_config": (MODEL, NEUTRAL)}
 
 
-def check(
-    phase: str | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    model: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Phase | None:
-    """Raise `UserError` for a phase, device, dtype or model that there is not, or an option of a later phase.
+def check(given: SimpleNamespace) -> None:
+    """Raise `UserError` for a phase, device, dtype, model or server that there is not, and the like.
 
     Values of options are checked by the phases, and what the machine has by PyTorch.
+
+    given: the arguments of a command, of which some have these. Those of `run` become `prompts` and `params`.
     """
-    named = None if phase is None else phase_named(phase)
-    check_device(device)
-    check_dtype(dtype)
-    if named is not None and options:
+    asked = vars(given)
+    phase = phase_named(given.phase) if "phase" in asked else None
+    check_device(asked.get("device", "auto"))
+    check_dtype(asked.get("dtype", "auto"))
+    if phase is not None and given.options:
         from phases.commands.flags import all_flags
 
         first = {flag.name: flag.first for flag in all_flags()}
-        for name, value in options.items():
-            if first.get(name, 0) > named.number and value is not False:
-                raise UserError(too_early(name, first[name], named))
+        for name, value in given.options.items():
+            if first.get(name, 0) > phase.number and value is not False:
+                raise UserError(too_early(name, first[name], phase))
+    for name, allowed in CHOICES.items():
+        if name in asked:
+            choice(name, asked[name], allowed)
+    if "port" in asked:
+        integer("port", given.port, low=0, high=65_535)
+    if phase is not None and "steps" in asked and phase.number < FIRST_STEPS:
+        raise UserError(f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {phase.name}")
+    if "url" in asked:
+        reach(given.url, given.api_key)
+    model = asked.get("model")
     if model is not None and not model.startswith(RANDOM):
         local(model)
-    return named
+    if "prompt" in asked:
+        _read(given)
+
+
+def _read(given: SimpleNamespace) -> None:
+    from phases.commands.engines import read_prompts
+    from phases.commands.grammars import chosen_grammar
+
+    said = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p")}
+    given.said = {name: value for name, value in said.items() if value is not None}
+    given.params = SamplingParams(
+        max_tokens=given.max_tokens,
+        seed=given.seed,
+        grammar=chosen_grammar(given.json_schema, given.regex, joined(given.choice), given.grammar),
+        **given.said,
+    )
+    given.prompts = read_prompts(given.prompt, given.prompts_file, chat=given.chat)
+
+
+def reach(url: str, key: str = "") -> None:
+    """Ask a server for its models.
+
+    Raises:
+        UserError: the address is none, nothing answers there, or it wants another key.
+    """
+    from benchmarks.loadtest.user import Target
+
+    target = Target.of(url, key)
+    asked = http.client.HTTPConnection(target.host, target.port, timeout=PATIENCE)
+    path = target.path.replace("/completions", "/models")
+    try:
+        asked.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+        status = asked.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(
+            f"no server answers at {url} ({reason or type(error).__name__}): "
+            "start one with `ladder serve`, or mend the address"
+        ) from None
+    finally:
+        asked.close()
+    if status in (401, 403):
+        known = "another key than this" if key else "a key"
+        raise UserError(f"the server at {url} wants {known}: give it as --api-key")

@@ -53,13 +53,6 @@ def _read_lines(path: Path) -> list[str]:
     return prompts
 
 
-def encode(tokenizer: Tokenizer, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a text to continue, or of a question in the model's chat form."""
-    if chat:
-        return tokenizer.chat([{"role": "user", "content": prompt}])
-    return tokenizer.encode(prompt)
-
-
 @dataclass(frozen=True)
 class Served:
     """The output of a phase. `first_token` and `seconds` count from the start; the first may be missing."""
@@ -90,9 +83,11 @@ def serve(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     show: Callable[[int, str], None] = lambda index, text: None,
-    decorate: Callable[[str, int, int], str] = lambda text, index, place: text,
+    decorate: Callable[[str, int, int], str] | None = None,
 ) -> Served:
     """Generate for all prompts; `show` gets each piece of text as it comes, in the order of the prompts.
+
+    It is called for each prompt, if only with an empty text.
 
     A prompt's text is shown live when those before it are done, and held back until then.
 
@@ -104,11 +99,10 @@ def serve(
     for completion, new in follow(engine, prompts, params, tokenizer):
         index = completion.index
         completions[index] = completion
-        held[index] += decorate(new, index, len(completion.token_ids) - 1) if new else ""
+        held[index] += decorate(new, index, len(completion.token_ids) - 1) if new and decorate else new
         while current in completions:
-            if held[current]:
-                show(current, held[current])
-                held[current] = ""
+            show(current, held[current])
+            held[current] = ""
             if completions[current].finish_reason is None:
                 break
             current += 1

@@ -22,6 +22,7 @@ from common.console import err, out, table
 from common.errors import UserError, integer, number
 from common.files import whole
 from common.progress import bar
+from phases.commands.arguments import joined
 
 COLUMNS = {
     "output_tokens_per_s": "tokens\na second",
@@ -39,7 +40,7 @@ COLUMNS = {
 def run(given: SimpleNamespace) -> int:
     """Ask and print; returns 1 if a request failed.
 
-    given: the arguments; `users` are numbers with commas, each a closed loop of its own, and `rate` is
+    given: the arguments; `users` are numbers, each a closed loop of its own, and `rate` is
         requests a second of an open loop. Neither: the workload's own arrivals.
     """
     work = named(given.workload, integer("vocab", given.vocab, low=2, high=1 << 31))
@@ -47,9 +48,8 @@ def run(given: SimpleNamespace) -> int:
     integer("processes", given.processes, low=1, high=64)
     target = Target.of(given.url, given.api_key)
     rows: list[dict[str, Any]] = []
-    for label, plan in plans(work, given.users, given.rate, given.requests):
+    for label, plan in plans(work, joined(given.users), given.rate, given.requests):
         with bar(label, plan.requests) as answered:
-            answered("")
             outcomes = ask_all(target, plan, given.processes, lambda outcome: answered(""))
         found: dict[str, Any] = {
             "load": label,

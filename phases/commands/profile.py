@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -31,23 +30,12 @@ ROWS = 16
 """Rows of a table; the kernels that took least share the last one."""
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """The workload: `batch` prompts of `context` tokens at once, and `steps` decode steps after each."""
 
     batch: int
     context: int
     steps: int
-
-    def check(self) -> None:
-        """Raise `UserError` for what nothing can serve, whatever the model."""
-        for name, least in (("batch", 1), ("context", 2), ("steps", 1)):  # a prefill has more than one token
-            integer(f"--{name}", getattr(self, name), low=least, high=MOST_TOKENS)
-        tokens = self.batch * (self.context + self.steps)
-        if tokens > MOST_TOKENS:
-            raise UserError(
-                f"--batch, --context and --steps make {tokens:,} tokens, but may make {MOST_TOKENS:,}"
-            )
 
 
 USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
@@ -60,9 +48,13 @@ def run(given: SimpleNamespace) -> int:
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
     missing = missing_for(rung, where)
-    asked = {name: value for name in asdict(USUAL) if (value := getattr(given, name)) is not None}
-    size = replace(TINY if missing else USUAL, **asked)
-    size.check()
+    asked = {name: value for name in Size._fields if (value := getattr(given, name)) is not None}
+    size = (TINY if missing else USUAL)._replace(**asked)
+    for name, least in (("batch", 1), ("context", 2), ("steps", 1)):  # a prefill has more than one token
+        integer(f"--{name}", getattr(size, name), low=least, high=MOST_TOKENS)
+    whole = size.batch * (size.context + size.steps)
+    if whole > MOST_TOKENS:
+        raise UserError(f"--batch, --context and --steps make {whole:,} tokens, but may make {MOST_TOKENS:,}")
     folder = given.output or FOLDER
     check_folder(folder, "--output" if given.output else "")
     if missing and model is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,11 @@ from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.models.hub import model_folder
 from common.neighbours import usage, warn
-from common.sampling.defaults import sampling_defaults
-from common.sampling.grammar import Grammar
-from common.sampling.params import SamplingParams
+from common.sampling.params import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
-from phases.commands.engines import Served, encode, serve
+from phases.commands.engines import Served, serve
 from phases.commands.grammars import check_grammar, show_trace
 from phases.registry import check_options, load_engine, missing_for
 
@@ -28,9 +26,7 @@ SPECULATES = 11
 """The phase that guesses."""
 
 
-def run(
-    given: SimpleNamespace, prompts: Sequence[str], params: SamplingParams, grammar: Grammar | None
-) -> int:
+def run(given: SimpleNamespace) -> int:
     """Generate and print.
 
     given: the arguments of the command line; `said` are those of sampling, `options` those of the engine.
@@ -38,11 +34,10 @@ def run(
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
     begun, phase, model = usage(), phase_named(given.phase), given.model
-    options: dict[str, Any] = given.options
+    prompts, params, options = given.prompts, given.params, given.options
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
     check_options(phase, options, where)
-    params = replace(params, grammar=grammar)
     if given.stats and phase.number < SPECULATES:
         raise UserError(f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}")
     check_grammar(phase, params, given.trace, len(prompts))
@@ -50,9 +45,10 @@ def run(
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = model_folder(model)
     own = sampling_defaults(folder, given.generation_config)
-    params = replace(params, **{name: value for name, value in own.items() if name not in given.said})  # type: ignore[arg-type]
+    params = replace(params, **{name: value for name, value in own.items() if name not in given.said})
     tokenizer = Tokenizer(folder)
-    ids = [encode(tokenizer, text, given.chat) for text in prompts]
+    chat = given.chat  # then prompts are questions
+    ids = [tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t) for t in prompts]
     missing = missing_for(phase, where)
     if missing:
         err.print(
@@ -65,11 +61,10 @@ def run(
         err.print(f"[dim]{ledger}[/dim]")
     if given.trace:
         return show_trace(engine, tokenizer, ids[0], params)
-    screen = Screen(prompts, quiet=given.as_json)
+    show = (lambda index, text: None) if given.as_json else screen(prompts)
     guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
-    decorate = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else untouched
-    served = serve(engine, tokenizer, ids, params, screen.show, decorate)
-    screen.close()
+    tint = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else None
+    served = serve(engine, tokenizer, ids, params, show, tint)
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
     if given.as_json:
@@ -77,6 +72,7 @@ def run(
         # Where the output cannot show a character, JSON can still say which it is.
         out.out(json.dumps(whole, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"), highlight=False)
     else:
+        show(len(prompts) - 1, "\n")
         by = "".join(f", by {value}" for value in mark.values())
         err.print(f"[dim]{describe(served)}{by}[/dim]", soft_wrap=True)
     if given.stats:
@@ -126,39 +122,20 @@ def describe(served: Served) -> str:
     )
 
 
-class Screen:
-    """Writes completions as they come; with several prompts, each under a heading."""
+def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
+    """Return what writes completions as they come, in the order of their prompts: several under headings."""
+    shown = -1
 
-    def __init__(self, prompts: Sequence[str], *, quiet: bool = False) -> None:
-        self.prompts, self.quiet, self.shown = prompts, quiet, -1
-
-    def show(self, index: int, text: str) -> None:
-        """Write the next piece of a completion's text. Pieces come in the order of the prompts."""
-        if self.quiet:
-            return
-        self._begin(index)
-        self._write(text)
-
-    def close(self) -> None:
-        """End the last line; prompts whose completions are empty get their headings too."""
-        if not self.quiet:
-            self._begin(len(self.prompts) - 1)
-            self._write("\n")
-
-    def _begin(self, index: int) -> None:
-        while self.shown < index:
-            if self.shown >= 0:
-                self._write("\n")
-            self.shown += 1
-            if len(self.prompts) > 1:
-                heading = f"[{self.shown + 1}/{len(self.prompts)}] {self.prompts[self.shown]}"
-                gap = "\n" if self.shown else ""
-                out.print(f"{gap}{heading}", style="bold", markup=False)
-
-    @staticmethod
-    def _write(text: str) -> None:
+    def show(index: int, text: str) -> None:
+        nonlocal shown
+        if index != shown and len(prompts) > 1:
+            gap = "\n\n" if index else ""
+            out.print(f"{gap}[{index + 1}/{len(prompts)}] {prompts[index]}", style="bold", markup=False)
+        shown = index
         out.file.write(text)
         out.file.flush()
+
+    return show
 
 
 class Tint:
@@ -170,8 +147,3 @@ class Tint:
     def __call__(self, text: str, index: int, place: int) -> str:
         """The text that came with output token `place` of a prompt."""
         return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text
-
-
-def untouched(text: str, index: int, place: int) -> str:
-    """The text as it is."""
-    return text

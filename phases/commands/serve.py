@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.models.hub import model_folder
 from common.neighbours import Usage, usage, warn
 from common.options import route
-from common.sampling.defaults import sampling_defaults
+from common.sampling.params import sampling_defaults
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
@@ -30,7 +30,7 @@ from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
-from phases.commands.version import version
+from phases.commands.plain import version
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.cluster import Cluster, Share, serve_until_signal
 from replicas.options import ReplicaOptions
@@ -62,47 +62,35 @@ def run(given: SimpleNamespace) -> int:
     server = {
         "limits": checked,
         "keys": keys,
-        "strict": given.strict,
         "allowed_origins": origins(joined(given.allowed_origins)),
         "hosts": names_of(given.host, hosts(joined(given.allowed_hosts)), keys=bool(keys)),
         "access_log": given.access_log,
         "version": version(),
     }
     make = partial(make_app, given, rung, options, server)
-    folder = _folder_of(given.model)
-    try:
-        if copies.replicas:
-            share = Share.of(where.type, int(options.get("tensor_parallel") or 1))
-            return _serve_replicas(Cluster(make, copies, share, checked, host=given.host, port=given.port))
-        return _serve(make(folder), given, bool(keys), begun if where.type == "cpu" else None)
-    finally:
-        if given.model.startswith(RANDOM):
-            shutil.rmtree(folder, ignore_errors=True)
+    if copies.replicas:
+        _folder_of(given.model)  # fetched once, before all of them ask
+        share = Share.of(where.type, int(options.get("tensor_parallel") or 1))
+        return _serve_replicas(Cluster(make, copies, share, checked, host=given.host, port=given.port))
+    return _serve(make(), given, bool(keys), begun if where.type == "cpu" else None)
 
 
 def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
-    return made_up_tokenizer(model) if model.startswith(RANDOM) else model_folder(model)
+    if not model.startswith(RANDOM):
+        return model_folder(model)
+    folder = made_up_tokenizer(model)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
-def make_app(
-    given: SimpleNamespace,
-    phase: Phase,
-    options: dict[str, Any],
-    server: Mapping[str, Any],
-    folder: Path | None = None,
-) -> App:
+def make_app(given: SimpleNamespace, phase: Phase, options: dict[str, Any], server: Mapping[str, Any]) -> App:
     """The application with an engine that is yet to be started.
 
     options: of the engine.
     server: what `whole_app` takes.
-    folder: see `_folder_of`; None on a machine that has to look for itself.
     """
-    model = given.model
-    if folder is None:
-        folder = _folder_of(model)
-        if model.startswith(RANDOM):
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model, folder = given.model, _folder_of(given.model)
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), given.device, given.dtype, options)
     return whole_app(

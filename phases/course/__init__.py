@@ -2,6 +2,6 @@
 
 Nothing here is needed to run the engine. The exercises are data beside each lesson (`exercises.toml`). This
 package blanks their functions (`blanks`), lays a working copy out (`making`), reads a student's source before
-any of it runs (`guard`), puts their functions into a fresh copy of the reference (`overlay`), runs cases and
-tests there in processes of their own (`nursery`, `inside`), and judges what these say (`checking`).
+any of it runs (`guard`), puts their functions into a copy of the reference, runs cases and tests there in
+processes of their own (`nursery`, `inside`), and judges what these say (`checking`).
 """

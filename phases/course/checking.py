@@ -8,13 +8,15 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from phases import ROOT
 from phases.course.blanks import NotThere, graft, is_blank
 from phases.course.exercises import Case, Exercise
 from phases.course.guard import refusal
@@ -22,13 +24,14 @@ from phases.course.inside import JOB, LONGEST, RESULT, plain
 from phases.course.lessons import trap_of, trap_with
 from phases.course.making import text_in
 from phases.course.nursery import OUT_OF_TIME, Nursery
-from phases.course.overlay import overlay
 
 LIMIT = 60.0
 """Seconds of processor time for an exercise; the tests of every exercise need less."""
 OPTIONS = ["-x", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not gpu and not weights"]
 FOUND = "with it a test passes that must fail: it changed what tests judge with"
 CANARIES = 9
+COPIED = ("common", "phases", "tests", "benchmarks", "pyproject.toml")
+"""What tests read."""
 State = Literal["not started", "refused", "fails", "breaks a later phase", "passes here"]
 
 
@@ -128,6 +131,26 @@ def run(
                     name = node.split("::")[-1]
                     return _refused(exercise, f"{name} is {outcome} with it, and passes with the reference")
     return Verdict(exercise, "passes here")
+
+
+def copy_reference(folder: Path) -> None:
+    """Everything that tests read, without bytecode."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, folder / name)
+
+
+@contextmanager
+def overlay(files: Mapping[str, str]) -> Iterator[Path]:
+    """A copy of the reference in which these files have these texts; it is gone at the end of the `with`."""
+    with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
+        folder = Path(name).resolve()
+        copy_reference(folder)
+        for file, text in files.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        yield folder
 
 
 def _record(

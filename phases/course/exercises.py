@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, choice
 from phases import PHASES, ROOT, Phase
 
 FILE = "exercises.toml"
@@ -44,7 +44,7 @@ class Exercise:
     paragraph: str
     """How the paragraph of the lesson begins that goes with hint 1."""
     pseudocode: str
-    """Hint 3."""
+    """Hint 3, the last."""
     tests: tuple[str, ...]
     """Pytest node ids that a student sees and `check` runs."""
     hidden: tuple[str, ...] = ()
@@ -135,12 +135,9 @@ def _node(phase: Phase, name: str) -> str:
 
 
 def find_question(name: str) -> Question:
-    """The question of an id. Raises `UserError` with those of its phase."""
+    """The question of an id. Raises `UserError` with all there are."""
     known = {one.id: one for one in questions()}
-    if name not in known:
-        near = [other for other in known if other[:2] == name[:2].rjust(2, "0")] or list(known)
-        raise UserError(f"question is {name!r}, but it must be one of {', '.join(near)}")
-    return known[name]
+    return known[choice("question", name, known)]
 
 
 def of_phases(text: str | None) -> tuple[Exercise, ...]:

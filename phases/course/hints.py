@@ -1,12 +1,10 @@
-"""Hints of four levels, the solution as a difference, and the log of who has asked for them."""
+"""Hints of three levels, the solution as a difference, and the log of who has asked for them."""
 
 from __future__ import annotations
 
-import ast
 import json
 import textwrap
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
@@ -18,14 +16,13 @@ from phases.course.lessons import paragraph
 from phases.course.making import parsed, text_in
 
 LOG = "course-log.jsonl"
-LEVELS = 4
+LEVELS = 3
 
 
 def hint(exercise: Exercise, level: int) -> str:
     """Return a hint, from the invariant to pseudocode.
 
-    Level 1: what must hold, with its paragraph of the lesson. 2: a worked input and output. 3: what the
-    reference is made of. 4: pseudocode.
+    Level 1: what must hold, with its paragraph of the lesson. 2: a worked input and output. 3: pseudocode.
 
     Raises:
         UserError: there is no such level.
@@ -37,33 +34,9 @@ def hint(exercise: Exercise, level: int) -> str:
             "\n".join([*case.setup.strip().splitlines(), case.call.strip(), f"-> {case.expect.strip()}"])
             for case in exercise.cases
         )
-    if level == 3:
-        return "\n".join(outline(exercise))
     if level == LEVELS:
         return exercise.pseudocode.strip()
-    raise UserError(f"--level is {level}, but it must be 1, 2, 3 or 4")
-
-
-def outline(exercise: Exercise) -> Iterator[str]:
-    """Yield of each function how long it is, its loops and conditions, and what it calls and changes."""
-    ours = functions(exercise.path.read_text(encoding="utf-8"))
-    for name in exercise.functions:
-        function = ours[name]
-        body = function.body[ast.get_docstring(function) is not None :]
-        parts = [node for part in body for node in ast.walk(part)]
-        lines = [node for node in parts if isinstance(node, ast.stmt)]
-        loops = sum(isinstance(node, ast.For | ast.While | ast.comprehension) for node in parts)
-        asks = sum(isinstance(node, ast.If | ast.IfExp) for node in parts)
-        calls = dict.fromkeys(ast.unparse(node.func) for node in parts if isinstance(node, ast.Call))
-        sets = dict.fromkeys(
-            ast.unparse(node)
-            for node in parts
-            if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        )
-        yield f"{name}: {len(lines)} statements, loops: {loops}, conditions: {asks}"
-        yield from (
-            f"  {what} {', '.join(found)}" for what, found in (("calls", calls), ("sets", sets)) if found
-        )
+    raise UserError(f"--level is {level}, but it must be 1, 2 or 3")
 
 
 def solution(exercise: Exercise, source: str) -> str:

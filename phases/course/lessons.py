@@ -123,16 +123,16 @@ def held_back(code: str, bodies: Mapping[str, list[str]], ids: Mapping[str, str]
 
 
 def masked(
-    page: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str], withheld: Sequence[str] = ()
+    page: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str], questions: Sequence[str]
 ) -> str:
     """Return a page of a lesson without code that gives an answer away, and without comments.
 
-    withheld: ids of questions that what was measured would answer.
+    questions: ids of those that what was measured would answer.
     """
     text = FENCE.sub(lambda found: held_back(found[1], bodies, ids) or found[0], _text(page))
-    if withheld:
-        command = f"`ladder course answer {withheld[0]} NUMBER`"
-        told = f"*It stands here when you have answered {', '.join(withheld)}: {command}.*"
+    if questions:
+        command = f"`ladder course answer {questions[0]} NUMBER`"
+        told = f"*First answer {', '.join(questions)}: {command}. Then read it in the checkout's lesson.*"
         text = MEASURED.sub(lambda found: f"{found[1]}\n{told}\n\n", text)
     return re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
 

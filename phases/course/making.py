@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +32,10 @@ class Copy:
     """`fingerprint` of what it was made from."""
 
 
-def made_files(chosen: Iterable[Exercise], answered: Collection[str] = ()) -> dict[str, str]:
+def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
     """Return every text of a copy with these exercises, by its path: always the same from the same reference.
 
-    answered: ids of questions. What a lesson has measured is withheld until all its questions are answered.
+    What a lesson has measured is withheld: it answers the phase's questions.
     """
     chosen = tuple(chosen)
     phases = [phase for phase in PHASES if any(exercise.phase is phase for exercise in chosen)]
@@ -56,9 +56,9 @@ def made_files(chosen: Iterable[Exercise], answered: Collection[str] = ()) -> di
     asked = [question for question in questions() if question.phase in phases]
     shown: dict[str, str] = {}
     for phase in phases:
-        left = [one.id for one in asked if one.phase is phase and one.id not in answered]
+        asks = [one.id for one in asked if one.phase is phase]
         shown |= {
-            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, ids, withheld=left)
+            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, ids, asks)
             for page in lessons.pages(phase)
         }
         file = f"notebooks/{phase.name}.ipynb"
@@ -95,16 +95,6 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
     texts = {**made, COURSE: json.dumps(about, indent=1) + "\n", ANSWERS: "{}\n"}
     files = {file: text.encode() for file, text in texts.items()}
     files |= {file: (ROOT / file).read_bytes() for file in lessons.pictures(made)}
-    write(folder, files)
-    for file in made.keys() - {exercise.file for exercise in chosen}:
-        if file.endswith(".py"):
-            (folder / file).chmod(0o444)  # to be read: the checkout's own is run
-    link(folder)
-    return opened(folder)
-
-
-def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files of a copy. Raises `UserError` when one cannot be written."""
     for file, data in files.items():
         path = folder / file
         try:
@@ -112,6 +102,11 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
             path.write_bytes(data)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    for file in made.keys() - {exercise.file for exercise in chosen}:
+        if file.endswith(".py"):
+            (folder / file).chmod(0o444)  # to be read: the checkout's own is run
+    link(folder)
+    return opened(folder)
 
 
 def link(folder: Path) -> None:
@@ -121,19 +116,6 @@ def link(folder: Path) -> None:
         if place.is_symlink():
             place.unlink()
         place.symlink_to(ROOT)
-
-
-def reveal(copy: Copy, answered: Collection[str]) -> None:
-    """Write the lessons again, with what they have measured where all questions are answered."""
-    made = made_files(copy.exercises, answered)
-    write(
-        copy.folder,
-        {
-            file: text.encode()
-            for file, text in made.items()
-            if file.startswith("phases/") and file.endswith(".md")
-        },
-    )
 
 
 def text_in(folder: Path, file: str, errors: str = "strict") -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.models.config import ModelConfig
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -52,7 +53,8 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 def vocabulary_of(folder: Path) -> tuple[Tokenizer, Spelling]:
     tokenizer = Tokenizer(folder)
-    return tokenizer, Spelling.of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    ends = ModelConfig.from_folder(folder).eos_token_ids
+    return tokenizer, Spelling.of(tokenizer, tokenizer.vocab_size, ends)
 
 
 def engine_of(folder: Path, **options: Any) -> PagedEngine:
@@ -75,7 +77,7 @@ def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
     for text in ('{"a": [1, "é 🎉"]}', "  two  spaces\n", "中文 and more", "def f(x):\n\treturn x"):
         ids = list(vocabulary.encode(text))
         assert b"".join(vocabulary.tokens[token] for token in ids).decode() == text, text
-    for token in (*tokenizer.special_ids, *tokenizer.eos_token_ids):
+    for token in (*tokenizer.special_ids, *ModelConfig.from_folder(folder).eos_token_ids):
         assert vocabulary.tokens[token] == b"", f"special token {token} has bytes"
 
 

@@ -43,7 +43,7 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 def bench(**changed: bool) -> int:
     asked = {"quick": False, "record": False} | changed
-    given = {"phase": "01", "device": "cpu", "dtype": "auto", "model": None, "repeats": None}
+    given = {"what": "01", "device": "cpu", "dtype": "auto", "model": None, "repeats": None}
     return benches.bench(SimpleNamespace(**given, **asked))
 
 

@@ -17,7 +17,8 @@ from benchmarks.loadtest.loops import Plan, poisson, run
 from benchmarks.loadtest.report import Goal, summarize
 from benchmarks.loadtest.user import Outcome, Target, ask
 from common.errors import UserError
-from phases.commands import load, reach
+from phases.commands import load
+from phases.commands.early import reach
 from tests.servers import Running
 
 
@@ -84,20 +85,20 @@ def test_the_command(server, tmp_path: Path, capsys):
     numbers = tmp_path / "l.json"
     settings = {"workload": "paged_attention-small", "requests": 6, "vocab": 200, "processes": 2}
     settings |= {"api_key": "", "first_ms": 9e3, "gap_ms": 9e3, "json": numbers}
-    assert load.run(SimpleNamespace(url=server.url, users="1,3", rate=None, **settings)) == 0
+    assert load.run(SimpleNamespace(url=server.url, users=["1,3"], rate=None, **settings)) == 0
     runs = json.loads(numbers.read_text())["runs"]
     assert [one["load"] for one in runs] == ["1 user", "3 users"]
     assert all(one["failed"] == 0 and one["goodput_requests_per_s"] > 0 for one in runs)
     assert re.search(r"3 users", capsys.readouterr().out)
     with pytest.raises(UserError, match="only one of them"):
-        load.run(SimpleNamespace(url=server.url, users="1", rate=1.0, **settings))
+        load.run(SimpleNamespace(url=server.url, users=["1"], rate=1.0, **settings))
     with pytest.raises(UserError, match="users is"):
-        load.run(SimpleNamespace(url=server.url, users="many", rate=None, **settings))
+        load.run(SimpleNamespace(url=server.url, users=["many"], rate=None, **settings))
 
 
 def test_a_server_that_is_not_there_and_one_that_wants_a_key(monkeypatch):
     with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:9 \(Connection refused\)"):
-        reach.check("http://127.0.0.1:9")
+        reach("http://127.0.0.1:9")
 
     class Locked(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -110,9 +111,9 @@ def test_a_server_that_is_not_there_and_one_that_wants_a_key(monkeypatch):
     with HTTPServer(("127.0.0.1", 0), Locked) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        reach.check(url, "right")
+        reach(url, "right")
         with pytest.raises(UserError, match="wants a key: give it as --api-key"):
-            reach.check(url)
+            reach(url)
         with pytest.raises(UserError, match="wants another key than this"):
-            reach.check(url, "wrong")
+            reach(url, "wrong")
         server.shutdown()

@@ -94,7 +94,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 GEMMA_ROPE: dict[str, Any] = {"full_attention": {}, "sliding_attention": {"rope_theta": 9}}
 GEMMA = {**LLAMA, "model_type": "gemma3_text"}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
-QWEN = {**LLAMA, "model_type": "qwen2", "sliding_window": 4, "max_window_layers": 2}
+QWEN = {**LLAMA, "model_type": "qwen2", "sliding_window": 4}
 GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 
 
@@ -148,6 +148,8 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_he
             "quantization_config is .*, but compression_config .* means the same field"),
         (LLAMA, {"quantization_config": {}}, "quantization_config names the method None"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window is 0"),
+        (QWEN, {"use_sliding_window": True}, "use_sliding_window is True, but only False is supported"),
+        (LLAMA, {"rope_scaling": {"type": "yarn", "mscale": 1.0}}, "mscale is 1.0, but only None"),
         (GEMMA, {"sliding_window": None}, "sliding_window is null"),
         (GEMMA, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
@@ -179,7 +181,6 @@ def test_what_would_be_computed_wrongly_is_refused(
     ("base", "change", "windows"),
     [
         (QWEN, {"use_sliding_window": False}, (None, None, None)),
-        (QWEN, {"use_sliding_window": True}, (None, None, 4)),
         # A file of Mistral's that says nothing means what version 0.1's says, as for `transformers`.
         (MISTRAL, {"num_key_value_heads": None}, (4096,) * 3),
         (MISTRAL, {"num_key_value_heads": None, "sliding_window": 7}, (7,) * 3),

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from common.errors import UserError
-from common.sampling.defaults import FIELDS, sampling_defaults
-from common.sampling.params import SamplingParams
+from common.sampling.params import FIELDS, SamplingParams, sampling_defaults
 
 
 def put(folder, **content) -> None:

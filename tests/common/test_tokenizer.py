@@ -72,13 +72,12 @@ def test_eos_ids_are_those_of_the_model_and_the_tokenizers_own(llama_folder):
     change(llama_folder / "config.json", eos_token_id=1)
     ids = {}
     for name in ("generation_config.json", "config.json"):
-        ids[name] = Tokenizer(llama_folder).eos_token_ids
-        assert set(ModelConfig.from_folder(llama_folder).eos_token_ids) == set(ids[name])
+        ids[name] = ModelConfig.from_folder(llama_folder).eos_token_ids
         change(llama_folder / name, eos_token_id=None)
     assert ids == {"generation_config.json": (2, 0), "config.json": (1, 2)}
-    assert Tokenizer(llama_folder).eos_token_ids == (2,)
+    assert ModelConfig.from_folder(llama_folder).eos_token_ids == (2,)
     change(llama_folder / "tokenizer_config.json", eos_token=None)
-    assert Tokenizer(llama_folder).eos_token_ids == ()
+    assert ModelConfig.from_folder(llama_folder).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("decoder", [True, False], ids=["new config", "old config"])
@@ -152,10 +151,6 @@ def test_unusable_files_are_named(llama_folder):
     ):
         Tokenizer(llama_folder)
     change(llama_folder / "config.json", vocab_size=512)
-    change(llama_folder / "generation_config.json", eos_token_id="end")
-    with pytest.raises(UserError, match=r"eos_token_id of .*generation_config\.json is 'end'"):
-        Tokenizer(llama_folder)
-    (llama_folder / "generation_config.json").unlink()
     change(config, chat_template=[{"name": "default"}, "x"])
     with pytest.raises(UserError, match="has no chat template"):
         Tokenizer(llama_folder).chat(MESSAGES)
@@ -230,7 +225,7 @@ def test_smollm2_chat_equals_transformers(smollm2_folder):
     for messages in (MESSAGES, [{"role": "system", "content": "Be brief."}, *MESSAGES]):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert ours.chat(messages) == expected
-    assert ours.eos_token_ids == (2,) and ours.vocab_size == 49_152
+    assert ours.vocab_size == 49_152
     assert theirs.decode(ours.chat(MESSAGES)).endswith("<|im_start|>assistant\n")
 
 

@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from phases.cli import main
 from phases.commands.course import told
-from phases.course import answers, checking, grading, hints, making
+from phases.course import checking, grading, hints, making
 from phases.course.checking import Failure
 from phases.course.exercises import of_phases
 from phases.course.inside import raised
@@ -61,20 +61,17 @@ def test_as_a_student(
     path.write_text(reference, encoding="utf-8")
     code, said = ladder(capsys, "check", EASY)
     assert code == 0 and "passes here" in said
-    for level, word in enumerate(("refs[b]", "->", "conditions: ", "allocate(count)"), start=1):
+    for level, word in enumerate(("refs[b]", "->", "allocate(count)"), start=1):
         code, said = ladder(capsys, "hint", EASY)
-        assert code == 0 and f"hint {level} of 4" in said and word in said
+        assert code == 0 and f"hint {level} of 3" in said and word in said
     code, said = ladder(capsys, "solution", "05.6")
     assert code == 0 and "+    while True:" in said
     assert '-    raise NotImplementedError("exercise 05.6")' in said
-    lesson = folder / "phases/05_paged_cache/README.md"
     for name, value, wrong in (("05.p1", "9", 1), ("05.p1", "4.0", 0), ("05.m1", "99", 1)):
-        assert "It stands here when you have answered" in lesson.read_text(), "it is shown before"
         assert ladder(capsys, "answer", name, value)[0] == wrong
-    assert "ladder bench 05" in lesson.read_text() and "It stands here" not in lesson.read_text()
     code, said = ladder(capsys, "grade", str(folder), "--json")
     scores = {one["id"]: one for one in json.loads(said[said.index("{") :])["exercises"]}
-    assert scores[EASY]["points"] == 10 and scores[EASY]["hints"] == 4
+    assert scores[EASY]["points"] == 10 and scores[EASY]["hints"] == 3
     assert scores["05.p1"]["guesses"] == 2 and scores["05.m1"]["guesses"] == 1
     assert scores["05.6"]["points"] == 0 and scores["05.6"]["solution_shown"]
     assert scores["05.p1"]["points"] == 3 and scores["05.m1"]["points"] == 0
@@ -83,7 +80,7 @@ def test_as_a_student(
     changed.write_text("def test_any_schedule(): pass\n")
     code, said = ladder(capsys, "grade", str(folder), "--gradescope")
     result = json.loads(said[said.index("{") :])
-    assert result["score"] == 3 and "was changed" in result["tests"][0]["output"]
+    assert result["score"] == 13, "what became of a test in the copy does not count"
 
 
 def test_of_a_group_the_first_failure_is_told_with_its_example() -> None:
@@ -149,12 +146,11 @@ def test_what_is_handed_in_may_be_anything(
 
     for file in (making.ANSWERS, hints.LOG, test, find("02.1").file):
         spoil(file)
-    assert answers.given(copy.folder) == {}
+    assert grading.given(copy.folder) == {}
     assert hints.logged(copy.folder, "02.1", "hint") == []
     if kind == "too deep":
         hints.log(copy.folder, "hint", "02.1", level=1)
         assert len(hints.logged(copy.folder, "02.1", "hint")) == 1, "nonsense hides what was asked for"
-    assert grading.changed_tests(copy, {test: "pass"}) == {test: "was changed"}
     verdict = checking.check_file(copy.folder, find("02.1"), None)  # type: ignore[arg-type]
     assert verdict.state == "refused"
     about = copy.folder / making.COURSE

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 
 from phases import PHASES, ROOT, Phase
-from phases.course.answers import is_right, truth
 from phases.course.exercises import Exercise, Question, exercises, questions
+from phases.course.grading import is_right, truth
 from phases.course.hints import LEVELS, hint
 from tests.course.proof import PAGE, block, listed, recorded, untried
 from tests.course.slips import DoesNotApply, slips_of, spans

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from phases import PHASES, ROOT
-from phases.course.overlay import copy_reference
+from phases.course.checking import copy_reference
 from tests.mutants.making import Mutant
 
 MORE = 20.0

@@ -83,7 +83,7 @@ def test_requests_join_and_leave_at_every_step() -> None:
         engine.step()
         seen.append(runner.computed - before)
     # 5 + 3 together; the first is done and the third's prompt runs beside a decode; two decodes; one alone.
-    assert seen == [8, 1 + 4, 2, 1, 1, 1]
+    assert seen == [8, 1 + 4, 2, 1, 1, 1], "request 2 joins in the step after request 0 has left"
     assert (engine.stats.steps, engine.stats.decode_steps) == (6, 4)
 
 
@@ -124,7 +124,8 @@ def test_first_come_first_served() -> None:
     engine, _ = fake(4, step_tokens=40)
     first, second, third = (engine.add([1] * n, greedy(3))[0] for n in (35, 30, 2))
     engine.step()
-    assert (first.row, second.row, third.row) == (0, -1, -1)
+    rows = [request.row for request in (first, second, third)]
+    assert rows == [0, -1, -1], f"35 of 40 tokens are taken: requests of 30 and of 2 wait, not {rows}"
     assert engine.scheduler.waiting == [second, third]
     engine.step()
     assert second.row >= 0 and third.row >= 0
@@ -214,12 +215,14 @@ def test_abort_in_every_state(overlap: bool) -> None:
     assert running.output_ids and running.finish_reason == waiting.finish_reason == "abort"
     ends = []
     while not engine.idle:
-        ends += [(output.request, output.finish_reason) for output in engine.step() if output.finish_reason]
-    assert ends == [(waiting, "abort"), (running, "abort"), (last, "length")]
+        ends += [
+            (output.request.id, output.finish_reason) for output in engine.step() if output.finish_reason
+        ]
+    assert ends == [(1, "abort"), (0, "abort"), (2, "length")], "each reader is told how its request ended"
     engine.abort(last)
     engine.step()
-    assert last.finish_reason == "length" and engine.idle
-    assert engine.scheduler.rows.free == 1
+    assert last.finish_reason == "length", "request 2 had ended before it was aborted"
+    assert engine.idle and engine.scheduler.rows.free == 1
 
 
 def test_a_consumer_that_leaves_aborts_the_rest(model: Model) -> None:
@@ -269,11 +272,14 @@ def test_a_failed_step_lands_and_ends_each_of_its_requests_once(monkeypatch: pyt
     engine.take_in()
     second.error = earlier = RuntimeError("earlier")
     engine.fail(works, error := RuntimeError("no"))
-    ends = [(output.request, output.token_id, output.finish_reason) for output in engine.drain()]
-    assert ends == [(second, None, "abort"), (first, None, "error"), (third, None, "error")]
+    ends = [(output.request.id, output.token_id, output.finish_reason) for output in engine.drain()]
+    each = "each request of the step ends once, 1 before the others"
+    assert ends == [(1, None, "abort"), (0, None, "error"), (2, None, "error")], each
     assert (first.error, second.error, third.error) == (error, earlier, error)
-    assert [request.in_flight + request.placeholders for request in (first, second, third)] == [0, 0, 0]
-    assert not committed and engine.idle and engine.scheduler.rows.free == 3
+    left = [request.in_flight + request.placeholders for request in (first, second, third)]
+    assert left == [0, 0, 0], f"of requests 0, 1 and 2 {left} tokens have not landed"
+    assert not committed, "what a failed step computed is committed"
+    assert engine.idle and engine.scheduler.rows.free == 3
 
 
 # Batches and attention.
@@ -339,14 +345,13 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
             SamplingParams(max_tokens=20),
             SamplingParams(max_tokens=30, stop=("7, 8",)),
         ],
-        progress=False,
     )
     assert done[0].text.startswith(" Paris")
-    assert done[1].finish_reason == "stop" and done[1].token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert done[1].finish_reason == "stop" and done[1].token_ids[-1] in llm.engine.config.eos_token_ids
     assert done[1].text == llm.tokenizer.decode(done[1].token_ids[:-1]) and "<|" not in done[1].text
     assert done[2].text == " 5, 6, " and done[2].finish_reason == "stop"
     assert isinstance(llm.engine, Engine) and llm.engine.idle
-    (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6), progress=False)
+    (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
     assert single.text == done[0].text
 
 

@@ -178,8 +178,10 @@ def test_the_life_of_one_request() -> None:
     assert cache.calls == [
         ("fits", 0), ("lookup", 0), ("reserve", 0, 5), ("commit", 0, 5),
         ("reserve", 0, 6), ("commit", 0, 6), ("reserve", 0, 7), ("commit", 0, 7), ("release", 0),
-    ]  # fmt: skip
-    assert scheduler.idle and scheduler.rows.free == 4 and not cache.held
+    ], "calls of the cache, the last of which gives request 0's room back"  # fmt: skip
+    assert scheduler.idle, "request 0 has ended, but still runs"
+    assert scheduler.rows.free == 4, "request 0 has ended, but keeps row 0"
+    assert not cache.held
 
 
 def test_those_that_run_come_before_newcomers() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import continuous
 import paged_cache
 from common.errors import UserError
 from common.events import generate
+from common.options import option
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import Rows
@@ -26,7 +27,11 @@ from forward.shapes import SHAPES
 from paged_cache import (
     BlockAllocator,
     BlockPool,
+    Feature,
     PagedCache,
+    Parts,
+    Preset,
+    Recipe,
     TorchPagedAttention,
 )
 from paged_cache.memory import plan_cache, weight_bytes
@@ -482,3 +487,34 @@ def test_ledger(model: Model) -> None:
         plan_cache(model, cache_bytes=10**18, **plan)
     with pytest.raises(UserError, match=r"max_rows is 65536, which takes \d+ bytes for requests of 16777216"):
         plan_cache(model, **{**plan, "rows": 1 << 16, "max_len": 1 << 24})
+
+
+# Features.
+
+
+@dataclass(frozen=True)
+class Wide(Feature):
+    """A feature of one option, which brings a pool."""
+
+    name: ClassVar[str] = "wide"
+    phase: ClassVar[int] = 5
+
+    width: int = option(1, "of the pool")
+
+    def install(self, parts: Parts) -> None:
+        parts.bring(self, pool=BlockPool)
+
+
+def test_an_option_needs_its_feature() -> None:
+    preset, cpu = Preset(on=[Wide]), torch.device("cpu")
+    assert preset.choose({"width": 3}, cpu).installed == [Wide(3)]
+    assert preset.choose({"wide": False}, cpu).installed == []
+    with pytest.raises(UserError, match="width is 3, but wide is off on cpu"):
+        preset.choose({"wide": False, "width": 3}, cpu)
+
+
+def test_a_part_is_brought_once() -> None:
+    parts = Parts(Recipe("random:tiny"))
+    Wide().install(parts)
+    with pytest.raises(UserError, match="each brings its own pool"):
+        Wide().install(parts)

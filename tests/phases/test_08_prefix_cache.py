@@ -122,8 +122,10 @@ def test_the_second_of_two_that_compute_the_same_uses_the_firsts_blocks(index: s
     engine.step()
     cache = engine.scheduler.cache
     tables = [cache.blocks_of(request.row) for request in requests]
-    assert tables[0][:3] == tables[1][:3] and tables[0][3] != tables[1][3]
-    assert cache.allocator.count - cache.allocator.free == 5
+    same = tables[0][:3] == tables[1][:3] and tables[0][3:] != tables[1][3:]
+    assert same, f"requests 0 and 1 share their three full blocks and no other: {tables}"
+    used = cache.allocator.count - cache.allocator.free
+    assert used == 5, f"three shared blocks and one of each request are 5, but {used} are in use"
     cache.check()
     finish(engine)
 
@@ -138,7 +140,8 @@ def test_tenants_do_not_see_each_others_prefixes(index: str) -> None:
         finish(engine)
         return request.cached_tokens
 
-    assert [cached("a"), cached("a"), cached("b"), cached(""), cached("b")] == [0, 8, 0, 0, 8]
+    found = [cached(salt) for salt in ("a", "a", "b", "", "b")]
+    assert found == [0, 8, 0, 0, 8], f"tenants a, a, b, none, b found {found} tokens of one prompt"
 
 
 @BOTH
@@ -276,7 +279,8 @@ def test_only_what_is_missing_is_evicted(index: str) -> None:
     engine, _ = fake(MAKE[index](), blocks=6, watermark=0.0)
     run(engine, ([1] * 9, greedy(1)))  # leaves two blocks
     run(engine, ([2] * 17, greedy(1)))  # needs five, of which four are free
-    assert engine.scheduler.cache.stats.evicted_blocks == 1
+    evicted = engine.scheduler.cache.stats.evicted_blocks
+    assert evicted == 1, f"one block of five was missing, but {evicted} were evicted"
     (again,) = run(engine, ([1] * 9, greedy(1)))
     assert again.cached_tokens == 4, "the beginning of the first prompt was evicted too"
 
@@ -371,9 +375,10 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings(index: str) -
     for at, text in enumerate(("aaa", "bbb", "ccc")):
         made.detach(grow(made, text, 10 * at))
     made.detach(made.attach(keys("aa"), ""))  # used again, but for its last block
-    order = [made.evict(1)[0] for _ in range(9)]
-    assert order.index(2) < order.index(12) < order.index(11) < order.index(10) < order.index(22)
-    assert order[-2:] == [1, 0] and made.evictable == 0
+    order = [made.evict(1) for _ in range(9)]
+    wanted = [[2], [12], [11], [10], [22], [21], [20], [1], [0]]
+    assert order == wanted, "one block at a time, the least recently used, its end before its beginning"
+    assert made.evictable == 0
 
 
 def test_the_radix_tree_forgets_empty_tenants_and_stale_leaves() -> None:
@@ -439,7 +444,8 @@ def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str
             cursor, found, new = made.extend(cursor, keys(text), own)
             for at, block in enumerate(own):
                 known = held.setdefault(text[: at + 1], block)
-                assert found[at] == known and (block in new) == (known == block)
+                assert found[at] == known, f"{text[: at + 1]!r} is in block {known}, not in {found[at]}"
+                assert (block in new) == (known == block), f"block {block} of {text!r}: is it the index's?"
             cursors.append((cursor, text))
         elif action == "attach":
             known = max(n for n in range(len(text) + 1) if n == 0 or text[:n] in held)
@@ -453,10 +459,12 @@ def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str
         elif action == "evict":
             before = sum(not pinned(text) for text in held)
             gone = made.evict(number)
-            assert len(gone) == min(number, before)
+            assert len(gone) == min(number, before), f"{before} can go, {number} are wanted, {len(gone)} went"
             for block in gone:
                 text = next(t for t, b in held.items() if b == block)
-                assert not pinned(text) and not any(t != text and t.startswith(text) for t in held)
+                more = any(t != text and t.startswith(text) for t in held)
+                assert not pinned(text) and not more, f"block {block} of {text!r} is still needed"
                 del held[text]
-        assert sorted(made.blocks()) == sorted(held.values())
-        assert made.evictable == sum(not pinned(text) for text in held)
+        assert sorted(made.blocks()) == sorted(held.values()), f"blocks of the index after {action} {text!r}"
+        free = sum(not pinned(text) for text in held)
+        assert made.evictable == free, f"{free} blocks can go after {action} {text!r}, not {made.evictable}"

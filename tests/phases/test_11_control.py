@@ -29,6 +29,7 @@ class Machine:
         self.requests = [Request(n, [1], 1, 10**9, SamplingParams()) for n in range(rows)]
         self.rng, self.plain, self.seconds, self.tokens = random.Random(0), 1.0, 0.0, 0
         self.drafts = list[int]()  # in each step
+        self.was = False  # guessing
 
     def step(self, rate: float, *, interrupted: float = 0.0) -> None:
         control, rows = self.control, self.rows
@@ -45,10 +46,11 @@ class Machine:
         drafts = sum(lengths)
         took = self.plain * (1 + (self.fixed + self.each * drafts if drafts else 0.0)) + interrupted
         cost = control.cost(rows)
-        if drafts:
-            cost.saw_drafts(took, rows, drafts, came)
+        if on == self.was:  # the step between is not timed
+            cost.saw_drafts(took, rows, drafts, came) if on else cost.saw_plain(took)
         else:
-            cost.saw_plain(took)
+            self.seconds += 0.3 * self.plain
+        self.was = on
         self.seconds, self.tokens = self.seconds + took - interrupted, self.tokens + came
         self.drafts.append(drafts)
 
@@ -65,6 +67,25 @@ class Machine:
 def test_guessing_in_vain_costs_at_most_three_percent(rows: int, fixed: float) -> None:
     machine = Machine(rows, each=(0.05 + 0.9 * rows / 256) / rows, fixed=fixed)
     assert machine.run(0.0, 4000 if rows < 64 else 600) < 1.03
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_no_hundred_steps_in_vain_stand_out(rows: int) -> None:
+    machine = Machine(rows, each=(0.05 + 0.9 * rows / 256) / rows, fixed=0.2, most=3)
+    found = [machine.run(0.0, 128) for _ in range(8)]
+    assert max(found) < 1.04, f"128 steps of {rows} requests cost {max(found) - 1:.1%} more"
+    assert sum(found) < 8 * 1.025, f"all steps of {rows} requests cost {sum(found) / 8 - 1:.1%} more"
+
+
+def test_some_slow_moments_do_not_end_what_pays() -> None:
+    """Steps take three times as long for a while, as where another program runs: plain ones would, too."""
+    for count in (8, 30):
+        machine = Machine(each=0.1, fixed=0.3, most=3)
+        machine.run(0.7, 400)
+        for _ in range(count):
+            machine.step(0.7, interrupted=2.0)
+        machine.run(0.7, 250)
+        assert machine.run(0.7, 100) < 0.8, f"guessing is off 250 steps after {count} that were slow"
 
 
 def test_guessing_pays_where_it_is_right() -> None:

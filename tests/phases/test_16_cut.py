@@ -80,13 +80,13 @@ def test_neurons_that_fire_together_go_together() -> None:
     group = torch.randperm(48) % cut.COUNT
     neurons = (kind[:, None] == group).float() * 5 + torch.rand(64, 48)
     x = F.one_hot(kind, cut.COUNT).float()
-    found = cut.divide(x, neurons, torch.randn(20, 48))
-    assert sorted(found.neurons.flatten().tolist()) == list(range(48))
-    for own in found.neurons:
+    found, router = cut.divide(x, neurons, torch.randn(20, 48))
+    assert sorted(found.flatten().tolist()) == list(range(48))
+    for own in found:
         assert len(own) == 6 and len(set(group[own].tolist())) == 1
     # And the router sends a kind of token to its own group.
-    best = (x @ found.router.t()).argmax(dim=1)
-    assert [group[found.neurons[e][0]].item() for e in best.tolist()] == kind.tolist()
+    best = (x @ router.t()).argmax(dim=1)
+    assert [group[found[e][0]].item() for e in best.tolist()] == kind.tolist()
 
 
 def test_a_router_learns_which_part_is_large() -> None:

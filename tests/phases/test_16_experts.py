@@ -23,7 +23,7 @@ from common.models.config import ExpertConfig, ModelConfig
 from common.sampling.params import SamplingParams
 from experts.layer import ExpertList, Experts
 from experts.routing import route, sort_by_expert
-from experts.stacked import SortedLoop, StackedExperts, combine
+from experts.stacked import StackedExperts, combine
 from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
@@ -123,7 +123,8 @@ def test_ties_go_to_the_lowest_number() -> None:
     logits[1:, [33, 7, 21]] = 2.0
     for repeat in (1, 200):  # other numbers of rows are sorted by other algorithms
         weights, chosen = route(logits.repeat(repeat, 1), 2, normalize=True)
-        assert chosen.tolist() == [[0, 1], *[[7, 21]] * 4] * repeat
+        wanted = [[0, 1], *[[7, 21]] * 4] * repeat
+        assert chosen.tolist() == wanted, f"{5 * repeat} tokens: of equal experts the lowest number is first"
         assert torch.equal(weights, torch.full_like(weights, 0.5))
 
 
@@ -251,7 +252,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "too-many": ("normalized", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8, but there are 7"),
     "none": ("normalized", {"num_experts": None, "num_local_experts": None}, "no field 'num_experts'"),
-    "windows": ("normalized", {"use_sliding_window": True}, "use_sliding_window is true"),
+    "windows": ("normalized", {"use_sliding_window": True}, "use_sliding_window is True"),
     "no-biases": ("shared", {"qkv_bias": False}, "qkv_bias is False"),
     "no-layer": ("normalized", {"mlp_only_layers": ["one"]}, r"mlp_only_layers\[0\] is 'one'"),
     "two-counts": ("normalized", {"num_experts": 7, "num_local_experts": 8}, "means the same field"),
@@ -348,13 +349,13 @@ def test_quantized_experts(scheme: str, moe: Model) -> None:
 def test_rows_that_a_step_multiplies(moe: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three experts a token: three sevenths of what all of them would compute."""
     seen: list[tuple[int, int]] = []
-    plain = SortedLoop.__call__
+    plain = experts.stacked.sorted_loop
 
-    def counted(way: SortedLoop, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def counted(layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         seen.append((len(x), chosen.numel()))
-        return plain(way, x, weights, chosen)
+        return plain(layer, x, weights, chosen)
 
-    monkeypatch.setattr(SortedLoop, "__call__", counted)
+    monkeypatch.setattr("experts.stacked.sorted_loop", counted)
     generate(experts.load(moe, **SMALL), *work())
     assert seen and all(tokens > 1 for tokens, _ in seen), "a token alone needs no sorting"
     assert all(rows == 3 * tokens for tokens, rows in seen)

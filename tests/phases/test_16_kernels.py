@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from experts.kernels.few import GatheredWay
-from experts.kernels.grouped import LARGE, TABLE, GroupedWay, Tile
+from experts.kernels.few import gathered
+from experts.kernels.grouped import LARGE, TABLE, Tile, grouped
 from experts.kernels.routing import most_tiles, route_at_once, sort_in_tiles
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
+from experts.stacked import StackedExperts
 from quant.formats import FP8, FP8_BLOCK, FP8_WEIGHTS, INT4, INT8, Scheme
 from quant.linear import QuantLinear
 from tests.compiling import spilled
@@ -71,14 +72,14 @@ def loop(
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (5, 16), (40, 16), (40, 32)])
 def test_choices_are_sorted_in_tiles_of_one_expert(tokens: int, rows: int, rng: torch.Generator) -> None:
     _, chosen = routed(rng, tokens)
-    tiles = sort_in_tiles(chosen.contiguous(), E, rows)
+    places, tiles = sort_in_tiles(chosen.contiguous(), E, rows)
     order, offsets = sort_by_expert(chosen, E)
-    assert tiles.order.tolist() == order.tolist(), "places"
+    assert places.tolist() == order.tolist(), "places"
     wanted = []
     for expert in range(E):
         begin, end = offsets[expert : expert + 2].tolist()
         wanted += [[expert, at, min(rows, end - at)] for at in range(begin, end, rows)]
-    table = tiles.table.t().tolist()
+    table = tiles.t().tolist()
     assert table[: len(wanted)] == wanted
     assert all(count == 0 for _, _, count in table[len(wanted) :]), "tiles left over have no rows"
 
@@ -111,9 +112,10 @@ PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5)
 def compute(
     way: str, x: Tensor, up: ExpertStack, down: ExpertStack, weights: Tensor, chosen: Tensor, act: Swiglu
 ) -> Tensor:
+    layer = StackedExperts(up, down, act)
     if way == "few":
-        return GatheredWay(up, down, act, shapes=((32, 128, 4), (16, 64, 4)))(x, weights, chosen)
-    return GroupedWay(up, down, act, SMALL)(x, weights, chosen)
+        return gathered(layer, x, weights, chosen, ((32, 128, 4), (16, 64, 4)))
+    return grouped(layer, x, weights, chosen, SMALL)
 
 
 @pytest.mark.parametrize("way", ["grouped", "few"])

@@ -68,12 +68,12 @@ def test_a_stream_leaves_others_their_events(model: Model, phase: ModuleType) ->
 def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
     llm = continuous.LLM(smollm2_folder, device="cpu", max_rows=2, max_len=128)
     question = [{"role": "user", "content": "Hi"}]
-    (alone,) = llm.generate(question, greedy(2), progress=False)
-    (listed,) = llm.generate([question], greedy(2), progress=False)
+    (alone,) = llm.generate(question, greedy(2))
+    (listed,) = llm.generate([question], greedy(2))
     assert alone.prompt_ids == listed.prompt_ids == llm.encode(question)
     for wrong in ([[1, 2, 3]], [["user", "Hi"]]):
         with pytest.raises(UserError, match=r"a prompt is .*, but must be a text or a list of messages"):
-            llm.generate(wrong, progress=False)  # type: ignore[arg-type]
+            llm.generate(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.temporary import new_folder
+from common.files import new_folder
 from tests.servers import Running
 
 MIB = 1 << 20
@@ -88,7 +88,7 @@ def test_folders_of_dead_processes_are_swept() -> None:
     """Those of this one, and of others that live, stay."""
     mine = Path(new_folder())
     made = subprocess.run(
-        [sys.executable, "-c", "from common.temporary import new_folder; print(new_folder())"],
+        [sys.executable, "-c", "from common.files import new_folder; print(new_folder())"],
         capture_output=True,
         text=True,
         check=True,

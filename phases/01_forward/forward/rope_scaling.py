@@ -42,13 +42,7 @@ def _attention_factor(rope: RopeConfig) -> float:
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

@@ -13,18 +13,16 @@ from common.text import llm
 from common.text.tokenizer import Tokenizer
 from continuous.attention import RowAttention
 from continuous.cache import RowCache, RowStore
-from continuous.engine import Engine, Stats
-from continuous.messages import Output
+from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
-from continuous.runner import Pending, Runner
+from continuous.runner import Runner
 from continuous.scheduler import Scheduler
 from continuous.sizes import Sizes
-from continuous.work import Work
 from forward.loading import load_model
 from forward.model import Model
 
-__all__ = ["LLM", "Engine", "Output", "Pending", "Runner", "Scheduler", "Sizes", "Stats", "Work", "load"]
+__all__ = ["LLM", "Engine", "Runner", "load"]
 
 USUAL_MAX_LEN = 2048
 """A row has memory for the longest request, so a model's whole context is rarely what one wants."""

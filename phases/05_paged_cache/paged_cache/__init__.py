@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from common.text import llm
-from forward.model import Model
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
 from paged_cache.build import build
 from paged_cache.cache import PagedCache
-from paged_cache.memory import Ledger
 from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool, KVFormat, LayerBlocks
 from paged_cache.preset import Preset
@@ -27,7 +20,6 @@ __all__ = [
     "Feature",
     "KVFormat",
     "LayerBlocks",
-    "Ledger",
     "PagedAttention",
     "PagedBatch",
     "PagedCache",
@@ -46,23 +38,20 @@ __all__ = [
 PRESET = Preset()
 """No features: they begin with the next phase."""
 
+load = PRESET.load
+"""Make this phase's engine for a model's name or a loaded model.
 
-def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """This phase's engine for a model's name or a loaded model.
+Args:
+    model: see `forward.load_model`; so are the options `device` and `dtype`.
+    options: `tokenizer`, needed for stop strings only, and the fields of `PagedSizes`. By default 64
+        rows (a row costs next to nothing now), the model's context, blocks of 16 tokens, and 2,048 tokens
+        a step (or `max_len` if that is more), which the longest request must fit in case it has to be
+        computed again. Without `cache_bytes` the cache takes what weights and activations leave of
+        `gpu_memory_utilization` of the device's memory.
 
-    Args:
-        model: see `forward.load_model`; so are the options `device` and `dtype`.
-        options: `tokenizer`, needed for stop strings only, and the fields of `PagedSizes`. By default 64
-            rows (a row costs next to nothing now), the model's context, blocks of 16 tokens, and 2,048 tokens
-            a step (or `max_len` if that is more), which the longest request must fit in case it has to be
-            computed again. Without `cache_bytes` the cache takes what weights and activations leave of
-            `gpu_memory_utilization` of the device's memory.
+Raises:
+    UserError: an option is unknown or out of its limits.
+"""
 
-    Raises:
-        UserError: an option is unknown or out of its limits.
-    """
-    return PRESET.load(model, **options)
-
-
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

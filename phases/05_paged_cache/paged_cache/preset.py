@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from common.device import pick_device
 from common.errors import UserError, boolean, shown
 from common.options import route
+from common.text.llm import LLM
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache.build import build
@@ -69,6 +71,11 @@ class Preset:
         where = model.device if isinstance(model, Model) else pick_device(device)
         chosen = self.choose(options, where)
         return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)
+
+    @property
+    def llm(self) -> partial[LLM]:
+        """Return `LLM`, text in and text out, with this phase's engine; its options are those of `load`."""
+        return partial(LLM, load=self.load)
 
     def choose(
         self, options: Mapping[str, Any], device: torch.device, more: Sequence[type[Feature]] = ()

@@ -7,38 +7,30 @@ numpy. It is slow and good for lessons and tests. The choice is made when Triton
 from __future__ import annotations
 
 import os
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from common.text import llm
-from forward.model import Model
-from paged_cache import PagedEngine, Preset
+from paged_cache import Preset
 from triton_paged_attention.feature import Backend, Kernels
 
 __all__ = ["LLM", "PRESET", "Backend", "Kernels", "load"]
 
 PRESET = Preset(on=[Kernels])
 
+load = PRESET.load
+"""Make phase 05's engine with this phase's kernels, for a model's name or a loaded model.
 
-def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """Phase 05's engine with this phase's kernels, for a model's name or a loaded model.
+Args:
+    model: see `forward.load_model`. A loaded model keeps its layers; the engine's copy shares its weights
+        except those of joined projections.
+    options: those of `paged_cache.load` and the fields of `Kernels`. `block_size` is 64 on a GPU.
 
-    Args:
-        model: see `forward.load_model`. A loaded model keeps its layers; the engine's copy shares its weights
-            except those of joined projections.
-        options: those of `paged_cache.load` and the fields of `Kernels`. `block_size` is 64 on a GPU.
+Raises:
+    UserError: an option is unknown or out of its limits, or the device has no Triton.
+"""
 
-    Raises:
-        UserError: an option is unknown or out of its limits, or the device has no Triton.
-    """
-    return PRESET.load(model, **options)
-
-
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 from chunked_prefill import Chunked
-from common.text import llm
-from forward.model import Model
-from paged_cache import PagedEngine, Preset
-from prefix_cache.cache import PrefixCache, PrefixStats
+from paged_cache import Preset
+from prefix_cache.cache import PrefixCache
 from prefix_cache.feature import INDEXES, Prefix
 from prefix_cache.hash_chain import HashIndex
 from prefix_cache.index import PrefixIndex
@@ -24,26 +18,22 @@ __all__ = [
     "Prefix",
     "PrefixCache",
     "PrefixIndex",
-    "PrefixStats",
     "RadixIndex",
     "load",
 ]
 
 PRESET = Preset(on=[Chunked, Prefix])
 
+load = PRESET.load
+"""Make this phase's engine for a model's name or a loaded model.
 
-def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """This phase's engine for a model's name or a loaded model.
+Args:
+    model: see `forward.load_model`.
+    options: those of `chunked_prefill.load` and the fields of `Prefix`.
 
-    Args:
-        model: see `forward.load_model`.
-        options: those of `chunked_prefill.load` and the fields of `Prefix`.
+Raises:
+    UserError: an option is unknown or out of its limits.
+"""
 
-    Raises:
-        UserError: an option is unknown or out of its limits.
-    """
-    return PRESET.load(model, **options)
-
-
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 from chunked_prefill import Chunked
-from common.text import llm
 from cuda_graphs.feature import Graphs, Overlap
 from cuda_graphs.overlap import Overlapped
-from forward.model import Model
-from paged_cache import PagedEngine, Preset
+from paged_cache import Preset
 from prefix_cache import Prefix
 from triton_paged_attention import Kernels
 
@@ -24,21 +18,18 @@ PRESET = Preset(
 )
 """On a GPU there is one to fill."""
 
+load = PRESET.load
+"""Make this phase's engine for a model's name or a loaded model.
 
-def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """This phase's engine for a model's name or a loaded model.
+Args:
+    model: see `forward.load_model`.
+    options: those of `prefix_cache.load`, the fields of `Kernels` and `Graphs`, and all features
+        themselves, to be switched off: `graphs=False`. Kernels and graphs are on by default on
+        CUDA only; there `max_rows` is 256 and `step_tokens` 8,192 by default.
 
-    Args:
-        model: see `forward.load_model`.
-        options: those of `prefix_cache.load`, the fields of `Kernels` and `Graphs`, and all features
-            themselves, to be switched off: `graphs=False`. Kernels and graphs are on by default on
-            CUDA only; there `max_rows` is 256 and `step_tokens` 8,192 by default.
+Raises:
+    UserError: an option is unknown or out of its limits, or features do not go together.
+"""
 
-    Raises:
-        UserError: an option is unknown or out of its limits, or features do not go together.
-    """
-    return PRESET.load(model, **options)
-
-
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 from common.request import Request
 
-BUDGET = 0.02
+BUDGET = 0.015
 """Share of the time that guessing may lose: a user who gains nothing shall not notice it."""
-CREDIT = 4.0
-"""Plain steps that guessing may lose at first, and of what it has gained: a few wrong drafts say little."""
+CREDIT = 2.5
+"""Plain steps that a try may lose: a few wrong drafts say little. Of its gains guessing may lose as many, and
+twice the budget: a few interrupted steps say little, too."""
+SWITCH = 0.3
+"""Plain steps that it costs to begin and to stop: such a step overlaps with one of its neighbours only."""
 HORIZON = 4000
 """Steps that the account looks back: an engine that has served for days tries again as soon as a new one."""
 SAMPLES = 4
@@ -106,7 +109,8 @@ class Cost:
             self.most = min(2 * self.most, 1 << 10)
         seconds = self.plain * (1 + more)
         self.seconds += seconds
-        self.lost = max(-CREDIT * self.plain, self.lost + seconds - self.plain * tokens / rows)
+        most = CREDIT * self.plain + 2 * BUDGET * self.seconds
+        self.lost = max(-most, self.lost + seconds - self.plain * tokens / rows)
 
 
 class Control:
@@ -132,14 +136,15 @@ class Control:
         cost = self.cost(rows)
         cost.seconds *= 1 - 1 / HORIZON
         cost.lost *= 1 - 1 / HORIZON
-        allowed = BUDGET * cost.seconds
+        allowed, most = BUDGET * cost.seconds, CREDIT * cost.plain
         if cost.on and cost.lost > allowed:
             cost.on = False
-        elif not cost.on and cost.samples >= SAMPLES and cost.lost <= allowed / 2:
+        elif not cost.on and cost.samples >= SAMPLES and cost.lost <= allowed - most:
             if cost.lost > 0:  # another try; what went wrong would go wrong again
                 self.overall, cost.having, cost.each, cost.most = FIRST_RATE, 0.0, FIRST_PRICE, 1
                 self.rates.clear()
             cost.on = True
+            cost.lost = max(cost.lost, allowed - most) + SWITCH * cost.plain
         cost.since += cost.on
         return cost.on
 

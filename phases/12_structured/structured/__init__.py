@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 from common.sampling.grammar import Grammar
-from common.text import llm
-from forward.model import Model
-from paged_cache import PagedEngine
 from speculative import PRESET as BELOW
 from structured.feature import Structured
 
@@ -17,20 +10,17 @@ __all__ = ["LLM", "PRESET", "Grammar", "Structured", "load"]
 
 PRESET = BELOW.plus(on=[Structured])
 
+load = PRESET.load
+"""Make this phase's engine for a model's name or a loaded model.
 
-def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """Make this phase's engine for a model's name or a loaded model.
+Args:
+    model: see `forward.load_model`.
+    options: those of the phase before, and the fields of `Structured`. Requests may have a
+        `SamplingParams.grammar` if the engine has a `tokenizer`.
 
-    Args:
-        model: see `forward.load_model`.
-        options: those of the phase before, and the fields of `Structured`. Requests may have a
-            `SamplingParams.grammar` if the engine has a `tokenizer`.
+Raises:
+    UserError: an option is unknown or out of its limits, or features do not go together.
+"""
 
-    Raises:
-        UserError: an option is unknown or out of its limits, or features do not go together.
-    """
-    return PRESET.load(model, **options)
-
-
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

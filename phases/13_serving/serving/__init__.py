@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from common.text import llm
 from structured import PRESET as BELOW
 
 __all__ = ["LLM", "PRESET", "load"]
@@ -16,5 +13,5 @@ PRESET = BELOW.plus()
 load = PRESET.load
 """Make the engine that this phase serves, for a model's name or a loaded model."""
 
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

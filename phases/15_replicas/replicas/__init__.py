@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from common.text import llm
-from forward.model import Model
-from paged_cache import PagedEngine
 from parallel import PRESET as BELOW
 
 __all__ = ["LLM", "PRESET", "load"]
@@ -16,19 +9,16 @@ __all__ = ["LLM", "PRESET", "load"]
 PRESET = BELOW.plus()
 """The phase below's: a copy of a server changes nothing about its engine."""
 
+load = PRESET.load
+"""Load the engine of one replica, for a model's name or a loaded model.
 
-def load(model: str | Path | Model, **options: Any) -> PagedEngine:
-    """Load the engine of one replica, for a model's name or a loaded model.
+Args:
+    model: see `forward.load_model`.
+    options: those of the phase below.
 
-    Args:
-        model: see `forward.load_model`.
-        options: those of the phase below.
+Raises:
+    UserError: an option is unknown or out of its limits, or features do not go together.
+"""
 
-    Raises:
-        UserError: an option is unknown or out of its limits, or features do not go together.
-    """
-    return PRESET.load(model, **options)
-
-
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

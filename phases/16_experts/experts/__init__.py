@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from common.text import llm
 from experts.expert_parallel import ExpertParallel
 from experts.feature import MixtureOfExperts
 from parallel import PRESET as BELOW
@@ -20,5 +17,5 @@ load = PRESET.load
 Options are those of `parallel.load`, and the fields of `MixtureOfExperts` and `ExpertParallel`.
 """
 
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

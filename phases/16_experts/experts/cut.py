@@ -11,9 +11,8 @@ Nothing is trained by gradients: it takes one pass over some thousand tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +42,6 @@ FORMAT = 1
 """Raise it when other experts are made of the same model, and those kept before are made anew."""
 
 
-class Slices(NamedTuple):
-    """An MLP's experts. neurons: `[E, I / E]` int64, those of each. router: `[E, hidden]` float32."""
-
-    neurons: Tensor
-    router: Tensor
-
-
 def cut(model: Model, tokens: Sequence[int], top_k: int) -> None:
     """Put `Experts` in the places of a model's MLPs, of which a token goes through `top_k`.
 
@@ -59,30 +51,25 @@ def cut(model: Model, tokens: Sequence[int], top_k: int) -> None:
     Raises:
         UserError: a model's MLPs are not `GatedMLP`s of plain weights, or `COUNT` does not divide them.
     """
-    names = [name for name, layer in model.named_modules() if isinstance(layer, GatedMLP)]
-    size = model.config.intermediate_size
-    if not names or size % COUNT or not all(_plain(model.get_submodule(name)) for name in names):
+    mlps = {name: layer for name, layer in model.named_modules() if isinstance(layer, GatedMLP)}
+    size, parts = model.config.intermediate_size, [part for mlp in mlps.values() for part in mlp.children()]
+    plain = all(isinstance(part, nn.Linear) and part.bias is None for part in parts)
+    if not mlps or size % COUNT or not plain:
         raise UserError(
             f"active_experts cuts MLPs of gate, up and down in {COUNT} experts, but this model's have "
             f"{size} neurons, biases, or few bits, or no gate"
         )
     facts = ExpertConfig(COUNT, top_k, size // COUNT, normalize=False, weighted=False)
     model.config = replace(model.config, experts=facts)
-    for name, slices in zip(names, kept(model, names, tokens), strict=True):
-        old = model.get_submodule(name)
-        assert isinstance(old, GatedMLP)
-        replace_layer(model, name, experts_of(old, slices, model))
+    for (name, mlp), found in zip(mlps.items(), kept(model, [*mlps.values()], tokens), strict=True):
+        replace_layer(model, name, experts_of(mlp, *found, model))
 
 
-def _plain(mlp: nn.Module) -> bool:
-    return all(isinstance(part, nn.Linear) and part.bias is None for part in mlp.children())
-
-
-def experts_of(mlp: GatedMLP, slices: Slices, model: Model) -> Experts:
-    """Return the MLP's neurons as experts."""
+def experts_of(mlp: GatedMLP, neurons: Tensor, router: Tensor, model: Model) -> Experts:
+    """Return the MLP's neurons as experts; see `divide`."""
     with torch.device("meta"):
         layer = Experts(model.config)
-    neurons, router = slices.neurons.to(model.device), slices.router.to(model.device, model.dtype)
+    neurons, router = neurons.to(model.device), router.to(model.device, model.dtype)
     gate_up = torch.cat([mlp.gate_proj.weight[neurons], mlp.up_proj.weight[neurons]], dim=1)
     down = mlp.down_proj.weight[:, neurons].transpose(0, 1).contiguous()  # [E, hidden, I / E]
     layer.gate.weight = nn.Parameter(router, requires_grad=False)
@@ -90,44 +77,41 @@ def experts_of(mlp: GatedMLP, slices: Slices, model: Model) -> Experts:
     return layer
 
 
-def kept(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slices]:
-    """Return the slices of every MLP, from the cache folder if they were made before."""
+def kept(model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return what `divide` says of every MLP, from the cache folder if it was asked before."""
     digest = hashlib.sha256(f"{FORMAT} {COUNT} {list(tokens)[-PIECES * LENGTH :]}".encode())
-    for name in names:
-        row = model.get_submodule(name).get_parameter("gate_proj.weight")[0]
-        digest.update(row.float().cpu().numpy().tobytes())
+    for mlp in mlps:
+        digest.update(mlp.gate_proj.weight[0].float().cpu().numpy().tobytes())
     path = cache_home() / "experts" / f"{digest.hexdigest()[:24]}.safetensors"
     if not path.is_file():
-        found = zip(*look(model, names, tokens), strict=True)
-        columns = {name: torch.stack(column) for name, column in zip(Slices._fields, found, strict=True)}
+        neurons, router = zip(*look(model, mlps, tokens), strict=True)
         with whole(path) as scratch:
-            save_file(columns, scratch)
+            save_file({"neurons": torch.stack(neurons), "router": torch.stack(router)}, scratch)
     stored = load_file(path)
-    return [Slices(*each) for each in zip(stored["neurons"], stored["router"], strict=True)]
+    return zip(stored["neurons"], stored["router"], strict=True)
 
 
 @torch.no_grad()
-def look(model: Model, names: Sequence[str], tokens: Sequence[int]) -> list[Slices]:
+def look(model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Run the model once over the text's end, and cut each MLP by what it computes there."""
     length = min(LENGTH, model.max_len, len(tokens))
     ids = torch.tensor(tokens[-(len(tokens) // length) * length :][-PIECES * length :], device=model.device)
     ids = ids.view(-1, length)
-    found: list[Slices] = []
+    found: list[tuple[Tensor, Tensor]] = []
 
-    def note(mlp: nn.Module, given: tuple[Tensor]) -> None:
-        assert isinstance(mlp, GatedMLP)
+    def note(mlp: GatedMLP, given: tuple[Tensor]) -> None:
         x = given[0].flatten(0, -2)
         found.append(divide(x, mlp.act(mlp.gate_proj(x)) * mlp.up_proj(x), mlp.down_proj.weight))
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name in names]
+    hooks = [mlp.register_forward_pre_hook(note) for mlp in mlps]
     model(ids, torch.arange(length, device=model.device).expand(ids.shape), RecomputeAttention())
     for hook in hooks:
         hook.remove()
     return found
 
 
-def divide(x: Tensor, neurons: Tensor, down: Tensor) -> Slices:
-    """Return an MLP's experts and their router.
+def divide(x: Tensor, neurons: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the neurons of each expert of an MLP, `[E, I / E]` int64, and the router, `[E, hidden]` float32.
 
     Args:
         x: `[T, hidden]`, the MLP's inputs. neurons: `[T, I]`, what `down [hidden, I]` is multiplied with.
@@ -136,7 +120,7 @@ def divide(x: Tensor, neurons: Tensor, down: Tensor) -> Slices:
     owner = alike(F.normalize((neurons.abs() * down.norm(dim=0)).t(), dim=1))
     own = torch.stack([(owner == expert).nonzero()[:, 0] for expert in range(COUNT)])
     sizes = torch.stack([(neurons[:, mine] @ down[:, mine].t()).norm(dim=1) for mine in own], dim=1)
-    return Slices(own, fit(x, sizes))
+    return own, fit(x, sizes)
 
 
 def alike(directions: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from common.errors import UserError, choice
 from common.options import option
-from experts.feature import MixtureOfExperts, with_kernels
+from experts.feature import MixtureOfExperts, expert_layers
 from experts.kernels.stack import ExpertStack
-from experts.layer import ExpertList, Experts
+from experts.layer import ExpertList
 from experts.stacked import StackedExperts
 from forward.loading import config_of
 from forward.model import Model
@@ -72,26 +72,22 @@ def cut_inside(stack: ExpertStack, ranks: Ranks, gated: bool) -> ExpertStack:
 
 
 class OwnExperts(Quantize):
-    """A `Linears` around another: the experts of other ranks are not kept.
+    """A `Linears` around another: the experts of other ranks are not kept. own: those of this rank."""
 
-    eight: kernels read experts of eight bits. own: the experts of this rank.
-    """
-
-    def __init__(self, inner: Quantize | None, ranks: Ranks, eight: bool) -> None:
+    def __init__(self, inner: Quantize | None, ranks: Ranks) -> None:
         self.inner = inner or Quantize()
         super().__init__(self.inner.scheme, self.inner.head)
-        self.ranks, self.eight, self.own = ranks, eight, range(0)
+        self.ranks, self.own = ranks, range(0)
 
     def reading(self) -> Quantize:
         """See `Quantize.reading`."""
         return self.inner.reading()
 
     def expect(self, model: Model) -> None:
-        """See `Linears.expect`. In a format that no kernel here reads, all stay, on every rank."""
+        """See `Linears.expect`."""
         self.inner.expect(model)
-        count = model.config.experts.count if model.config.experts else 0
-        plain = self.scheme is None and model.config.quantization is None
-        self.own = own_experts(count, self.ranks) if plain or self.eight else range(count)
+        if model.config.experts is not None:
+            self.own = own_experts(model.config.experts.count, self.ranks)
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """See `Linears.place`: other ranks' experts are let go of at once."""
@@ -101,8 +97,8 @@ class OwnExperts(Quantize):
 
     def finish(self, model: Model) -> Model:
         """See `Linears.finish`."""
-        for layer in model.modules():
-            if isinstance(layer, Experts) and isinstance(layer.experts, ExpertList):
+        for layer in expert_layers(model):
+            if isinstance(layer.experts, ExpertList):
                 layer.experts = layer.experts.only(self.own)
         return self.inner.finish(model)
 
@@ -122,13 +118,12 @@ class ExpertParallel(Feature):
 
     def prepare(self, parts: Parts) -> None:
         """Let each rank keep its part while the model is loaded. Rank 0 checks before any other begins."""
-        stacks = any(isinstance(one, MixtureOfExperts) for one in parts.recipe.features)
         for one in parts.recipe.features:
             if isinstance(one, Parallel) and one.tensor_parallel > 1:
                 self.check(parts.recipe, one.tensor_parallel)
-            elif isinstance(one, Split) and stacks:
+            elif isinstance(one, Split):
                 if self.cut == CUTS[0]:
-                    parts.wrap(self, linears=partial(OwnExperts, ranks=one.ranks, eight=with_kernels(parts)))
+                    parts.wrap(self, linears=partial(OwnExperts, ranks=one.ranks))
                 parts.stages["load"].append(partial(self._share, one.ranks))
 
     def check(self, recipe: Recipe, size: int) -> None:
@@ -141,18 +136,17 @@ class ExpertParallel(Feature):
             raise UserError(f"tensor_parallel is {size}, but a layer has {facts.count} experts: cut 'inside'")
 
     def _share(self, ranks: Ranks, parts: Parts) -> None:
-        """Leave a rank its part of what is stacked, which adds up with the parts of the others."""
-        for layer in parts.model.modules():
-            if not (isinstance(layer, Experts) and isinstance(layer.experts, StackedExperts)):
+        """Let a rank's part of each layer add up with the parts of the others."""
+        for layer in expert_layers(parts.model):
+            made = layer.experts
+            if self.cut == CUTS[0]:
+                layer.first = own_experts(layer.facts.count, ranks).start
+            elif isinstance(made, StackedExperts):
+                made.gate_up = cut_inside(made.gate_up, ranks, True)
+                made.down = cut_inside(made.down, ranks, False)
+            else:  # one by one, on every rank whole
                 continue
-            made, own = layer.experts, own_experts(layer.facts.count, ranks)
-            if self.cut != CUTS[0]:
-                own = range(layer.facts.count)
-                gate_up, down = cut_inside(made.gate_up, ranks, True), cut_inside(made.down, ranks, False)
-                layer.experts = StackedExperts(gate_up, down, made.act)
-            elif len(made.down.data) > len(own):  # in a family's own format, all came
-                layer.experts = StackedExperts(made.gate_up.only(own), made.down.only(own), made.act)
-            layer.experts.first, layer.experts.total = own.start, ranks.all_reduce
+            layer.total = ranks.all_reduce
 
     def install(self, parts: Parts) -> None:
         """Do nothing more: the layers are loaded."""

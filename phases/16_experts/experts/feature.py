@@ -11,10 +11,11 @@ from typing import ClassVar
 from common.errors import UserError, integer
 from common.options import option
 from experts import cut
-from experts.layer import Experts
-from experts.stacked import StackedExperts, stack
+from experts.layer import ExpertList, Experts
+from experts.stacked import StackedExperts
 from forward.model import Model
 from paged_cache import Feature, Parts
+from quant.linear import QuantLinear
 
 TEXT = Path(__file__).parents[3] / "benchmarks" / "texts" / "news_from_nowhere.txt"
 """What a dense model is looked at with when its MLPs are cut."""
@@ -44,8 +45,17 @@ class MixtureOfExperts(Feature):
             loading.append(self._choose)
 
     def _stack(self, parts: Parts) -> None:
-        if any(_layers(parts.model)):
-            stack(parts.own_model(), eight=with_kernels(parts))
+        """Put experts into stacks, a layer at a time: no more than one layer's weights are there twice.
+
+        Those of eight bits are for kernels, which read them. Otherwise experts of few bits stay one by one.
+        """
+        if not any(expert_layers(parts.model)):
+            return
+        kernels = any(feature.name == "kernels" for feature in parts.recipe.features)
+        for layer in expert_layers(parts.own_model()):
+            few_bits = any(isinstance(part, QuantLinear) for part in layer.experts.modules())
+            if isinstance(layer.experts, ExpertList) and (kernels or not few_bits):
+                layer.experts = StackedExperts(*layer.experts.stacks(parts.model.config.activation))
 
     def _choose(self, parts: Parts) -> None:
         """Let a token go through another number of experts than the model says, or than it has."""
@@ -58,31 +68,27 @@ class MixtureOfExperts(Feature):
             cut.cut(model, _text(parts), count)
         else:
             model.config = replace(model.config, experts=replace(facts, top_k=count))
-            for layer in _layers(model):
+            for layer in expert_layers(model):
                 layer.facts = replace(facts, top_k=count)
 
     def install(self, parts: Parts) -> None:
         """Give the layers the kernels' ways, where there are kernels."""
-        if "kernels" not in parts.features or not any(_layers(parts.model)):
+        if "kernels" not in parts.features or not any(expert_layers(parts.model)):
             return
-        from experts.kernels.few import GatheredWay
-        from experts.kernels.grouped import GroupedWay, scratch_bytes
+        from experts.kernels.few import FEW, gathered
+        from experts.kernels.grouped import grouped, scratch_bytes
         from experts.kernels.routing import route_at_once  # Triton comes with it
 
-        for layer in _layers(parts.own_model()):
+        for layer in expert_layers(parts.own_model()):
             assert isinstance(layer.experts, StackedExperts)
-            layer.experts.use(GatheredWay, GroupedWay)
+            layer.experts.ways = (FEW, gathered, grouped)
             layer.route = route_at_once
             room = partial(scratch_bytes, layer.experts.down, layer.facts.top_k, parts.model.dtype.itemsize)
         parts.reserve.append(lambda whole: room(whole.size("step_tokens")))
 
 
-def with_kernels(parts: Parts) -> bool:
-    """Return True if phase 06's kernels are asked for."""
-    return any(feature.name == "kernels" for feature in parts.recipe.features)
-
-
-def _layers(model: Model) -> Iterator[Experts]:
+def expert_layers(model: Model) -> Iterator[Experts]:
+    """Return the layers of experts, from the first to the last."""
     return (layer for layer in model.modules() if isinstance(layer, Experts))
 
 

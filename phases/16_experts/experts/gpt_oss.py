@@ -53,16 +53,13 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 class PackedStack(nn.Module):
     """A linear layer for each expert: `blocks` and `scales` as `unpack` takes them, and bias `[E, out]`."""
 
-    blocks: Tensor
-    scales: Tensor
-
     def __init__(self, count: int, outputs: int, inputs: int) -> None:
         super().__init__()
         if inputs % BLOCK:
             raise UserError(f"a matrix of {inputs} inputs cannot be {MXFP4}: {BLOCK} of them share a scale")
         shape = (count, outputs, inputs // BLOCK)
-        self.register_buffer("blocks", torch.empty(*shape, BLOCK // 2, dtype=torch.uint8))
-        self.register_buffer("scales", torch.empty(shape, dtype=torch.uint8))
+        self.blocks = nn.Parameter(torch.empty(*shape, BLOCK // 2, dtype=torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(count, outputs))
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
@@ -73,10 +70,8 @@ class PackedStack(nn.Module):
     def only(self, own: range) -> ExpertStack:
         """Return some experts as kernels read them; one at a time is unpacked."""
         blocks, scales, bias = (t[own.start : own.stop] for t in (self.blocks, self.scales, self.bias))
-        whole = bias.new_empty(*scales.shape[:2], BLOCK * scales.shape[2])
-        for matrix, numbers, powers in zip(whole, blocks, scales, strict=True):
-            matrix.copy_(unpack(numbers, powers, whole.dtype))
-        return ExpertStack(whole, bias=bias.clone())
+        each = [unpack(*one, bias.dtype) for one in zip(blocks, scales, strict=True)]
+        return ExpertStack(torch.stack(each), bias=bias.clone())
 
 
 class ClampedMLPs(ExpertList):

@@ -13,9 +13,6 @@ from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route
 from forward.layers import GatedMLP
 
-Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
-"""`route`, or what does the same."""
-
 
 class ExpertRouter(nn.Module):
     """A score for each expert. It is no `nn.Linear`, so that whatever rounds these leaves it alone.
@@ -70,6 +67,9 @@ class Experts(nn.Module):
 
     Parts are named as in Qwen's checkpoints: `gate` is the router, and no part of an MLP. The shared expert
     (arXiv 2401.06066), if there is one, is an MLP that every token goes through.
+
+    first: the number of the first expert that is here, on this rank.
+    total: adds up the outputs of all ranks; None: there are no others.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -77,7 +77,9 @@ class Experts(nn.Module):
         assert config.experts is not None
         self.facts: ExpertConfig = config.experts
         hidden, facts = config.hidden_size, config.experts
-        self.route: Route = route
+        self.route = route
+        self.first = 0
+        self.total: Callable[[Tensor], Tensor] | None = None
         self.gate = ExpertRouter(hidden, facts.count)
         self.experts: nn.Module = ExpertList(
             GatedMLP(hidden, facts.intermediate_size, config.activation) for _ in range(facts.count)
@@ -89,7 +91,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
         flat = x.flatten(0, -2)  # [T, hidden]
-        total: Tensor = self.experts(flat, *self.choose(flat))
+        weights, chosen = self.choose(flat)
+        total: Tensor = self.experts(flat, weights, chosen - self.first if self.first else chosen)
+        if self.total is not None:
+            total = self.total(total.to(x.dtype))
         if self.facts.shared_size:
             total = total + torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
         return total.to(x.dtype).view(x.shape)

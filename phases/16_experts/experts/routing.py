@@ -6,8 +6,6 @@ recorded in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -34,23 +32,17 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return weights, chosen
 
 
-class Sorted(NamedTuple):
-    """A batch's choices, expert by expert. A choice is a number `token * k + place`.
-
-    order: `[T k]` int64, the choices of expert 0 first; those of one expert in the order of tokens.
-    offsets: `[E + 1]` int64; expert `e` has the places `offsets[e] : offsets[e + 1]` of `order`.
-    """
-
-    order: Tensor
-    offsets: Tensor
-
-
-def sort_by_expert(chosen: Tensor, count: int) -> Sorted:
-    """Sort the choices `[T, k]` of a batch by expert.
+def sort_by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sort a batch's choices by expert. A choice is a number `token * k + place`.
 
     Args:
+        chosen: `[T, k]`, the expert of each.
         count: how many experts there are. One that no token chose has no places.
+
+    Returns:
+        order: `[T k]` int64, the choices of expert 0 first; those of one expert in the order of tokens.
+        offsets: `[E + 1]` int64; expert `e` has the places `offsets[e] : offsets[e + 1]` of `order`.
     """
     experts, order = torch.sort(chosen.flatten(), stable=True)
     edges = torch.arange(count + 1, device=chosen.device)
-    return Sorted(order, torch.searchsorted(experts, edges))
+    return order, torch.searchsorted(experts, edges)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from common.text import llm
 from experts import PRESET as BELOW
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.feature import Hybrid
@@ -19,5 +16,5 @@ PRESET = BELOW.plus(on=[Hybrid])
 load = PRESET.load
 """Make this phase's engine for a model's name or a loaded model."""
 
-LLM = partial(llm.LLM, load=load)
+LLM = PRESET.llm
 """Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -31,6 +31,7 @@ _UNREAD = {
     "compressed-tensors": ("sparsity_config", "transform_config"),
 }
 """Fields that change what numbers mean, if they say anything."""
+LINEAR = ("Linear",)
 _PATTERN = 200
 """The longest pattern for names, in characters."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
@@ -43,12 +44,8 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 """What checkpoints put before our names of layers."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Layers that `targets` name are laid out in a way, or are plain."""
-
-    targets: tuple[str, ...]
-    layout: TensorLayout | None
+Rule = tuple[tuple[str, ...], TensorLayout]
+"""Targets, and the layout of the layers that they name."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,9 @@ class Stored:
         """Return the layout of our layer `name`, or None where it is plain."""
         if any(matches(each, name) for each in self.plain):
             return None
-        for rule in self.rules:
-            if any(each == "Linear" or matches(each, name) for each in rule.targets):
-                return rule.layout
+        for targets, layout in self.rules:
+            if any(each == "Linear" or matches(each, name) for each in targets):
+                return layout
         return None
 
 
@@ -134,7 +131,7 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     skipped: tuple[str, ...] = ()
     for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
         skipped += _patterns(raw, name) + _parts(raw, name, "", r"(\.|$)") + _parts(raw, name, end="$")
-    return Stored((Rule(("Linear",), layout),), ("lm_head", *skipped))
+    return Stored(((LINEAR, layout),), ("lm_head", *skipped))
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
@@ -145,7 +142,7 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
     zeros = not Field("sym", bool, default=True).read(raw)
     scheme = Scheme("gptq", "int4", "group", group=_GROUP.read(raw), zeros=zeros)
     layout = TensorLayout("gptq", scheme, "scales", one_less=version == "gptq")
-    return Stored((Rule(("Linear",), layout),), head)
+    return Stored(((LINEAR, layout),), head)
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
@@ -155,7 +152,7 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
     _only(raw, "zero_point", True, missing=True)
     scheme = Scheme("awq", "int4", "group", group=_GROUP.read(raw), zeros=True)
     skipped = _parts(raw, "modules_to_not_convert")
-    return Stored((Rule(("Linear",), TensorLayout("awq", scheme, "scales")),), ("lm_head", *skipped))
+    return Stored(((LINEAR, TensorLayout("awq", scheme, "scales")),), ("lm_head", *skipped))
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
@@ -168,11 +165,11 @@ def _compressed(raw: Mapping[str, Any]) -> Stored:
             group = Field(key, dict).check(given, key)
             _known(group, _GROUP_FIELDS)
             form = group.get("format") or raw.get("format")
-            rules.append(Rule(_patterns(group, "targets"), _compressed_layout(group, form)))
+            rules.append((_patterns(group, "targets"), _compressed_layout(group, form)))
         except UserError as error:
             raise UserError(f"{shown(key)}: {error}") from None
     # "Linear" means all of them, so the groups that name layers come first.
-    rules.sort(key=lambda rule: "Linear" in rule.targets)
+    rules.sort(key=lambda rule: "Linear" in rule[0])
     return Stored(tuple(rules), _patterns(raw, "ignore"), _eight(raw, "kv_cache_scheme", False))
 
 

@@ -27,16 +27,8 @@ from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
 _KEPT = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "merges.txt",
+    *("generation_config.json", "tokenizer*.*", "special_tokens_map.json", "vocab.json", "merges.txt"),
+    *("chat_template.j*", "additional_chat_templates/*.jinja"),
 )
 
 

@@ -14,8 +14,6 @@ tokens on the tiles of `grouped` read it once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -24,12 +22,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.kernels.grouped import finish_sums, gated_unit, product_arguments
 from experts.kernels.routing import early
-from experts.kernels.stack import ExpertWay
+from experts.stacked import StackedExperts
 
+Shape = tuple[int, int, int]
+"""Outputs of a program, inputs it reads at a time, and warps."""
 FEW = 4
 """Tokens up to which experts are gathered."""
 SHAPES = ((8, 512, 4), (4, 256, 4))
-"""Outputs of a program, inputs it reads at a time, and warps, of the first product and of the second."""
+"""Of the first product and of the second."""
 
 
 @triton.jit
@@ -90,28 +90,20 @@ def few_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=n < N)
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredWay(ExpertWay):
-    """An `ExpertWay` for a few tokens. shapes: for measurements."""
-
-    shapes: tuple[tuple[int, int, int], ...] = SHAPES
-
-    def takes(self, tokens: int) -> bool:
-        """See `ExpertWay`."""
-        return tokens <= FEW
-
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertWay`."""
-        chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
-        both = zip((self.gate_up, self.down), (self.act, None), self.shapes, strict=True)
-        for stack, act, (block_n, block_k, warps) in both:
-            tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
-            programs = tokens if act is None else tokens * top_k
-            n, k = constants["N"], constants["K"]
-            out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
-            few_kernel[(programs, triton.cdiv(n, block_n))](
-                out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
-                BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps, **early(x.device),
-            )  # fmt: skip
-            x = out
-        return x
+def gathered(
+    layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor, shapes: tuple[Shape, Shape] = SHAPES
+) -> Tensor:
+    """A `Way` for a few tokens. shapes: for measurements."""
+    chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
+    both = zip((layer.gate_up, layer.down), (layer.act, None), shapes, strict=True)
+    for stack, act, (block_n, block_k, warps) in both:
+        tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
+        programs = tokens if act is None else tokens * top_k
+        n, k = constants["N"], constants["K"]
+        out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
+        few_kernel[(programs, triton.cdiv(n, block_n))](
+            out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
+            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps, **early(x.device),
+        )  # fmt: skip
+        x = out
+    return x

@@ -16,7 +16,6 @@ Floor, of a layer of Qwen3-30B-A3B in bfloat16 (9.4 MB an expert) on an H200 (4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from experts.kernels.routing import sort_in_tiles
-from experts.kernels.stack import ExpertStack, ExpertWay, Swiglu
+from experts.kernels.stack import ExpertStack, Swiglu
+from experts.stacked import StackedExperts
 from quant.formats import BLOCK
 from quant.products import round_rows
 from triton_paged_attention.linear import KINDS, activate
@@ -48,11 +48,6 @@ TABLE = (
 )
 """Up to so many rows an expert, on average, the tile. `block_k` is one number, see the module."""
 LARGE = Tile(128, 256, 64, 8, 3)
-
-
-def tile_for(choices: int, experts: int) -> Tile:
-    """Return the tile for a step with so many choices among so many experts."""
-    return next((tile for most, tile in TABLE if choices <= most * experts), LARGE)
 
 
 @triton.jit
@@ -183,36 +178,32 @@ def product_arguments(
 
 
 def scratch_bytes(down: ExpertStack, top_k: int, itemsize: int, tokens: int) -> int:
-    """Return the bytes that `GroupedWay` needs for a moment: what lies between its kernels."""
+    """Return the bytes that `grouped` needs for a moment: what lies between its kernels."""
     _, hidden, inside = down.data.shape
     return tokens * top_k * ((hidden + inside) * itemsize + (inside if down.rounds else 0) + 4)
 
 
-@dataclass(frozen=True, eq=False)
-class GroupedWay(ExpertWay):
-    """An `ExpertWay` for any number of tokens. tile: for measurements; None: the table's."""
-
-    tile: Tile | None = None
-
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `ExpertWay`."""
-        (count, hidden, _), (tokens, top_k) = self.down.data.shape, chosen.shape
-        chosen, weights = chosen.contiguous(), weights.contiguous()
-        tile = self.tile or tile_for(chosen.numel(), count)
-        tiles = sort_in_tiles(chosen, count, tile.rows)
-        most = tiles.table.shape[1]
-        for stack, act in ((self.gate_up, self.act), (self.down, None)):
-            tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
-            n, block_n = constants["N"], tile.block_n // (1 if act is None else 2)
-            x = torch.empty(chosen.numel(), n, dtype=x.dtype, device=x.device)
-            grouped_kernel[(most * triton.cdiv(n, block_n),)](
-                x, *tensors, weights, tiles.order, tiles.table, most, **constants,
-                ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )  # fmt: skip
-        out, block = x.new_empty(tokens, hidden), min(1024, triton.next_power_of_2(hidden))
-        add_choices_kernel[(tokens, triton.cdiv(hidden, block))](
-            out, x, chosen, count,
-            SIZE=hidden, TOP_K=top_k, BLOCK_N=block, num_warps=max(1, block // 256),
+def grouped(
+    layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor, tile: Tile | None = None
+) -> Tensor:
+    """A `Way` for any number of tokens. tile: for measurements; None: the table's."""
+    (count, hidden, _), (tokens, top_k) = layer.down.data.shape, chosen.shape
+    chosen, weights = chosen.contiguous(), weights.contiguous()
+    tile = tile or next((each for rows, each in TABLE if chosen.numel() <= rows * count), LARGE)
+    order, table = sort_in_tiles(chosen, count, tile.rows)
+    most = table.shape[1]
+    for stack, act in ((layer.gate_up, layer.act), (layer.down, None)):
+        tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
+        n, block_n = constants["N"], tile.block_n // (1 if act is None else 2)
+        x = torch.empty(chosen.numel(), n, dtype=x.dtype, device=x.device)
+        grouped_kernel[(most * triton.cdiv(n, block_n),)](
+            x, *tensors, weights, order, table, most, **constants,
+            ROWS=tile.rows, BLOCK_N=block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
-        return out
+    out, block = x.new_empty(tokens, hidden), min(1024, triton.next_power_of_2(hidden))
+    add_choices_kernel[(tokens, triton.cdiv(hidden, block))](
+        out, x, chosen, count,
+        SIZE=hidden, TOP_K=top_k, BLOCK_N=block, num_warps=max(1, block // 256),
+    )  # fmt: skip
+    return out

@@ -10,7 +10,7 @@ tokens.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -104,24 +104,18 @@ def place_kernel(
             begin += tl.sum(hit, axis=0)
 
 
-class Tiles(NamedTuple):
-    """Choices sorted by expert, in tiles.
-
-    order: `[T k]` int32; what lies behind the choices of the experts that are here is undefined.
-    table: `[3, most]` int32: of each tile the expert, its first place of `order`, and its rows.
-    """
-
-    order: Tensor
-    table: Tensor
-
-
 def most_tiles(choices: int, experts: int, rows: int) -> int:
     """Return how many tiles there can be: each expert that was chosen has one that is not full."""
     return (choices - min(choices, experts)) // rows + min(choices, experts)
 
 
-def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
-    """Sort the choices `chosen [T, k]` of experts below `experts`; leave out all others, of other ranks."""
+def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Sort the choices `chosen [T, k]` of experts below `experts`; leave out all others, of other ranks.
+
+    Returns:
+        order: `[T k]` int32; what lies behind the choices of the experts that are here is undefined.
+        table: `[3, most]` int32: of each tile the expert, its first place of `order`, and its rows.
+    """
     choices, device = chosen.numel(), chosen.device
     most = most_tiles(choices, experts, rows)
     order = torch.empty(choices, dtype=torch.int32, device=device)
@@ -134,4 +128,4 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
         order, table, counts, chosen, choices, most,
         E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64, num_warps=warps,
     )  # fmt: skip
-    return Tiles(order, table)
+    return order, table

@@ -1,10 +1,8 @@
-"""The weights of all experts for one product, one behind the other, and what a way to compute them is."""
+"""The weights of all experts for one product, one behind the other."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -87,46 +85,20 @@ class ExpertStack(nn.Module):
         return F.linear(x, self.data[expert], None if self.bias is None else self.bias[expert])
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertWay(ABC):
-    """A way to compute a layer's experts for some numbers of tokens.
-
-    gate_up, down: of `E` experts, `[E, 2 I, hidden]` and `[E, hidden, I]`.
-    act: between them.
-    """
-
-    gate_up: ExpertStack
-    down: ExpertStack
-    act: Swiglu
-
-    def takes(self, tokens: int) -> bool:
-        """Return whether it computes this many tokens; usually any."""
-        return True
-
-    @abstractmethod
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """`x [T, hidden]`, `weights` and `chosen [T, k]` -> `[T, hidden]`, the weighted sums.
-
-        A choice that is no number of an expert here, but of one on another rank, adds nothing.
-        """
-
-
 def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
     """Stack the linear layers of experts: for each expert those of one input, their outputs end to end.
 
-    Each may be plain or phase 10's of eight bits, all in the same way. One expert at a time is copied.
+    Each may be plain or phase 10's of eight bits, all in the same way.
 
     Raises:
         UserError: experts are quantized in a way that no kernel here reads, or not all alike.
     """
-    whole = _joined(experts[0]).each(lambda tensor: tensor.new_empty(len(experts), *tensor.shape))
-    for number, layers in enumerate(experts):
-        own = _joined(layers)
-        if own.scheme != whole.scheme:
-            raise UserError("experts of one layer are quantized differently")
-        for into, tensor in zip(whole.parameters(), own.parameters(), strict=True):
-            into[number].copy_(tensor)
-    return whole
+    parts = [_joined(layers) for layers in experts]
+    if any(part.scheme != parts[0].scheme for part in parts):
+        raise UserError("experts of one layer are quantized differently")
+    names = [name for name, _ in parts[0].named_parameters()]
+    tensors = {name: torch.stack([part.get_parameter(name) for part in parts]) for name in names}
+    return ExpertStack(**tensors, scheme=parts[0].scheme)
 
 
 def _joined(layers: Sequence[nn.Module]) -> ExpertStack:

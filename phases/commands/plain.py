@@ -1,14 +1,40 @@
-"""`ladder list`: the phases, and what each was measured to gain."""
+"""`ladder list`, `ladder fetch` and `ladder --version`, which need no PyTorch."""
 
 from __future__ import annotations
 
+import platform
+from importlib import metadata
+from types import SimpleNamespace
+
 from common.console import out, table
+from common.models.hub import model_folder
 from phases import PHASES
 
+PACKAGE = "inference-ladder"
 
-def run(names: bool) -> int:
+
+def version(package: str = PACKAGE) -> str:
+    """Return a package's version; a checkout that is not installed has none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def line() -> str:
+    """Return what a report of a defect begins with."""
+    return f"ladder {version()}, torch {version('torch')}, Python {platform.python_version()}"
+
+
+def fetch(given: SimpleNamespace) -> int:
+    """Fetch a model, or see whether what is there is whole; then say where it is."""
+    out.out(str(model_folder(given.model, contents=True)), highlight=False)
+    return 0
+
+
+def list_phases(given: SimpleNamespace) -> int:
     """Print a table of the phases, or only their names, one a line, for scripts."""
-    if names:
+    if given.names:
         for phase in PHASES:
             out.out(phase.name, highlight=False)
         return 0
