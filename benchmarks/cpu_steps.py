@@ -1,7 +1,8 @@
-"""Phase 09 on a CPU: a step in one call (the appendix's `cpu_step`) against phase 08's operators from Python.
+"""Phase 09 on a CPU: a step in one call (the appendix's `cpu_step`) against the same operators from Python.
 
-One request and four, alone and beside a busy program; bfloat16 and the dtype that was asked for, and
-int8 weights. `ladder bench 09` is this where the device is a CPU.
+One request with each model in bfloat16 and with weights of eight and of four bits (the head's as well).
+With the first model also several requests, one beside a busy program, and phase 08. `ladder bench 09` is this
+where the device is a CPU.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from benchmarks.measure import Sample, alternate, summarize, time_generation
 from benchmarks.neighbours import neighbours
 from benchmarks.plotting import bars, panels, save
 from benchmarks.roofline import Ceilings, ceilings, summarize_generation
-from benchmarks.targets import load_target, targets
+from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform, workload
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
 PLAIN = f"{PHASE}, no cpu_step"
+MODELS = ("smollm2", "gemma3-270m", "random:llama-160m")
+FORMATS: dict[str, dict[str, str]] = {
+    "": {},
+    ", int8": {"quantization": "int8"},
+    ", int4": {"quantization": "int4", "head": "int4"},
+}
 MAX_LEN, ROWS = 1024, 16
 TOGETHER, BESIDE = 4, 1
 """Requests at once, and programs beside one request."""
@@ -32,36 +39,33 @@ METRIC = "output_tokens_per_s"
 
 
 def measured(options: BenchOptions) -> Evidence:
-    """Each model in each format: one request, several, and one beside a busy program."""
+    """Each model in each format, in bfloat16: PyTorch's products of few bits want it."""
     runs: list[Run] = []
-    for target in targets(options):
-        for dtype in dict.fromkeys((torch.bfloat16, options.dtype)):
-            runs += measure(replace(target, dtype=dtype))
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    for model in MODELS if options.model is None else (options.model,):
+        target = replace(options, model=model, dtype=torch.bfloat16)
+        runs += measure(target, whole=not runs)
+    return collect(PHASE, runs, options.device, ceilings(options.device, torch.bfloat16).to_json())
 
 
-def measure(options: BenchOptions) -> list[Run]:
-    """One model in one dtype."""
+def measure(options: BenchOptions, whole: bool) -> list[Run]:
+    """One model. whole: not only one request alone."""
     model, top = load_target(options), ceilings(options.device, options.dtype)
     sizes: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "cache_bytes": 1 << 28}
-    engines = {
-        BEFORE: engine_of("08", model, **sizes),
-        PLAIN: engine_of("09", model, cpu_step=False, **sizes),
-        PHASE: engine_of("09", model, **sizes),
-    }
-    if options.dtype == torch.bfloat16:
-        for step in (False, True):
-            name = f"{PHASE if step else PLAIN}, int8"
-            engines[name] = engine_of("10", model, quantization="int8", cpu_step=step, **sizes)
+    engines = {BEFORE: engine_of("08", model, **sizes)} if whole else {}
+    for name, kind in FORMATS.items():
+        phase = "10" if kind else "09"
+        engines[PLAIN + name] = engine_of(phase, model, cpu_step=False, **kind, **sizes)
+        engines[PHASE + name] = engine_of(phase, model, **kind, **sizes)
     single = workload("single-512-small")
     together = uniform(f"decode-{TOGETHER}x32", TOGETHER, 32, 64)
     if options.quick:
         single = replace(single, name="single-quick", items=(replace(single.items[0], max_tokens=16),))
         together = uniform(f"decode-{TOGETHER}x8", TOGETHER, 8, 8)
     runs = compare(engines, single, options, model.config, top, 0)
-    runs += compare(engines, together, options, model.config, top, 0)
-    with neighbours(BESIDE):
-        runs += compare(engines, single, options, model.config, top, BESIDE)
+    if whole:
+        runs += compare(engines, together, options, model.config, top, 0)
+        with neighbours(BESIDE):
+            runs += compare(engines, single, options, model.config, top, BESIDE)
     return runs
 
 
@@ -79,7 +83,8 @@ def compare(
     def timed(engine: PagedEngine) -> Callable[[int], Sample]:
         return lambda repeat: time_generation(engine, work.cold(next(shift)), options.device)
 
-    kept = alternate({name: timed(engine) for name, engine in engines.items()}, options.repeats, log=print)
+    variants = {name: timed(engine) for name, engine in engines.items()}
+    kept = alternate(variants, options.repeats, beside=busy > 0, log=print)
     about: dict[str, Any] = {"model": options.model or "", "dtype": options.dtype}
     found = []
     for name, samples in kept.items():
@@ -94,13 +99,13 @@ def compare(
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """A panel for one request, for several, and for one beside a busy program; bfloat16, the first model."""
-    first = evidence.runs[0]
-    runs = evidence.find(model=first.model, dtype=first.dtype)
-    kinds = list(dict.fromkeys((run.workload, bool(run.options.get("neighbours"))) for run in runs))
-    figure, axes = panels(len(kinds), height=3.8)
-    for panel, (work, busy) in zip(axes, kinds, strict=True):
-        shown = [run for run in runs if (run.workload, bool(run.options.get("neighbours"))) == (work, busy)]
+    """A panel for each model with one request, for several, and for one beside a busy program."""
+    runs = evidence.find(dtype=evidence.runs[0].dtype)
+    kinds: dict[tuple[str, str, bool], list[Run]] = {}
+    for run in runs:
+        kinds.setdefault((run.model, run.workload, bool(run.options.get("neighbours"))), []).append(run)
+    figure, axes = panels(len(kinds), rows=-(-len(kinds) // 3), height=3.8)
+    for panel, ((model, work, busy), shown) in zip(axes, kinds.items(), strict=False):
         bars(shown, METRIC, axes=panel, gain=False, label=lambda run: run.variant.replace("_", " "))
-        panel.set_title(f"{first.model}, {work}" + (", beside a busy program" if busy else ""))
+        panel.set_title(f"{model}, {work}" + (", beside a busy program" if busy else ""))
     save(figure, out, evidence)

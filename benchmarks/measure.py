@@ -109,6 +109,7 @@ def alternate(
     warm: Mapping[str, Callable[[], object]] | None = None,
     tries: int | None = None,
     settle: float = 1.0,
+    beside: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Samples]:
     """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...).
@@ -120,6 +121,8 @@ def alternate(
     tries: a dirty sample is taken up to this often in all (`TRIES` by default), after a pause that grows from
         `settle` seconds, but not again once its tries took `MAX_SAMPLE_SECONDS`; the least disturbed is kept,
         and the evidence says how dirty it was.
+    beside: the caller has started busy programs. That they take the processor away is what is measured, and
+        makes no sample dirty.
     log: called with one line a sample.
     """
     tries, number = TRIES if tries is None else tries, count()
@@ -131,25 +134,26 @@ def alternate(
         for repeat in range(repeats):
             order = list(variants)
             for name in order if repeat % 2 == 0 else reversed(order):
-                best: tuple[Noise, Sample] | None = None
+                best: tuple[Noise, Noise, Sample] | None = None
                 begun = time.perf_counter()
                 for attempt in range(tries):
                     if warm is not None and name in warm:
                         warm[name]()
                     with Watch() as watch:
                         sample = variants[name](next(number))
-                    if best is None or watch.noise.score < best[0].score:
-                        best = watch.noise, sample
+                    dirt = replace(watch.noise, switches_per_s=0.0) if beside else watch.noise
+                    if best is None or dirt.score < best[0].score:
+                        best = dirt, watch.noise, sample
                     if log:
-                        log(_line(name, repeat, sample, watch.noise))
-                    if not watch.noise.dirty or time.perf_counter() - begun > MAX_SAMPLE_SECONDS:
+                        log(_line(name, repeat, sample, dirt))
+                    if not dirt.dirty or time.perf_counter() - begun > MAX_SAMPLE_SECONDS:
                         break
                     if attempt + 1 < tries:
                         time.sleep(settle * 2**attempt)
                 assert best is not None
                 kept[name].discarded += attempt
-                kept[name].noises.append(best[0])
-                kept[name].kept.append(best[1])
+                kept[name].noises.append(best[1])
+                kept[name].kept.append(best[2])
     return kept
 
 

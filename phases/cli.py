@@ -202,9 +202,6 @@ def serve(
         ),
     ] = None,
     name: Annotated[str | None, flag("what clients call the model")] = None,
-    strict: Annotated[
-        bool, flag("refuse unknown fields, and tools that the chat template does not show", "--strict")
-    ] = False,
     allowed_origins: Annotated[
         list[str] | None,
         flag(

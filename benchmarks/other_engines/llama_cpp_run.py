@@ -98,7 +98,7 @@ def measure(python: str, gguf: str, threads: int) -> Any:
         variants: dict[str, Callable[[int], dict[str, float]]] = {name: partial(peer.sample, work)}
         variants |= {variant: partial(timed, engine) for variant, engine in ours.items()}
         with neighbours(busy):
-            kept = alternate(variants, REPEATS, log=print)
+            kept = alternate(variants, REPEATS, beside=busy > 0, log=print)
         for variant, samples in kept.items():
             about = {"neighbours": busy} if busy else {}
             run = summarize(variant, work, samples, model=MODEL, dtype=torch.bfloat16, options=about)

@@ -27,7 +27,7 @@ highlight_language = "text"  # of fences that name none: diagrams, and what a co
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
-# Notebooks are shown as they were run and tested; building the site runs nothing and asks nobody.
+# Notebooks are shown as they were run and tested; building the site runs nothing and needs no network.
 nb_execution_mode = "off"
 myst_heading_anchors = 4
 myst_links_external_new_tab = False

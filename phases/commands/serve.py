@@ -62,7 +62,6 @@ def run(given: SimpleNamespace) -> int:
     server = {
         "limits": checked,
         "keys": keys,
-        "strict": given.strict,
         "allowed_origins": origins(joined(given.allowed_origins)),
         "hosts": names_of(given.host, hosts(joined(given.allowed_hosts)), keys=bool(keys)),
         "access_log": given.access_log,

@@ -69,33 +69,12 @@ async def test_constrained_output(model, tokenizer, field, value, allowed):
     assert answer["error"]["param"] == "guided_regex", answer
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_offsets_are_those_of_the_text(make, stream):
-    """Also behind characters of several tokens, and behind parts of characters that never became one."""
-    text = "né 🎉, 你"
-    body = {"prompt": text, "logprobs": 0, "max_tokens": 60, "seed": 2, "stream": stream}
-    asked = await Client(make()).request("/v1/completions", body | {"ignore_eos": True}).run()
-    pieces = [one["choices"][0] for one in (asked.events()[:-1] if stream else [asked.json()])]
-    said = "".join(piece["text"] for piece in pieces)
-    tokens, offsets = [
-        [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]]
-        for key in ("tokens", "text_offset")
-    ]
-    known = [place for place, token in enumerate(tokens) if token != "\ufffd"]
-    assert 5 < len(known) < len(tokens) - 10
-    for place in known:
-        at = offsets[place]
-        assert said[at : at + 1] == tokens[place], f"token {place} does not begin at {at}"
-
-
 async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
     message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
     body = {"messages": [message], "max_tokens": 1}
     asked = await Client(make()).request("/v1/chat/completions", body).run()
     assert asked.status == 200
     assert asked.headers["x-ladder-ignored"] == "messages.cache_control, messages.weight"
-    status, found = await Client(make(strict=True)).post("/v1/chat/completions", body)
-    assert status == 400 and "messages.cache_control" in found["error"]["message"]
 
 
 async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
@@ -122,11 +101,10 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
 
 async def test_likelihoods_of_prompts_are_refused(make):
     client = Client(make())
-    cases: list[tuple[str, dict[str, Any]]] = [("prompt_logprobs", {}), ("logprobs", {"echo": True})]
-    for field, more in cases:
-        body = {"prompt": "a", "max_tokens": 1, field: 1} | more
-        status, found = await client.post("/v1/completions", body)
+    for field, value in (("prompt_logprobs", 1), ("echo", True)):
+        status, found = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, field: value})
         assert (status, found["error"]["param"]) == (400, field), found
+    assert (await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False}))[0] == 200
 
 
 @pytest.mark.parametrize("what", TAKEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from phases import phase_named
 from phases.appendix.cpu_step import feature
 from phases.appendix.cpu_step.feature import MOST, OneCall
 from phases.registry import load_engine
-from tests.equivalence.compare import assert_all_same
+from quant.formats import INT4
+from quant.linear import QuantLinear
+from tests.equivalence.compare import assert_all_same, margin
 
 TINY = replace(SHAPES["tiny"], vocab_size=256)
 CONFIGS = {
@@ -31,6 +34,18 @@ CONFIGS = {
     "qwen3": replace(TINY, family="qwen3"),
     "gemma3": replace(SHAPES["tiny-window"], vocab_size=256, attention_soft_cap=None, final_soft_cap=None),
 }
+BLOCKS = replace(
+    TINY,
+    hidden_size=192,
+    intermediate_size=320,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    attention_scale=0.125,
+)
+"""Outputs are blocks of 64; groups of 64 weights divide rows into 3 and 5, groups of 32 into 6 and 10."""
+NEAR = 0.05
+"""Two logits of a small model in bfloat16 that are nearer than that are as good as equal."""
 PROMPTS = [[3 + 7 * i + j % 200 for j in range(4 + 9 * i)] for i in range(6)]
 SIZES: dict[str, Any] = {"max_rows": 5, "max_len": 128, "block_size": 4, "step_tokens": 128}
 
@@ -81,6 +96,33 @@ def test_greedy_tokens_are_those_of_the_plain_path(name: str, threads: int, take
     assert_all_same(model, plain, found)
 
 
+@pytest.mark.parametrize("group", [64, 32])
+@pytest.mark.parametrize("batch", [1, 3, MOST])
+def test_greedy_tokens_with_four_bits(batch: int, group: int, taken: list[int]) -> None:
+    about = {"quantization": "int4", "group_size": group, "head": "int4", "max_rows": batch}
+    model, params = tiny(BLOCKS, torch.bfloat16), [SamplingParams(max_tokens=24, ignore_eos=True)] * batch
+    prompts = [[3 + i, 50 + i, 200 - i] for i in range(batch)]
+    engine = engine_of(model, "10", **about)
+    found = generate(engine, prompts, params)
+    assert taken.count(batch) == 23, "every step but that of the prompts"
+    plain = generate(engine_of(model, "10", cpu_step=False, **about), prompts, params)
+    for one, other in zip(plain, found, strict=True):
+        pairs = zip(one.token_ids, other.token_ids, strict=True)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        gap = margin(engine.runner.model, one.prompt_ids + one.token_ids[:same])
+        assert same == len(one.token_ids) or gap < NEAR
+
+
+def test_zero_points_of_four_bits() -> None:
+    scheme = replace(INT4, group=64, zeros=True)
+    model = tiny(BLOCKS, torch.bfloat16)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is torch.nn.Linear:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, QuantLinear.of(layer, scheme, name))
+    assert_near(engine_of(model, "10"))
+
+
 def test_preempted_forked_and_sampled_requests(taken: list[int]) -> None:
     model = tiny(TINY)
     params = [
@@ -95,23 +137,33 @@ def test_preempted_forked_and_sampled_requests(taken: list[int]) -> None:
     assert_all_same(model, plain, found, params)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_in_bfloat16_are_those_of_torch_rounded(name: str, quantization: str | None) -> None:
-    model = tiny(CONFIGS[name], torch.bfloat16)
-    options: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
-    engine = engine_of(model, "10", **options)
+def assert_near(engine: PagedEngine) -> None:
+    """Compare logits and hidden states of a step with those of PyTorch's operators."""
     for prompt in PROMPTS[:5]:
         engine.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True))
     runner = engine.runner
     while runner.last is None or runner.last.logits is None:
         engine.step()
     last = runner.last
+    assert last.logits is not None
     with torch.inference_mode():
-        again = runner.eager(last.works)
-        logits = runner.model.logits(again.hidden)
-    for found, plain in ((last.logits, logits), (last.hidden, again.hidden)):
+        hidden = runner.eager(last.works).hidden
+        pairs = (last.hidden, hidden), (last.logits, runner.model.logits(hidden))
+    for found, plain in pairs:
         assert (found.float() - plain.float()).abs().max() < 0.1 * plain.float().std()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_in_bfloat16_are_those_of_torch_rounded(name: str, quantization: str | None) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 64}
+    config = (
+        CONFIGS[name]
+        if quantization != "int4"
+        else replace(CONFIGS[name], num_heads=4, num_kv_heads=2, **sizes)
+    )
+    options: dict[str, Any] = {} if quantization is None else {"quantization": quantization}
+    assert_near(engine_of(tiny(config, torch.bfloat16), "10", **options))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +174,8 @@ def test_logits_in_bfloat16_are_those_of_torch_rounded(name: str, quantization: 
         (replace(TINY, final_soft_cap=30.0), {}),
         (replace(SHAPES["gpt2"], num_layers=1, vocab_size=256, sliding_windows=()), {}),
         (TINY, {"quantization": "w8a8"}),
+        (TINY, {"quantization": "int4"}),
+        (replace(BLOCKS, hidden_size=160), {"quantization": "int4"}),
         (TINY, {"kv_cache": "int8"}),
     ],
 )

@@ -11,8 +11,6 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
@@ -20,10 +18,10 @@ from forward.loading import random_model
 from forward.shapes import SHAPES
 from phases.appendix.api.schema import ChatRequest
 from phases.appendix.guidance.backend import GuidanceBackend
+from phases.appendix.guidance.exact import DATE, exact
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
-from phases.appendix.tools.formats import HERMES, LLAMA, MISTRAL, CallFormat, format_of
-from phases.appendix.tools.loosen import loosen
+from phases.appendix.tools.formats import HERMES, LLAMA, CallFormat, format_of
 from phases.appendix.tools.reader import CallReader
 from phases.appendix.tools.request import conversation, refusal, tools_of
 from serving.http.errors import ApiError
@@ -40,47 +38,37 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": ""
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 NOW = {"type": "function", "function": {"name": "now"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "mistral-special": MISTRAL, "llama": LLAMA}
-SPECIAL = 5
+FORMATS = {"hermes": HERMES, "llama": LLAMA}
 
 
-def templated(folder: Path, template: Any, special: str = "") -> Tokenizer:
-    """A tokenizer with this chat template, and perhaps with a special token."""
+def templated(folder: Path, template: Any) -> Tokenizer:
+    """A tokenizer with this chat template."""
     tokenizer_for(folder, 257)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    if special:
-        made = Backend.from_file(str(folder / "tokenizer.json"))
-        made.add_special_tokens([AddedToken(special, special=True)])
-        made.save(str(folder / "tokenizer.json"))
-        (folder / "config.json").write_text('{"vocab_size": 400, "eos_token_id": [0]}')
     return Tokenizer(folder)
 
 
 TEMPLATES = {
-    "{% if tools %}x{% endif %}<tool_call>\n{{ messages }}": HERMES,
-    "{{ tools }}[AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
-    """{{ tools }}ipython {{ '{"name": "' }}{{ '", "parameters": ' }}""": LLAMA,
-    "{% for tool in tools %}{{ tool }}{% endfor %}": None,
-    "{{ tools }}<tool_call>\n<function=": None,
-    "{{ tools }}[TOOL_CALLS]f[ARGS]": None,
+    "{% if tools %}x{% endif %}<tool_call>\n{{ messages }}": (HERMES, True),
+    """{{ tools }}ipython {{ '{"name": "' }}{{ '", "parameters": ' }}""": (LLAMA, True),
+    "{{ messages }}": (HERMES, False),
+    "{% for tool in tools %}{{ tool }}{% endfor %}": (HERMES, False),
+    "{{ tools }}<tool_call>\n<function=": (HERMES, False),
+    "{{ tools }}[TOOL_CALLS]f[ARGS]": (HERMES, False),
 }
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_format_is_read_off_the_template_or_refused_by_name(tmp_path, template):
-    made, wanted = templated(tmp_path, template), TEMPLATES[template]
-    if wanted is not None:
-        assert format_of(made) == wanted
-        return
-    with pytest.raises(UserError, match="none of the forms"):
-        format_of(made)
+def test_the_format_is_read_off_the_template_or_described(tmp_path, template):
+    assert format_of(templated(tmp_path, template)) == TEMPLATES[template]
 
 
 def written(format: CallFormat, calls: list[tuple[str, str]], text: str = "") -> str:
     """What a model writes, by hand: independent of the grammar."""
     each = [f'{{"name": "{name}", "{format.arguments}": {arguments}}}' for name, arguments in calls]
-    return text + format.trigger + format.before + format.between.join(each) + format.after if each else text
+    before = format.trigger + format.before
+    return text + before + f"{format.after}\n{before}".join(each) + format.after if each else text
 
 
 GOOD = [
@@ -99,25 +87,18 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def backend(tokenizer: Tokenizer) -> GuidanceBackend:
-    known = Spelling.of(tokenizer, 257, (0,))
-    hidden = (*known.tokens[:SPECIAL], b"", *known.tokens[SPECIAL + 1 :])
-    return GuidanceBackend(Spelling(hidden, known.eos, known.encode))
+    return GuidanceBackend(Spelling.of(tokenizer, 257, (0,)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_grammars_take_calls_that_follow_their_schema_and_no_others(backend, tokenizer, name):
     format = FORMATS[name]
-    if name == "mistral-special":
-        format = CallFormat(**{**vars(format), "token": SPECIAL})
     tools = [("weather", CITY), ("now", NOTHING)]
     one = format.trigger == ""
 
     def check(text: str, expected: bool, **how: Any) -> None:
         grammar = format.grammar(tools, **{"must": False, "several": True, **how})
         matcher, ids = backend.compile(grammar).matcher(), tokenizer.encode(text)
-        if format.token is not None and format.trigger in text:
-            before, after = text.split(format.trigger)
-            ids = [*tokenizer.encode(before), format.token, *tokenizer.encode(after)]
         found = matcher.advance(ids) == len(ids) and matcher.accepting
         assert found is expected, f"{name}, {how}: the output {text!r} is {'taken' if found else 'refused'}"
 
@@ -137,10 +118,6 @@ def test_grammars_take_calls_that_follow_their_schema_and_no_others(backend, tok
         check(written(format, GOOD[0]), True, content={"type": "integer"})
         check("Hello.", False, content={"type": "integer"})
         check(written(format, GOOD[0]) + " and more", False)
-    if format.token is not None:
-        spelled = tokenizer.encode(format.trigger)
-        matcher = backend.compile(format.grammar(tools, must=False, several=True)).matcher()
-        assert matcher.advance(spelled) == len(spelled) - 1, "text may spell the trigger as a call does"
 
 
 def test_wide_schemas_in_a_grammar_are_refused_like_others():
@@ -149,39 +126,42 @@ def test_wide_schemas_in_a_grammar_are_refused_like_others():
         HERMES.grammar([("f", wide)], must=True, several=False)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_calls_are_found_however_the_text_is_cut(name, size):
     format = FORMATS[name]
-    tricky = '{"city": "a\\"}}]</tool_call>[TOOL_CALLS]", "days": {"x": ["]", {}]}}'
+    tricky = '{"city": "a\\"}}]</tool_call><tool_call>", "days": {"x": ["]", {}]}}'
     calls = [("weather", tricky)] if name == "llama" else [("weather", tricky), ("now", "{}")]
-    text = written(format, calls, "" if name == "llama" else "One < two <tool [TOOL.\n\n")
+    text = written(format, calls, "" if name == "llama" else "One < two <tool.\n\n")
     reader, content, pieces = CallReader(format), "", dict[int, str]()
     for at in range(0, len(text), size):
-        news = reader.read(text[at : at + size], at + size >= len(text))
-        content += news.content
-        for place, piece, first in news.calls:
-            assert first == (place not in pieces), "a call is told of twice, or not at its beginning"
-            pieces[place] = pieces.get(place, "") + piece
+        for delta in reader.read(text[at : at + size], at + size >= len(text)):
+            content += delta.get("content", "")
+            for call in delta.get("tool_calls", ()):
+                place = call["index"]
+                assert ("id" in call) == (place not in pieces), (
+                    "a call is told of twice, or not at its beginning"
+                )
+                pieces[place] = pieces.get(place, "") + call["function"]["arguments"]
     where = f"{format.name}'s text in pieces of {size}"
-    before = "" if name == "llama" else "One < two <tool [TOOL."
+    before = "" if name == "llama" else "One < two <tool."
     assert content == before, f"{where}: what stands before the calls was read as {content!r}"
-    found = [(call.name, call.arguments) for call in reader.calls]
+    found = [tuple(call["function"].values()) for call in reader.calls]
     assert found == calls, f"{where}: the calls were read as {found}"
     for place, (_, arguments) in enumerate(calls):
         assert pieces[place] == arguments, f"{where}: arguments {place} were told as {pieces[place]!r}"
     assert reader.complete, f"{where}: the last call is not taken for whole"
-    assert len({call.id for call in reader.calls}) == len(calls)
-    assert all(len(call.id) == (9 if format.short_ids else 29) for call in reader.calls)
+    assert len({call["id"] for call in reader.calls}) == len(calls)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_text_without_calls_is_left_as_it_is(name):
     for text in ["", "  spaces  ", "a <tool_cal", "[TOOL_CALLS", " {x", "a\n\n"]:
         for size in (1, 3, 100):
             reader = CallReader(FORMATS[name])
             pieces = [text[at : at + size] for at in range(0, max(1, len(text)), size)]
-            found = "".join(reader.read(p, n == len(pieces) - 1).content for n, p in enumerate(pieces))
+            deltas = [delta for n, p in enumerate(pieces) for delta in reader.read(p, n == len(pieces) - 1)]
+            found = "".join(delta["content"] for delta in deltas)
             assert found == text and not reader.calls, f"{text!r} in pieces of {size} became {found!r}"
 
 
@@ -260,18 +240,18 @@ def test_a_tool_that_cannot_be_compiled_is_named(backend):
 
 LOOSENED: dict[str, tuple[Any, list[str]]] = {
     "names with a rule": ({"type": "object", "propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
-    "pydantic's set": ({"properties": {"s": {"type": "array", "uniqueItems": True}}}, ["s.uniqueItems"]),
-    "a format nobody knows": ({"properties": {"p": {"type": "string", "format": "cuid"}}}, ["p.format"]),
-    "a lookahead": ({"properties": {"p": {"type": "string", "pattern": "^(?!a)b"}}}, ["p.pattern"]),
-    "a bound of int64": ({"properties": {"n": {"type": "integer", "maximum": 2**63 - 1}}}, ["n.maximum"]),
-    "never": ({"properties": {"x": {"not": {}}}}, ["x.not"]),
+    "pydantic's set": ({"properties": {"s": {"uniqueItems": True}}}, ["properties/s/uniqueItems"]),
+    "a format nobody knows": ({"properties": {"p": {"format": "cuid"}}}, ["properties/p/format"]),
+    "a lookahead": ({"properties": {"p": {"pattern": "^(?!a)b"}}}, ["properties/p/pattern"]),
+    "a bound of int64": ({"properties": {"n": {"maximum": 2**63 - 1}}}, ["properties/n/maximum"]),
+    "never": ({"properties": {"x": {"not": {}}}}, ["properties/x/not"]),
     "conditions": ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, ["if", "then"]),
     "null fields": ({"required": None, "properties": {"a": {"type": "string", "default": None}}}, []),
     "annotations": ({"title": "T", "$schema": "x", "x-order": 1, "properties": {"a": {"examples": [1]}}}, []),
     "one of several": ({"properties": {"a": {"oneOf": [{"type": "string"}, {"minimum": 2**60 + 1}]}}},
-        ["a.oneOf.1.minimum"]),
+        ["properties/a/oneOf/1/minimum"]),
     "deep": ({"$defs": {"d": {"items": {"uniqueItems": True}}}, "properties": {"a": {"$ref": "#/$defs/d"}}},
-        ["$defs.d.items.uniqueItems"]),
+        ["$defs/d/items/uniqueItems"]),
     "keys counted": ({"properties": {"a": {}}, "minProperties": 1}, ["minProperties"]),
 }  # fmt: skip
 GIVEN = [
@@ -283,8 +263,9 @@ GIVEN = [
 @pytest.mark.parametrize("name", LOOSENED)
 def test_what_was_valid_stays_valid_and_what_is_left_out_is_named(name: str) -> None:
     schema, names = LOOSENED[name]
-    made, left = loosen(schema)
-    assert left == names
+    left = list[str]()
+    made = exact(schema, left=left)
+    assert left == [f"#/{name}" for name in names]
     strict = jsonschema.Draft202012Validator({k: v for k, v in schema.items() if v is not None})
     loose = jsonschema.Draft202012Validator(made)
     for value in GIVEN:
@@ -294,9 +275,11 @@ def test_what_was_valid_stays_valid_and_what_is_left_out_is_named(name: str) -> 
 def test_nothing_of_an_ordinary_schema_is_lost_and_nonsense_breaks_nothing() -> None:
     number, day = {"type": "integer", "minimum": 1}, {"type": "string", "format": "date"}
     schema = {"type": "object", "properties": {"n": number, "d": day}, "required": ["n"]}
-    assert loosen(schema | {"additionalProperties": False}) == (schema | {"additionalProperties": False}, [])
+    left = list[str]()
+    assert exact(schema, left=left) == exact(schema) and not left
+    assert exact(schema)["properties"]["d"]["pattern"] == f"^{DATE}$"
     broken = {"pattern": 3, "format": [1], "patternProperties": [], "required": "a"}
-    assert loosen(broken) == ({}, list(broken))
+    assert exact(broken, left=left) == {} and left == [f"#/{keyword}" for keyword in broken]
 
 
 async def streamed_deltas(app: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -349,28 +332,22 @@ async def test_calls_are_made_where_they_must_be(make, choice):
         assert ids == answer["token_ids"], "tokens are missing, or told twice"
 
 
-MISTRALS = "{{ tools | tojson }}{{ messages[0].content }}{# [TOOL_CALLS] #}"
 LLAMAS = """{{ tools | tojson }}{{ messages[0].content }}{# ipython '{"name": "' '", "parameters": ' #}"""
 
 
-@pytest.mark.parametrize(
-    ("template", "special"), [(MISTRALS, "[TOOL_CALLS]"), (MISTRALS, ""), (LLAMAS, "")], ids=str
-)
-async def test_other_families_call_as_they_were_taught(tmp_path, template, special):
-    """Mistral's trigger is a special token: it is sampled, seen in the text, and never shown."""
-    made = templated(tmp_path, template, special=special)
+async def test_other_families_call_as_they_were_taught(tmp_path):
+    made = templated(tmp_path, LLAMAS)
     wide = replace(SHAPES["tiny"], vocab_size=300, eos_token_ids=(0,))
     engine = load(random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made)
     app = whole_app(Loopback(engine), made, "tiny")
     body = SAID | {"tools": [WEATHER], "max_tokens": 400}
-    body |= {"tool_choice": "required", "parallel_tool_calls": False, "return_token_ids": True}
+    body |= {"tool_choice": "required", "parallel_tool_calls": False}
     status, whole = await Client(app).post("/v1/chat/completions", body)
     assert status == 200, whole
     (answer,) = whole["choices"]
     (call,) = answer["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
     assert answer["message"]["content"] is None and answer["finish_reason"] == "tool_calls"
-    assert (answer["token_ids"][0] == 257) == bool(special), "the trigger is not the special token"
     deltas = await streamed_deltas(app, body)
     assert "".join(delta.get("content", "") for delta in deltas) == ""
     assert sum("id" in one for delta in deltas for one in delta.get("tool_calls", [])) == 1
@@ -396,13 +373,3 @@ async def test_either_a_call_or_the_format(make):
     other = SAID | {"tools": [NOW], "guided_regex": "a+"}
     status, found = await Client(app).post("/v1/chat/completions", other)
     assert (status, found["error"]["param"]) == (400, "guided_regex"), "a call or another grammar"
-
-
-async def test_a_strict_server_refuses_tools_that_a_template_does_not_show(model, tmp_path):
-    plain = templated(tmp_path, "{{ messages[0].content }}")
-    app = whole_app(Loopback(load(model, max_rows=2, tokenizer=plain)), plain, "tiny", strict=True)
-    body = SAID | {"tools": [NOW], "max_tokens": 2}
-    status, found = await Client(app).post("/v1/chat/completions", body)
-    assert (status, found["error"]["param"]) == (400, "tools")
-    assert "shows it none" in found["error"]["message"]
-    assert (await Client(app).post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200

@@ -74,6 +74,15 @@ def test_a_dirty_sample_is_taken_again(noises):
     assert [("dirty" in line) for line in lines] == [True, True, False, False]
 
 
+def test_a_program_that_the_bench_started_makes_no_sample_dirty(noises):
+    switched = Noise(switches_per_s=1000.0)
+    noises(switched, Noise(0.5, 1000.0), CLEAN)
+    samples = alternate({"a": recorder([], "a")}, repeats=2, warm={}, settle=0.0, beside=True)["a"]
+    assert [sample["seconds"] for sample in samples.kept] == [1.0, 3.0]
+    assert samples.discarded == 1
+    assert samples.noise()["switches_per_s"] == switched.switches_per_s
+
+
 def test_after_the_last_try_the_least_dirty_is_kept(noises):
     noises(WORSE, DIRTY, WORSE)
     calls: list[tuple[str, int]] = []

@@ -32,8 +32,7 @@ FEW = {
         f"h200/{name}"
         for name in ("03_batching", "04_continuous", "05_paged_cache", "06_triton_paged_attention")
     ),
-    *(f"h200/{name}" for name in ("09_cuda_graphs", "12_structured")),
-    *(f"h200/{name}" for name in ("13_serving", "14_parallel")),
+    *(f"h200/{name}" for name in ("09_cuda_graphs", "12_structured", "14_parallel")),
 }
 """Files with a side of their headline that has fewer than three samples."""
 

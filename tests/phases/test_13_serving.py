@@ -174,18 +174,17 @@ async def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, 
     await settle(app)
 
 
-async def test_samples_echo_usage_and_ids(make):
+async def test_samples_usage_and_ids(make):
     app, path = make(), "/v1/completions"
-    body = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 3, "echo": True, "seed": 4}
+    body = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 3, "seed": 4}
     body |= {"ignore_eos": True, "return_token_ids": True}
     status, found = await Client(app).post(path, body)
     assert status == 200
     choices = found["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-    assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "de", "de"]
     assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, "both samples are the same"
     assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
-    _, again = await Client(app).post(path, body | {"prompt": "abc", "n": 1, "echo": False, "seed": 5})
+    _, again = await Client(app).post(path, body | {"prompt": "abc", "n": 1, "seed": 5})
     assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], "sample 1 has not seed 4 plus 1"
 
 
@@ -298,14 +297,12 @@ async def test_what_is_wrong_with_a_chat_is_named(make, what):
     assert (status, found["error"]["param"]) == (400, param), found
 
 
-async def test_unknown_fields_are_named_or_refused(make):
+async def test_unknown_fields_are_named(make):
     body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
     asked = await Client(make()).request("/v1/completions", body).run()
-    assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature"
+    assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature, user"
     nasty = await Client(make()).request("/v1/completions", body | {"a\r\nx: y\u00e9": 1}).run()
     assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
-    status, found = await Client(make(strict=True)).post("/v1/completions", body)
-    assert status == 400 and found["error"]["param"] == "mirostat"
 
 
 async def test_routes_and_methods(make):
@@ -490,7 +487,7 @@ class Driven:
             value = yield waited
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 3}, {"echo": True}, {"logprobs": 1}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": 1}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelled_at_every_await(make, monkeypatch, stream, more):
     """A request is cancelled at its first wait, at its second, and so on: nothing is ever left.

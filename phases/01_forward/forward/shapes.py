@@ -1,7 +1,7 @@
 """Shapes of published models, for measuring speed where their weights are not at hand.
 
-Sources: the `config.json` of each model on the Hugging Face hub. Speed depends on the shape alone; what a
-model of random weights says is noise.
+Sources: the `config.json` of each model on the Hugging Face hub (`llama-160m`: JackFram's).
+Speed depends on the shape alone; what a model of random weights says is noise.
 """
 
 from __future__ import annotations
@@ -107,6 +107,23 @@ SHAPES: dict[str, ModelConfig] = {
             layers=(True, True, True, False) * 6,
         ),
         eos_token_ids=(248_044,),
+    ),
+    "llama-160m": ModelConfig(
+        family="llama",
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        max_position_embeddings=2048,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_word_embeddings=False,
+        attention_scale=64**-0.5,
+        rope=RopeConfig(),
+        eos_token_ids=(2,),
     ),
     "gpt2": ModelConfig(
         family="gpt2",

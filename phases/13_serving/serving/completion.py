@@ -13,7 +13,6 @@ from common.events import FinishReason, Logprob, TextStream
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.messages import MARKS
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
@@ -25,7 +24,6 @@ class Order:
     """A prompt as it goes to the engine.
 
     shown: special tokens that belong to the text of its completions.
-    text: the beginning of its completions' text; empty unless the prompt shall be repeated.
     wanted: kinds of notes about its completions that are read; see `serving.messages`.
     notes: those that have come, by their kind.
     """
@@ -33,7 +31,6 @@ class Order:
     prompt: list[int]
     params: SamplingParams
     shown: frozenset[int] = frozenset()
-    text: str = ""
     wanted: tuple[str, ...] = ()
     notes: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
@@ -50,7 +47,7 @@ class Choice:
     """One completion: a `Sink` that makes text of tokens and looks for stop strings.
 
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
-    logprobs, marks: of each token, if they were asked for.
+    times, logprobs: when each came, and of each if they were asked for.
     sent: how many of the texts a reader has taken.
     begins: whether its first token begins a text.
     reason: None until it has ended.
@@ -62,7 +59,7 @@ class Choice:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[Logprob] = []
-        self.marks: list[str] = []
+        self.times: list[float] = []
         self.sent = 0
         self.reason: str | None = None
         self._stream = TextStream(tokenizer, order.params, order.prompt, order.shown)
@@ -71,11 +68,11 @@ class Choice:
     @property
     def text(self) -> str:
         """All of it so far."""
-        return self.order.text + "".join(self.texts)
+        return "".join(self.texts)
 
     def note(self, kind: str, values: list[Any]) -> None:
         """See `Sink`."""
-        (self.marks if kind == MARKS else self.order.notes[kind]).extend(values)
+        self.order.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
         """See `Sink`. A stop string ends it here, so the engine is told to abort it.
@@ -86,6 +83,7 @@ class Choice:
         group = self.group
         ended, text = self._stream.advance(token, cast("FinishReason | None", reason))
         self.tokens.append(token)
+        self.times.append(group.engine.now)
         self.texts.append(text)
         if logprob is not None:
             self.logprobs.append(logprob)
@@ -110,8 +108,7 @@ class Choice:
     def take(self) -> Piece:
         """All that is unsent, as one piece."""
         start, self.sent = self.sent, len(self.texts)
-        text = "".join(self.texts[start:])
-        return Piece(text if start else self.order.text + text, start, self.sent)
+        return Piece("".join(self.texts[start:]), start, self.sent)
 
 
 class ChoiceGroup:

@@ -17,15 +17,14 @@ from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
 FAILED = "the step that computed this request failed; the server's log says why"
-CACHED, MARKS = "cached", "marks"
-"""Kinds of notes about a completion. CACHED: how many tokens of its prompt the prefix cache had. MARKS: how
-each of its tokens of this step came about, or ""."""
+CACHED = "cached"
+"""A kind of notes about a completion: how many tokens of its prompt the prefix cache had."""
 
 
 class AddPrompt(Struct, array_like=True, tag="add"):
     """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
 
-    wanted: kinds of notes that the observer writes, MARKS among them.
+    wanted: kinds of notes that the observer writes.
     """
 
     first: int

@@ -22,26 +22,30 @@ import socket
 from common.errors import UserError
 from serving.app import App, Extension
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Header
+from serving.http.exchange import Exchange
 
 ANY = "*"
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
-
-
-def listed(flag: str, given: str | None, what: str) -> tuple[str, ...]:
-    """Read the value of a flag with commas in it. Raises `UserError` if it is there, and empty."""
-    found = tuple(name.strip().lower() for name in (given or "").split(",") if name.strip())
-    if given is not None and not found:
-        raise UserError(f"{flag} is empty, but must have at least 1 {what}")
-    return found
+HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
+ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
 
 
 def hosts(given: str | None) -> tuple[str, ...]:
     """Read host names with commas between them. Raises `UserError` for what is no name."""
-    found = listed("--allowed-hosts", given, "name")
+    return _listed("--allowed-hosts", given, HOST, "a host is a name without a port")
+
+
+def origins(given: str | None) -> tuple[str, ...]:
+    """Read origins likewise. Raises `UserError` for what is none: a browser would never send it."""
+    return _listed("--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port")
+
+
+def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str, ...]:
+    found = tuple(name.strip().lower() for name in (given or "").split(",") if name.strip())
+    if given is not None and not found:
+        raise UserError(f"{flag} is empty, but must have at least 1 entry")
     for name in found:
-        if name != ANY and not _NAME.fullmatch(name):
-            raise UserError(f"--allowed-hosts has {name!r}, but a host is a name without a port, or {ANY}")
+        if name != ANY and not re.fullmatch(pattern, name):
+            raise UserError(f"{flag} has {name!r}, but {what}, or {ANY}")
     return found
 
 
@@ -58,28 +62,23 @@ def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[st
 
 
 class Hosts(Extension):
-    """Refuses requests to other names. names: see `names_of`."""
+    """Refuses requests to other names; one without a name does not come from a browser.
+
+    names: see `names_of`.
+    """
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
 
     async def before(self, exchange: Exchange) -> bool:
         """See `Extension`."""
-        check(exchange, self.names)
-        return False
-
-
-def check(exchange: Exchange, names: frozenset[str]) -> None:
-    """Raise `ApiError` for a request to another name; one without a name does not come from a browser."""
-    given = exchange.headers.get(b"host", b"").decode("latin-1").strip().lower()
-    if ANY in names or not given:
-        return
-    name = re.sub(r":\d*$", "", given)
-    if name in names or name.endswith(".localhost") or _is_address(name):
-        return
-    raise ApiError(
-        421, f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts", code="host"
-    )
+        given = exchange.headers.get(b"host", b"").decode("latin-1").strip().lower()
+        name = re.sub(r":\d*$", "", given)
+        known = ANY in self.names or not given or name in self.names or name.endswith(".localhost")
+        if known or _is_address(name):
+            return False
+        words = f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
+        raise ApiError(421, words, code="host")
 
 
 def _is_address(name: str) -> bool:
@@ -90,20 +89,9 @@ def _is_address(name: str) -> bool:
     return True
 
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
-
-
-def origins(given: str | None) -> tuple[str, ...]:
-    """Origins with commas between them. Raises `UserError` if one is none: a browser would never send it."""
-    found = listed("--allowed-origins", given, "origin")
-    for origin in found:
-        if origin != ANY and not _ORIGIN.fullmatch(origin):
-            what = f"an origin is scheme://host or scheme://host:port, without a path, or {ANY}"
-            raise UserError(f"--allowed-origins has {origin!r}, but {what}")
-    return found
 
 
 class Origins(Extension):
@@ -117,47 +105,28 @@ class Origins(Extension):
         self.app = app
 
     async def before(self, exchange: Exchange) -> bool:
-        """See `Extension`."""
-        permit(exchange, self.allowed)
-        if not asks(exchange):
+        """See `Extension`. A question is about a request to come: which methods and headers it may have."""
+        headers, extra, any_page = exchange.headers, exchange.extra, ANY in self.allowed
+        origin = headers.get(b"origin", b"")
+        asks = exchange.method == "OPTIONS" and origin and b"access-control-request-method" in headers
+        if not any_page:
+            extra.append((b"vary", b"origin"))  # or a cache would give one page's answer to another
+        shown = origin.decode("latin-1")
+        if origin and (any_page or shown in self.allowed):
+            extra.append((b"access-control-allow-origin", b"*" if any_page else origin))
+            extra.append((b"access-control-expose-headers", EXPOSED))
+        elif asks:
+            words = f"pages of {shown[:100]!r} may not ask here: see --allowed-origins"
+            raise ApiError(403, words, code="origin")
+        if not asks:
             return False
-        await reply(exchange, tuple(self.app.handlers(exchange.path)))
+        extra.append((b"access-control-allow-methods", ", ".join(self.app.handlers(exchange.path)).encode()))
+        extra.append((b"access-control-max-age", SECONDS))
+        if wanted := headers.get(b"access-control-request-headers"):
+            extra.append((b"access-control-allow-headers", wanted))
+        await exchange.start(204, [])
+        await exchange.write(b"", more=False)
         return True
-
-
-def asks(exchange: Exchange) -> bool:
-    """Return True for a browser's question about a request that it has not sent yet; it has no key."""
-    headers = exchange.headers
-    return (
-        exchange.method == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
-    )
-
-
-def permit(exchange: Exchange, allowed: tuple[str, ...]) -> None:
-    """Let pages of these origins read the answer."""
-    origin = exchange.headers.get(b"origin", b"")
-    if ANY not in allowed:
-        exchange.extra.append((b"vary", b"origin"))  # or a cache would give one page's answer to another
-    name = b"*" if ANY in allowed else origin if origin.decode("latin-1") in allowed else b""
-    if origin and name:
-        exchange.extra.append((b"access-control-allow-origin", name))
-        exchange.extra.append((b"access-control-expose-headers", EXPOSED))
-    elif asks(exchange):
-        shown = origin[:100].decode("latin-1")
-        raise ApiError(403, f"pages of {shown!r} may not ask here: see --allowed-origins", code="origin")
-
-
-async def reply(exchange: Exchange, methods: tuple[str, ...]) -> None:
-    """Answer a browser's question: with these methods, and with whatever headers it has asked for."""
-    headers: list[Header] = [
-        (b"access-control-allow-methods", ", ".join(methods).encode()),
-        (b"access-control-max-age", SECONDS),
-    ]
-    wanted = exchange.headers.get(b"access-control-request-headers")
-    if wanted:
-        headers.append((b"access-control-allow-headers", wanted))
-    await exchange.start(204, headers)
-    await exchange.write(b"", more=False)
 
 
 OPEN = ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico")

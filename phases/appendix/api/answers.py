@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import msgspec
@@ -12,42 +13,28 @@ from common.events import Logprob
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.reasoning import ReasoningReader
 from phases.appendix.tools.formats import CallFormat
-from phases.appendix.tools.reader import CallReader, News
+from phases.appendix.tools.reader import CallReader
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.http.answers import Answer
 
 
-class Offsets:
-    """Spells tokens as the text has them, and tells where each begins there.
+class Speller:
+    """Spells the tokens of an output as its text has them; a token may be a part of a character.
 
-    A token may be a part of a character. A special token takes no room.
+    begins: see `Detokenizer.begins`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, start: int = 0, begins: bool = False) -> None:
-        """Begin with the first token of an output.
-
-        start, begins: its place in the text that is returned, and `Detokenizer.begins`.
-        """
-        self._bytes, self._special = tokenizer.token_bytes, tokenizer.special_ids
-        self._next, self._begins = start, begins
-        self._decoder = self._bytes.decoder()
+    def __init__(self, tokenizer: Tokenizer, begins: bool) -> None:
+        self._bytes, self._special, self._begins = tokenizer.token_bytes, tokenizer.special_ids, begins
 
     def spelled(self, token: int) -> bytes:
-        """The bytes of a token, if it comes next."""
+        """Return the bytes of a token, if it comes next."""
         first = self._begins and token not in self._special
         return self._bytes.first(token) if first else self._bytes[token]
 
-    def take(self, token: int) -> int:
-        """Return the place of the next token; one that goes on with a character is where that begins."""
-        if token in self._special:
-            return self._next
-        data = self.spelled(token)
-        self._begins &= not self._bytes[token]
-        if data and data[0] & 0xC0 != 0x80:  # what is left of a character will have no end
-            self._next += len(self._decoder.decode(b"", final=True))
-        begin = self._next
-        self._next += len(self._decoder.decode(data))
-        return begin
+    def take(self, token: int) -> None:
+        """Go on behind a token."""
+        self._begins = self._begins and (token in self._special or not self._bytes[token])
 
 
 NOTHING = Piece("", 0, 0)
@@ -83,14 +70,11 @@ class WideAnswer(Answer):
     def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Any) -> None:
         super().__init__(id, model, tokenizer, request)
         self.request = request
-        self._offsets: dict[int, Offsets] = {}
+        self._spellers: dict[int, Speller] = {}
 
-    def offsets(self, choice: Choice) -> Offsets:
-        """Return where the tokens of a completion begin in its text."""
-        if choice.index not in self._offsets:
-            start = len(choice.order.text)
-            self._offsets[choice.index] = Offsets(self.tokenizer, start=start, begins=choice.begins)
-        return self._offsets[choice.index]
+    def speller(self, choice: Choice) -> Speller:
+        """Return what spells the tokens of a completion."""
+        return self._spellers.setdefault(choice.index, Speller(self.tokenizer, choice.begins))
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer`."""
@@ -99,9 +83,12 @@ class WideAnswer(Answer):
         if self.request.return_token_ids:
             made["token_ids"] = choice.tokens[start:stop]
         if self.request.stream and self.request.return_token_marks:
-            marks = [*choice.marks[start:stop], ""]  # behind the last token there may be a text more
-            pairs = zip(choice.texts[start:stop], marks, strict=False)
-            made["token_marks"] = [pair for pair in pairs if pair[0]]
+            # Of several tokens that one step brought all but the last were drafts, and right.
+            texts, times = choice.texts[start:stop], [*choice.times[start : stop + 1], nan, nan]
+            found = zip(texts, times, times[1:], strict=False)
+            made["token_marks"] = [
+                (text, "draft" if now == then else "") for text, now, then in found if text
+            ]
         return made
 
     def shape(self, choice: Choice) -> dict[str, Any]:
@@ -122,24 +109,23 @@ class WideAnswer(Answer):
         return await asyncio.to_thread(make) if told > LONG_ANSWER else make()
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        """Return the log-probabilities of tokens as four lists."""
+        """Return the log-probabilities of tokens as three lists."""
         if self.request.logprobs is None or piece.start == piece.stop:
             return None
-        offsets = self.offsets(choice)
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        lists: dict[str, list[Any]] = {name: [] for name in names}
+        speller = self.speller(choice)
+        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         for token, entry in told(choice, piece):
             lists["token_logprobs"].append(_finite(entry.chosen))
-            lists["top_logprobs"].append(self._top(token, entry, offsets))
-            lists["tokens"].append(_text(offsets.spelled(token)))
-            lists["text_offset"].append(offsets.take(token))
+            lists["top_logprobs"].append(self._top(token, entry, speller))
+            lists["tokens"].append(_text(speller.spelled(token)))
+            speller.take(token)
         return lists if lists["tokens"] else None
 
-    def _top(self, token: int, entry: Logprob, offsets: Offsets) -> dict[str, float]:
+    def _top(self, token: int, entry: Logprob, speller: Speller) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
-        own, top = _text(offsets.spelled(token)), dict[str, float]()
+        own, top = _text(speller.spelled(token)), dict[str, float]()
         for other, value in (*entry.top[: self.request.logprobs], (token, entry.chosen)):
-            text = _text(offsets.spelled(other))
+            text = _text(speller.spelled(other))
             taken = other != token and (text == own or text in top)
             top[f"token_id:{other}" if taken else text] = _finite(value)
         return top
@@ -195,13 +181,10 @@ class WideChatAnswer(WideAnswer):
         if reasoning is not None:
             thought, text = reasoning.read(text, last)
             deltas += [{"reasoning_content": thought}] if thought else []
-        news = News(text) if calls is None else calls.read(text, last)
-        deltas += [{"content": news.content}] if news.content else []
-        for index, arguments, first in news.calls:
-            call: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
-            if first and calls is not None:
-                call |= calls.calls[index].shape("")
-            deltas.append({"tool_calls": [call]})
+        if calls is not None:
+            deltas += calls.read(text, last)
+        elif text:
+            deltas.append({"content": text})
         if deltas or piece.start == piece.stop or not (choice.logprobs or self.request.return_token_ids):
             return deltas
         return [{"content": ""} if calls is None and reasoning is None else {}]  # its tokens are told
@@ -214,7 +197,7 @@ class WideChatAnswer(WideAnswer):
         _, calls = self.readers(choice)
         if calls is not None and calls.calls:  # one that was cut before its name is none
             message["content"] = message["content"] or None
-            message["tool_calls"] = [call.shape(call.arguments) for call in calls.calls]
+            message["tool_calls"] = calls.calls
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
         if self.request.return_token_ids:
             details["prompt_token_ids"] = choice.order.prompt
@@ -224,16 +207,16 @@ class WideChatAnswer(WideAnswer):
         """Return an object for each token."""
         if not choice.logprobs:
             return None
-        content, offsets = list[dict[str, Any]](), self.offsets(choice)
+        content, speller = list[dict[str, Any]](), self.speller(choice)
         for token, logprob in told(choice, piece):
-            top = [self._one(other, value, offsets) for other, value in logprob.top]
-            content.append(self._one(token, logprob.chosen, offsets) | {"top_logprobs": top})
-            offsets.take(token)
+            top = [self._one(other, value, speller) for other, value in logprob.top]
+            content.append(self._one(token, logprob.chosen, speller) | {"top_logprobs": top})
+            speller.take(token)
         return {"content": content} if content else None
 
-    def _one(self, token: int, logprob: float, offsets: Offsets) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float, speller: Speller) -> dict[str, Any]:
         """Special tokens have no bytes: those of all tokens together are the content's."""
-        data = offsets.spelled(token)
+        data = speller.spelled(token)
         added = b"" if token in self.tokenizer.special_ids else data
         return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
 

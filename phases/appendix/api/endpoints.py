@@ -1,8 +1,7 @@
-"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities, `echo`."""
+"""Routes for tokens with all fields: grammars, chats, tools, log-probabilities."""
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +12,7 @@ from phases.appendix.api.grammars import grammar_of
 from phases.appendix.api.reasoning import marks, opened
 from phases.appendix.api.schema import ChatRequest, CompletionRequest, Wide
 from phases.appendix.tools.described import WARNING, described
-from phases.appendix.tools.formats import shows_tools
+from phases.appendix.tools.formats import format_of
 from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
 from serving.completion import Order
 from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
@@ -21,7 +20,7 @@ from serving.http.answers import Answer
 from serving.http.errors import ApiError, wrong
 from serving.http.exchange import Exchange
 from serving.http.schema import Generation
-from serving.messages import MARKS, Ready
+from serving.messages import Ready
 
 MANY = 50
 """Messages above which a conversation is long, whatever stands in them."""
@@ -31,26 +30,18 @@ _RESERVED = {
 
 
 class WideCompletions(Endpoint):
-    """`/v1/completions`. strict: refuse what would be ignored, at the routes of its subclasses too."""
+    """`/v1/completions`."""
 
     body: type[Generation] = CompletionRequest
     answers: type[Answer] = WideAnswer
-    strict = False
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        if request.echo and request.logprobs is not None:
-            raise wrong("logprobs", "logprobs are told of the output alone, so echo may not come with them")
         orders: list[Order] = []
         for prompt in prompts_of(request.prompt, ready, self.limits):
-            if isinstance(prompt, str):
-                special, text = request.add_special_tokens is not False, prompt
-                ids = await self.prompts.encode(prompt, special, ready)
-            else:
-                text = await decode(self.prompts, prompt, ready) if request.echo else ""
-                ids = prompt
-            text = text if request.echo else ""
-            orders.append(self.order(request, ids, ready, USUAL_TOKENS, text=text, logprobs=request.logprobs))
+            special = request.add_special_tokens is not False
+            ids = await self.prompts.encode(prompt, special, ready) if isinstance(prompt, str) else prompt
+            orders.append(self.order(request, ids, ready, USUAL_TOKENS, logprobs=request.logprobs))
         return self.checked(orders)
 
     def order(
@@ -60,32 +51,23 @@ class WideCompletions(Endpoint):
         ready: Ready,
         usual: int | None,
         *,
-        text: str = "",
         tools: Tools | None = None,
         **more: Any,
     ) -> WideOrder:
         """Make an order; `more` are settings that are not fields of their name. Raises `ApiError`."""
         grammar, asked, loosened = grammar_of(request, self.limits)
-        calls, shown = None, frozenset[int]()
+        calls = None
         if tools is not None:
             if asked not in ("", "response_format"):  # that one is in the tools' grammar
                 raise wrong(asked, f"{asked} and tools both constrain the output")
             grammar, asked, loosened, calls = tools.grammar, "tools", tools.loosened, tools.format
-            shown = frozenset() if calls.token is None else frozenset({calls.token})
         return WideOrder(
             ids,
             self.params(request, ids, ready, usual, grammar=grammar, **more),
-            shown,
-            text,
-            (MARKS,) if request.stream and request.return_token_marks else (),
             asked=asked,
             calls=calls,
             loosened=loosened,
         )
-
-    def names(self, request: Any) -> dict[str, str]:
-        """Return the fields in which settings of other names were given."""
-        return {}
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`. What is wrong with a grammar is told of the field that asked for it."""
@@ -93,8 +75,7 @@ class WideCompletions(Endpoint):
             if order.calls is not None and order.params.grammar is not None:
                 message = refusal(message, order.params.grammar)
             return wrong(order.asked or None, message)
-        word = re.split(r"\W", message, maxsplit=1)[0]
-        return super().refusal(self.names(request).get(word, word) + message.removeprefix(word), request)
+        return super().refusal(message, request)
 
 
 class WideChat(WideCompletions):
@@ -109,16 +90,14 @@ class WideChat(WideCompletions):
         """Return the token ids of a conversation, and the tools that it shows. Raises `ApiError`."""
         tokenizer = self.prompts.tokenizer
         self.prompts.fits(characters(request.messages), ready, "messages")
-        ignore(exchange, ignored(self.prompts, request), self.strict)
+        ignore(exchange, ignored(self.prompts, request))
         tools = tools_of(request, tokenizer, self.limits)
         variables = request.chat_template_kwargs or {}
         if _RESERVED & variables.keys():
             name = min(_RESERVED & variables.keys())
             raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {name!r}")
         shown = [] if tools is None else tools.shown
-        if shown and not shows_tools(tokenizer):
-            if self.strict:
-                raise wrong("tools", "tools cannot be shown: the model's chat template shows it none")
+        if shown and not format_of(tokenizer)[1]:
             exchange.extra.append((b"x-ladder-warning", WARNING))
         return await chat_ids(self.prompts, request, variables, shown), tools
 
@@ -140,11 +119,6 @@ class WideChat(WideCompletions):
             exchange.extra.append((b"x-ladder-loosened", listed(order.loosened)))
         return self.checked([order])
 
-    def names(self, request: Any) -> dict[str, str]:
-        """See `WideCompletions`."""
-        names = {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return names | ({} if request.top_logprobs is None else {"logprobs": "top_logprobs"})
-
 
 def listed(names: list[str]) -> bytes:
     """Return the first names of a list as the value of a header."""
@@ -152,10 +126,8 @@ def listed(names: list[str]) -> bytes:
     return bytes(byte if 32 <= byte < 127 else 63 for byte in text)
 
 
-def ignore(exchange: Exchange, names: list[str], strict: bool) -> None:
-    """Name what a request says in vain in a header. Raises `ApiError` where that is refused."""
-    if names and strict:
-        raise wrong(names[0][:100], f"{names[0][:100]!r} is no field of this request")
+def ignore(exchange: Exchange, names: list[str]) -> None:
+    """Name what a request says in vain in a header."""
     if names:
         exchange.extra.append((b"x-ladder-ignored", listed(names)))
 
@@ -187,31 +159,15 @@ async def chat_ids(
     """
 
     def make() -> list[int]:
-        made = conversation(messages)
-        if not shows_tools(prompts.tokenizer):
+        made, shows = conversation(messages), format_of(prompts.tokenizer)[1]
+        if not shows:
             made = described(made, tools)
-        return prompts.tokenizer.chat(made, **settings)
+        return prompts.tokenizer.chat(made, **settings | ({"tools": tools} if shows and tools else {}))
 
     messages = request.messages
-    settings = (
-        variables
-        | ({"tools": tools} if tools else {})
-        | {
-            "add_generation_prompt": request.add_generation_prompt is not False,
-            "add_special_tokens": bool(request.add_special_tokens),
-        }
-    )
-    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings)) > LONG
+    settings = variables | {
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "add_special_tokens": bool(request.add_special_tokens),
+    }
+    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings, tools)) > LONG
     return await prompts.make(long, make, "messages")
-
-
-async def decode(prompts: Prompts, ids: list[int], ready: Ready) -> str:
-    """Return the text of a prompt's token ids, special ones too. Raises `ApiError`."""
-
-    def make() -> str:
-        for token in ids:
-            if not 0 <= token < ready.vocab_size:
-                raise UserError(f"token id {token} must be between 0 and {ready.vocab_size - 1}")
-        return prompts.tokenizer.decode(ids, skip_special_tokens=False)
-
-    return await prompts.make(len(ids) > LONG, make, "prompt")

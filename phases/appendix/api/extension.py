@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +18,18 @@ from common.errors import UserError
 from phases.appendix.api.endpoints import WideChat, WideCompletions, ignore
 from phases.appendix.observability.live import HTML
 from serving.app import App, Extension
-from serving.endpoints import Endpoint
 from serving.http.exchange import Exchange
 
 
-class Documented(Extension):
-    """An extension whose requests are in the document. bodies: their fields, by route."""
+def openapi(app: App, version: str, kinds_of: Mapping[str, type]) -> dict[str, Any]:
+    """Return the document, OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0).
 
-    def __init__(self) -> None:
-        self.bodies: dict[str, type] = {}
-
-    def add(self, app: App, path: str, endpoint: Endpoint) -> None:
-        """Serve an endpoint at a path."""
-        app.add(path, endpoint)
-        self.bodies[path] = endpoint.body
-
-
-@lru_cache(1)
-def openapi(app: App, version: str) -> dict[str, Any]:
-    """The document, OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0)."""
-    kinds_of: dict[str, type] = {}
-    for extension in app.extensions:
-        kinds_of |= extension.bodies if isinstance(extension, Documented) else {}
+    kinds_of: the fields of requests, by route.
+    """
     bodies, components = msgspec.json.schema_components(
         kinds_of.values(), ref_template="#/components/schemas/{name}"
     )
-    components["Error"] = {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
-    }
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    kinds: dict[str, Any] = {"application/json": {}, "text/event-stream": {}, "text/plain": {}}
-    answers = {
-        "200": {"description": "the answer", "content": kinds},
-        "default": {"description": "an error, or that the server is not ready", "content": error},
-    }
+    answers = {"default": {"description": "the answer, or an object with what is wrong as `error`"}}
     gets = [path for path, handlers in app.routes.items() if "GET" in handlers]
     paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in gets}
     for (path, kind), body in zip(kinds_of.items(), bodies, strict=True):
@@ -78,49 +55,42 @@ ICON = (
 )
 
 
-def chat_of(app: App, strict: bool) -> WideChat:
-    """Make the endpoint for chats of an application; protocols have one of their own."""
-    chat = WideChat(app.prompts, app.model, app.limits)
-    chat.strict = strict
-    return chat
-
-
-class Api(Documented):
+class Api(Extension):
     """Takes the place of the route for tokens, and adds chats, models, and the document.
 
     version: of the server.
-    strict: refuse unknown fields, instead of naming them in the header `x-ladder-ignored`.
+    bodies: the fields of requests, by route, for the document.
     """
 
-    def __init__(self, version: str = "0", strict: bool = False) -> None:
-        super().__init__()
-        self.version, self.strict = version, strict
-        self.created = int(time.time())
+    def __init__(self, version: str, bodies: Mapping[str, type]) -> None:
+        self.version, self.bodies, self.created = version, bodies, int(time.time())
 
     def install(self, app: App) -> None:
         """See `Extension`."""
         self.app = app
         with suppress(UserError):  # where there is a template it is compiled now, not while others stream
             _ = app.prompts.tokenizer.chat_template
-        completions = WideCompletions(app.prompts, app.model, app.limits)
-        completions.strict = self.strict
-        self.add(app, "/v1/completions", completions)
-        self.add(app, "/v1/chat/completions", chat_of(app, self.strict))
+        app.add("/v1/completions", WideCompletions(app.prompts, app.model, app.limits))
+        app.add("/v1/chat/completions", WideChat(app.prompts, app.model, app.limits))
         app.routes |= {
             "/v1/models": {"GET": self.models},
             f"/v1/models/{app.model}": {"GET": self.models},
             "/version": {"GET": lambda exchange: exchange.json({"version": self.version})},
-            "/openapi.json": {"GET": lambda exchange: exchange.json(openapi(app, self.version))},
+            "/openapi.json": {"GET": lambda exchange: exchange.json(self.document)},
             "/docs": {"GET": lambda exchange: exchange.answer(200, DOCS.read_bytes(), HTML)},
             "/favicon.ico": {"GET": lambda exchange: exchange.answer(200, ICON, [SVG])},
             "/ping": app.routes["/health"],
         }
 
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """See `openapi`."""
+        return openapi(self.app, self.version, self.bodies)
+
     async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""
         with suppress(ValueError, RecursionError):
-            unknown = sorted(_fields.decode(body).keys() - set(kind.__struct_fields__))
-            ignore(exchange, unknown, self.strict)
+            ignore(exchange, sorted(_fields.decode(body).keys() - set(kind.__struct_fields__)))
 
     async def models(self, exchange: Exchange) -> None:
         """Answer with the model, alone or in a list of one."""

@@ -12,7 +12,7 @@ import msgspec
 from common.errors import UserError
 from common.sampling.grammar import Grammar
 from phases.appendix.api.schema import Wide
-from phases.appendix.tools.loosen import loosen
+from phases.appendix.guidance.exact import exact
 from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
 
@@ -47,7 +47,9 @@ def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list
         raise too_many(field, size, limits.max_schema_bytes, "bytes")
     form = (request.response_format or {}).get("json_schema")
     if field == "response_format" and isinstance(form, dict) and form.get("strict") is False:
-        definition, loosened = loosen(definition)  # it is a hint, and may be left where it cannot be followed
+        definition = exact(
+            definition, left=loosened
+        )  # it is a hint, and may be left where it cannot be followed
     try:
         return MAKERS[kind](definition), field, loosened
     except UserError as error:

@@ -27,23 +27,14 @@ class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     response_format: dict[str, Any] | None = None
 
     # ours
-    return_token_marks: bool | None = False  # in streams: the text of each token, and how it came about
-
-    # taken, and without a meaning here
-    user: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    return_token_marks: bool | None = False  # in streams: the text of each token, and if it was a draft
 
 
 class CompletionRequest(Wide, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
-    echo: bool | None = False
+    echo: Literal[False] | None = False
     logprobs: int | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -66,8 +57,3 @@ class ChatRequest(Wide, kw_only=True):
     chat_template: None = None
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = True
-
-    # taken, and without a meaning here
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    modalities: Any = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from ctypes import CDLL, Structure, c_double, c_int64, c_void_p
+from ctypes import CDLL, Structure, c_double, c_int64
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,31 +20,31 @@ from common.console import err
 from common.paths import cache_home
 from continuous.runner import Forwarded
 from continuous.work import Work
-from forward.cpu_linear import FlippedLinear
 from paged_cache import Feature, PagedRunner, Parts
 from paged_cache.attention import PagedBatch, TorchPagedAttention
 from quant.linear import QuantLinear
 
+# Registers of 16 numbers, for which PyTorch orders weights of four bits.
+WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-x", "c++")
 
+# Requests in such a step; PyTorch's products of matrices are the faster ones for more.
 MOST = 16
-"""Requests in such a step; PyTorch's products of matrices are the faster ones for more."""
-WIDTH, SIDE, ROWS = 16, 4, 32
-"""Inputs and outputs of a product are multiples of the first two; outputs in a task."""
-NORM, ADD, SILU, GELU, TURN, ATTEND = range(3, 9)
+# Inputs and outputs of a product are multiples of the first two; with four bits, outputs are of the third.
+# A product has so many tasks at most: each fetches ahead what is another's, so few are faster.
+WIDTH, SIDE, BLOCK, TASKS = 16, 4, 64, 32
+INT4, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 10)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-NUMBERS = "code", "x", "y", "outputs", "inputs", "tasks", "heads", "kv_heads", "window", "block_size", "rope"
-PLACES = "weight", "scale", "bias", "q_norm", "k_norm", "keys", "values"
+NUMBERS = "code x y added outputs inputs group tasks heads kv_heads window block_size rope "
+PLACES = "weight scale bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
     """See `step.cpp`."""
 
-    _fields_ = [(name, c_int64) for name in NUMBERS] + [(name, c_void_p) for name in PLACES]
-    _fields_ += [("factor", c_double)]
+    _fields_ = [(name, c_int64) for name in (NUMBERS + PLACES).split()] + [("factor", c_double)]
 
 
 class OneCall:
@@ -56,81 +56,80 @@ class OneCall:
 
     def __init__(self, library: CDLL, runner: PagedRunner) -> None:
         self.runner, self.pool, self.call = runner, runner.attention.pool, library.run
-        self.model = cast(Any, runner.model)
-        self.kept: list[Tensor] = []
-        self.config = config = runner.model.config
-        named = config.experts is None and config.family in FAMILIES and config.activation in ACTIVATIONS
-        exact = self.model.dtype in PRODUCTS and self.pool.exact and config.head_dim % WIDTH == 0
-        if not (named and exact) or config.attention_soft_cap or config.final_soft_cap:
+        self.model = model = cast(Any, runner.model)
+        self.kept: list[Any] = []
+        self.config = config = model.config
+        named = config.family in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+        exact = config.activation in ACTIVATIONS and model.dtype in PRODUCTS and self.pool.exact
+        refused = config.experts or config.attention_soft_cap or config.final_soft_cap
+        if not named or not exact or refused or config.head_dim % WIDTH:
             raise NotImplementedError
         self.gemma = config.family == "gemma3"
-        self.ropes = [self.model.rope_global, self.model.rope_local] if self.gemma else [self.model.rope]
+        self.ropes = [model.rope_global, model.rope_local] if self.gemma else [model.rope]
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        sizes = [config.hidden_size] * 3 + [heads, max(heads, 2 * config.intermediate_size)]
-        sizes += [2 * config.head_dim * len(self.ropes), config.vocab_size]
-        columns = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        self.x, self.h, self.y, self.mixed, self.wide, self.rope, self.logits, self.width = columns
-        made = [operator for block in self.model.layers for operator in self.block(block)]
-        made += [self.norm(self.model.norm, self.x, self.h)]
-        made += self.products(self.model, self.h, self.logits, "lm_head")
+        size = max(heads, 4 * config.head_dim, config.hidden_size, 2 * config.intermediate_size)
+        self.x, self.h, self.y, self.mixed, self.wide, self.rope, self.logits = range(0, 7 * size, size)
+        self.width = self.logits + config.vocab_size
+        made = [operator for block in model.layers for operator in self.block(block)]
+        made += [self.norm(ADD, model.norm), *self.products(model, self.h, self.logits, "lm_head")]
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
         """An operator from columns at `x` to columns at `y`; the tensors that it points to are kept."""
-        self.kept += [value for value in fields.values() if isinstance(value, Tensor)]
-        places = {name: value.data_ptr() for name, value in fields.items() if isinstance(value, Tensor)}
-        return Operator(code=code, x=x, y=y, tasks=tasks, **fields | places)
+        self.kept += fields.values()
+        usual = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps, "added": self.y}
+        given = {name: v.data_ptr() if isinstance(v, Tensor) else v or 0 for name, v in fields.items()}
+        return Operator(code=code, x=x, y=y, tasks=tasks, **usual | given)
 
     def block(self, block: Any) -> list[Operator]:
         """Attention, then the MLP; Gemma normalizes what they return."""
         config, attention, spec = self.config, block.self_attn, block.self_attn.spec
         cache, children = self.pool.layers[spec.index], dict(block.self_attn.named_children())
+        turns, gate = spec.num_heads + spec.num_kv_heads, ACTIVATIONS[config.activation]
         local = self.gemma and spec.sliding_window is not None
         heads = {"inputs": spec.head_dim, "heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
         heads |= {"keys": cache.k, "values": cache.v, "block_size": self.pool.data.shape[3]}
+        heads |= {"window": spec.sliding_window or 1 << 62, "rope": self.rope + 2 * spec.head_dim * local}
         norms = {name: self.factors(children.get(name)) for name in ("q_norm", "k_norm")}
-        turns, gate = spec.num_heads + spec.num_kv_heads, ACTIVATIONS[config.activation]
-        turned = {"rope": self.rope + 2 * spec.head_dim * local, "factor": config.norm_eps}
-        scores = {"factor": spec.scale, "window": spec.sliding_window or 0}
         before = block.pre_feedforward_layernorm if self.gemma else block.post_attention_layernorm
         return [
-            self.norm(block.input_layernorm, self.x, self.h),
+            self.norm(ADD, block.input_layernorm),
             *self.products(attention, self.h, self.wide, "qkv_proj", "q_proj", "k_proj", "v_proj"),
-            self.operator(TURN, self.wide, self.wide, turns, **heads, **norms, **turned),
-            self.operator(ATTEND, self.wide, self.mixed, spec.num_heads, **heads, **scores),
+            self.operator(TURN, self.wide, self.wide, turns, **heads, **norms),
+            self.operator(ATTEND, self.wide, self.mixed, spec.num_heads, factor=spec.scale, **heads),
             *self.products(attention, self.mixed, self.y, "o_proj"),
-            *([self.norm(block.post_attention_layernorm, self.y, self.y)] if self.gemma else []),
-            self.operator(ADD, self.y, self.x, inputs=config.hidden_size),
-            self.norm(before, self.x, self.h),
+            *([self.norm(NORM, block.post_attention_layernorm)] if self.gemma else []),
+            self.norm(ADD, before),
             *self.products(block.mlp, self.h, self.wide, "gate_up_proj", "gate_proj", "up_proj"),
             self.operator(gate, self.wide, self.wide, inputs=config.intermediate_size),
             *self.products(block.mlp, self.wide, self.y, "down_proj"),
-            *([self.norm(block.post_feedforward_layernorm, self.y, self.y)] if self.gemma else []),
-            self.operator(ADD, self.y, self.x, inputs=config.hidden_size),
+            *([self.norm(NORM, block.post_feedforward_layernorm)] if self.gemma else []),
         ]
 
-    def products(self, owner: nn.Module, x: int, y: int, *names: str) -> list[Operator]:
+    def products(self, owner: nn.Module, x: int, y: int, *names: str) -> Iterator[Operator]:
         """Linear layers of one input, those of the names that there are; outputs lie one behind the other."""
-        made, children = [], dict[str, Any](owner.named_children())
+        children = dict[str, Any](owner.named_children())
         for layer in (children[name] for name in names if name in children):
             quantized = isinstance(layer, QuantLinear)
             exact = quantized and layer.scheme.activations is None and layer.order is None
-            if not exact and type(layer) not in (nn.Linear, FlippedLinear):
+            if not exact and not isinstance(layer, nn.Linear):
                 raise NotImplementedError
-            weight, scale = (layer.data, layer.scale.float()) if quantized else (layer.weight, None)
-            (outputs, inputs), code = weight.shape, PRODUCTS.get(weight.dtype)
-            if code is None or inputs % WIDTH or outputs % SIDE or not weight.is_contiguous():
+            group = layer.scheme.group if quantized and layer.tiles is not None else 0
+            weight = layer.tiles if group else layer.data if quantized else layer.weight
+            scale = layer.scale_zero if group else layer.scale.float() if quantized else None
+            bias = None if layer.bias is None else layer.bias.float()
+            outputs, inputs = weight.shape[0], weight.shape[1] * (2 if group else 1)
+            code, side = (INT4, BLOCK) if group else (PRODUCTS.get(weight.dtype), SIDE)
+            if code is None or inputs % WIDTH or outputs % side or not weight.is_contiguous():
                 raise NotImplementedError
-            about: dict[str, Any] = {"outputs": outputs, "inputs": inputs, "weight": weight, "scale": scale}
-            about["bias"] = None if layer.bias is None else layer.bias.float()
-            made.append(self.operator(code, x, y, -(-outputs // ROWS), **about))
+            about = {"weight": weight, "scale": scale, "bias": bias, "outputs": outputs, "inputs": inputs}
+            yield self.operator(code, x, y, min(-(-outputs // BLOCK), TASKS), group=group, **about)
             y += outputs
-        return made
 
-    def norm(self, norm: nn.Module, x: int, y: int) -> Operator:
-        """A norm over a whole vector."""
-        about: dict[str, Any] = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps}
-        return self.operator(NORM, x, y, weight=self.factors(norm), **about)
+    def norm(self, code: int, norm: nn.Module) -> Operator:
+        """A norm over a vector: of what a layer returned, in place; or of `x` when that is added to it."""
+        x, y = (self.y, self.y) if code == NORM else (self.x, self.h)
+        return self.operator(code, x, y, weight=self.factors(norm))
 
     def factors(self, norm: Any) -> Tensor | None:
         """Return the factors of a norm in float32; None for no norm."""
@@ -146,16 +145,15 @@ class OneCall:
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
-        padded = 1 if count == 1 else -(-count // SIDE) * SIDE  # products read whole tiles
-        space = torch.zeros(padded, self.width)
-        x = self.model.embed_tokens(batch.input_ids)
-        space[:count, : self.h] = x * torch.tensor(x.shape[1] ** 0.5 if self.gemma else 1.0, dtype=x.dtype)
-        turns = [turn for rope in self.ropes for turn in rope(batch.positions)]
-        space[:count, self.rope : self.logits] = torch.cat(turns, -1)[:, 0]
-        places = space.data_ptr(), self.width, batch.positions.data_ptr(), tables.data_ptr(), tables.shape[1]
-        how = x.dtype == torch.bfloat16, torch.get_num_threads()
-        self.call(self.operators, *map(c_int64, (len(self.operators), count, *places, *how)))
-        hidden = space[:count, self.h : self.y].to(x.dtype)
+        space = torch.zeros(1 if count == 1 else -(-count // SIDE) * SIDE, self.width)  # whole tiles
+        x, scale = self.model.embed_tokens(batch.input_ids), self.config.hidden_size**0.5 if self.gemma else 1
+        space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
+        turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
+        space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]
+        places = [tensor.data_ptr() for tensor in (space, batch.positions, tables)]
+        sizes = [len(self.operators), count, self.width, tables.shape[1], x.dtype == torch.bfloat16]
+        self.call(self.operators, *map(c_int64, [*places, *sizes, torch.get_num_threads()]))
+        hidden = space[:count, self.h : self.h + x.shape[1]].to(x.dtype)
         return Forwarded(works, batch, hidden, logits=space[:count, self.logits :])
 
 
@@ -169,12 +167,11 @@ class CpuStep(Feature):
     @classmethod
     def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
         """On a CPU with registers of 16 numbers, around PyTorch's layers."""
-        wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return device.type == "cpu" and wide and others.get("kernels") is None
+        return device.type == "cpu" and WIDE and others.get("kernels") is None
 
     def install(self, parts: Parts) -> None:
         """Meet the engine when its layers are what they will be."""
-        if parts.model.device.type == "cpu":
+        if parts.model.device.type == "cpu" and WIDE:
             parts.stages["connect"].append(connect)
 
 

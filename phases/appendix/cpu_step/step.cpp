@@ -10,16 +10,16 @@
 typedef int64_t Int;
 typedef __m512 V;  // 16 numbers
 
-const int WIDTH = 16, SIDE = 4, ROWS = 32;  // numbers in a register; rows of a tile, and of a task
-const int AHEAD = 8192, SPINS = 400;        // bytes that are fetched early; turns before a thread sleeps
+// Numbers in a register; rows of a tile, and of one with four bits; bytes that are fetched early; turns before a sleep.
+const int WIDTH = 16, SIDE = 4, BLOCK = 64, AHEAD = 8192, SPINS = 400;
 
-enum Code { FLOAT32, BFLOAT16, INT8, NORM, ADD, SILU, GELU, TURN, ATTEND };  // first: products with such weights
+enum Code { FLOAT32, BFLOAT16, INT8, INT4, ADD, NORM, SILU, GELU, TURN, ATTEND };  // first: products with such weights
 
 struct Operator {
-  Int code, x, y, outputs, inputs;  // x and y are columns of the workspace
-  Int tasks, heads, kv_heads, window, block_size, rope;  // tasks: of a request, or of a product
-  const void *weight;
-  const float *scale, *bias, *q_norm, *k_norm;
+  // x, y and added are columns of the workspace; inputs of a group have one scale; tasks are of a request or a product.
+  Int code, x, y, added, outputs, inputs, group, tasks, heads, kv_heads, window, block_size, rope;
+  const void *weight, *scale;  // scale: [N] of float32; with groups [K / group, N] pairs of bfloat16: it, and what 8 is
+  const float *bias, *q_norm, *k_norm;
   void *keys, *values;  // [N, P, KH, D], in bfloat16 if results are
   double factor;  // eps, or what scores are multiplied by
 };
@@ -28,59 +28,66 @@ static V load(const float *at) { return _mm512_loadu_ps(at); }
 static V load(const uint16_t *at) { return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(*(const __m256i_u *)at), 16); }
 static V load(const int8_t *at) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(*(const __m128i_u *)at)); }
 
-static uint32_t nearest(float x) {  // a bfloat16 in the upper half, ties to even
-  uint32_t bits = std::bit_cast<uint32_t>(x);
-  return (x != x ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
-}
+// Store a number, or its upper half, which is all of it when it is rounded.
+template <class A> static void store(A *to, float x) { memcpy(to, (char *)(&x + 1) - sizeof(A), sizeof(A)); }
 
-static void store(float *to, float x) { *to = x; }
-static void store(uint16_t *to, float x) { *to = nearest(x) >> 16; }
-
-// SIDE rows of a weight times C inputs, with all sums in registers.
+// SIDE rows of a weight, from row n on, times the inputs of C requests, with all sums in registers.
 template <int C, class W>
-static void tile(const W *rows, const float *x, Int width, Int n, float *sums) {
+static void tile(const Operator &o, Int n, float *row, Int width) {
   V acc[SIDE][C] = {};
-  for (Int k = 0; k < n; k += WIDTH)
+  for (Int k = 0; k < o.inputs; k += WIDTH)
     for (int r = 0; r < SIDE; r++) {
-      V w = load(rows + r * n + k);
-      __builtin_prefetch((const char *)(rows + r * n + k) + AHEAD);
-      for (int c = 0; c < C; c++) acc[r][c] += w * load(x + c * width + k);
+      const W *at = (const W *)o.weight + (n + r) * o.inputs + k;
+      V w = load(at);
+      __builtin_prefetch((const char *)at + AHEAD);
+      for (int c = 0; c < C; c++) acc[r][c] += w * load(row + c * width + o.x + k);
     }
   for (int r = 0; r < SIDE; r++)
-    for (int c = 0; c < C; c++) sums[c * SIDE + r] = _mm512_reduce_add_ps(acc[r][c]);
+    for (int c = 0; c < C; c++) row[c * width + o.y + n + r] = _mm512_reduce_add_ps(acc[r][c]);
 }
+
+// The same with BLOCK rows of four bits: [K, 32] bytes, as PyTorch has them; byte i holds rows i and i + 32.
+template <int C>
+static void nibbles(const Operator &o, Int n, float *row, Int width) {
+  const V numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  V scale[SIDE], zero[SIDE], acc[SIDE][C] = {};
+  for (Int k = 0; k < o.inputs; k++)
+    for (int r = 0; r < SIDE; r++) {
+      if ((k & (o.group - 1)) == 0) {
+        __m512i pair = _mm512_loadu_si512((int32_t *)o.scale + k / o.group * o.outputs + n + r * WIDTH);
+        scale[r] = (V)_mm512_slli_epi32(pair, 16), zero[r] = (V)(pair & _mm512_set1_epi32(0xffff0000));
+      }
+      const char *at = (const char *)o.weight + n * o.inputs / 2 + k * BLOCK / 2 + r % 2 * WIDTH;
+      __m512i bytes = _mm512_srli_epi32(_mm512_cvtepu8_epi32(*(const __m128i_u *)at), r / 2 * 4);
+      V w = _mm512_permutexvar_ps(bytes, numbers) * scale[r] + zero[r];  // by the lowest four bits
+      __builtin_prefetch(at + AHEAD);
+      for (int c = 0; c < C; c++) acc[r][c] += w * row[c * width + o.x + k];
+    }
+  for (int r = 0; r < SIDE; r++)
+    for (int c = 0; c < C; c++) _mm512_storeu_ps(row + c * width + o.y + n + r * WIDTH, acc[r][c]);
+}
+
+typedef void (*Tile)(const Operator &, Int, float *, Int);
+const Tile ONE[] = {tile<1, float>, tile<1, uint16_t>, tile<1, int8_t>, nibbles<1>};  // by code
+const Tile SOME[] = {tile<SIDE, float>, tile<SIDE, uint16_t>, tile<SIDE, int8_t>, nibbles<SIDE>};
 
 struct Step {
   const Operator *operators;
-  Int count, T;
   float *workspace;  // [T, width]
-  Int width;
   const Int *positions;
   const int32_t *tables;  // [T, columns]
-  Int columns, half;  // half: results are rounded to bfloat16
+  Int count, T, width, columns, half;  // half: results are rounded to bfloat16
   std::atomic<uint32_t> ticket{0}, done{0};  // stage << 16 | next task; tasks that are done
 
-  float rounded(float x) const { return half ? std::bit_cast<float>(nearest(x)) : x; }
-
-  template <class W>
-  void product(const Operator &o, Int n, Int end) {
-    auto multiply = T == 1 ? tile<1, W> : tile<SIDE, W>;
-    for (; n < end; n += SIDE)
-      for (Int t = 0; t < T; t += SIDE) {
-        float sums[SIDE * SIDE], *row = workspace + t * width;
-        multiply((const W *)o.weight + n * o.inputs, row + o.x, width, o.inputs, sums);
-        for (Int i = 0, at = n; i < SIDE * std::min<Int>(SIDE, T - t); at = n + ++i % SIDE) {
-          float sum = sums[i] * (o.scale ? o.scale[at] : 1) + (o.bias ? o.bias[at] : 0);
-          row[i / SIDE * width + o.y + at] = rounded(sum);
-        }
-      }
+  float rounded(float x) const {  // to the nearest, ties to even
+    uint32_t bits = std::bit_cast<uint32_t>(x);
+    return half && x == x ? std::bit_cast<float>(bits + 0x7fff + (bits >> 16 & 1) & 0xffff0000) : x;
   }
 
   void norm(const float *x, const float *weight, Int n, double eps, float *y) const {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (Int i = 0; i < n; i++) sum += x[i] * x[i];
-    float factor = 1 / std::sqrt(sum / n + float(eps));
+    V sum = {};
+    for (Int i = 0; i < n; i += WIDTH) sum += load(x + i) * load(x + i);
+    float factor = 1 / std::sqrt(_mm512_reduce_add_ps(sum) / n + float(eps));
     for (Int i = 0; i < n; i++) y[i] = rounded(x[i] * factor * weight[i]);
   }
 
@@ -105,37 +112,39 @@ struct Step {
 
   template <class A>
   void attend(const Operator &o, Int t, Int head) {
-    Int n = o.inputs, end = positions[t] + 1, kv = head * o.kv_heads / o.heads;
-    Int begin = o.window ? std::max<Int>(0, end - o.window) : 0;
+    Int n = o.inputs, kv = head * o.kv_heads / o.heads, end = positions[t] + 1, begin = std::max<Int>(0, end - o.window);
     float *q = workspace + t * width + o.x + head * n, *out = workspace + t * width + o.y + head * n;
     float most = -INFINITY, total = 0;
-    std::vector<float> weights(end);
-    for (Int i = begin; i < end; i++) {
-      V sum = {};
-      for (Int j = 0; j < n; j += WIDTH) sum += load((A *)o.keys + place(o, t, i, kv) + j) * load(q + j);
-      most = std::max(most, weights[i] = _mm512_reduce_add_ps(sum) * float(o.factor));
-    }
-#pragma omp simd reduction(+ : total)
-    for (Int i = begin; i < end; i++) total += weights[i] = std::exp(weights[i] - most);
     std::fill(out, out + n, 0);
-    for (Int i = begin; i < end; i++)
-      for (Int j = 0; j < n; j += WIDTH) {
-        V value = load((A *)o.values + place(o, t, i, kv) + j);
-        _mm512_storeu_ps(out + j, load(out + j) + weights[i] / total * value);
-      }
-    for (Int i = 0; i < n; i++) out[i] = rounded(out[i]);
+    for (Int i = begin; i < end; i++) {
+      Int at = place(o, t, i, kv);
+      V sum = {};
+      for (Int j = 0; j < n; j += WIDTH) sum += load((A *)o.keys + at + j) * load(q + j);
+      float score = _mm512_reduce_add_ps(sum) * float(o.factor), top = std::max(most, score);
+      float keep = std::exp(most - top), weight = std::exp(score - top);
+      total = total * keep + weight, most = top;
+      for (Int j = 0; j < n; j += WIDTH)
+        _mm512_storeu_ps(out + j, load(out + j) * keep + load((A *)o.values + at + j) * weight);
+    }
+    for (Int i = 0; i < n; i++) out[i] = rounded(out[i] / total);
   }
 
   void task(const Operator &o, Int i) {
-    Int t = i / o.tasks, head = i % o.tasks, first = i * ROWS, end = std::min(first + ROWS, o.outputs);
+    Int blocks = (o.outputs + BLOCK - 1) / BLOCK;  // none where it is no product
+    Int first = blocks * i / o.tasks * BLOCK, end = std::min(blocks * (i + 1) / o.tasks * BLOCK, o.outputs);
+    for (Int n = first; n < end; n += o.code == INT4 ? BLOCK : SIDE)
+      for (Int t = 0; t < T; t += SIDE) (T == 1 ? ONE : SOME)[o.code](o, n, workspace + t * width, width);
+    for (Int t = 0; t < T; t++)
+      for (Int n = first; n < end; n++) {
+        float &y = workspace[t * width + o.y + n];
+        y = rounded(y * (o.code == INT8 ? ((float *)o.scale)[n] : 1) + (o.bias ? o.bias[n] : 0));
+      }
+    Int t = i / o.tasks, head = i % o.tasks;
     float *x = workspace + t * width + o.x, *y = workspace + t * width + o.y;
-    if (o.code == FLOAT32) product<float>(o, first, end);
-    if (o.code == BFLOAT16) product<uint16_t>(o, first, end);
-    if (o.code == INT8) product<int8_t>(o, first, end);
-    if (o.code == NORM) norm(x, (const float *)o.weight, o.inputs, o.factor, y);
+    for (Int j = 0; o.code == ADD && j < o.inputs; j++) x[j] = rounded(x[j] + workspace[t * width + o.added + j]);
+    if (o.code == ADD || o.code == NORM) norm(x, (const float *)o.weight, o.inputs, o.factor, y);
     if (o.code == TURN) half ? turn<uint16_t>(o, t, head) : turn<float>(o, t, head);
     if (o.code == ATTEND) half ? attend<uint16_t>(o, t, head) : attend<float>(o, t, head);
-    for (Int j = 0; o.code == ADD && j < o.inputs; j++) y[j] = rounded(y[j] + x[j]);
     for (Int j = 0; (o.code == SILU || o.code == GELU) && j < o.inputs; j++) {
       float z = x[j], slope = o.code == SILU ? z : 1.5957691216f * (z + 0.044715f * z * z * z);
       y[j] = rounded(rounded(z / (1 + std::exp(-slope))) * x[o.inputs + j]);  // 1 + tanh(s / 2) = 2 / (1 + e^-s)
@@ -146,7 +155,7 @@ struct Step {
     for (;;) {
       uint32_t mine = ticket.fetch_add(1), stage = mine >> 16, seen;
       if (stage == count) return;
-      Int all = operators[stage].tasks * (operators[stage].code <= INT8 ? 1 : T);
+      Int all = operators[stage].tasks * (operators[stage].code <= INT4 ? 1 : T);
       if ((mine & 0xffff) < all) {
         task(operators[stage], mine & 0xffff);
         if (done.fetch_add(1) + 1 < all) continue;
@@ -160,9 +169,9 @@ struct Step {
   }
 };
 
-extern "C" void run(const Operator *operators, Int count, Int T, float *workspace, Int width, const Int *positions,
-                    const int32_t *tables, Int columns, Int half, Int threads) {
-  Step step{operators, count, T, workspace, width, positions, tables, columns, half};
+extern "C" void run(const Operator *operators, float *workspace, const Int *positions, const int32_t *tables, Int count,
+                    Int T, Int width, Int columns, Int half, Int threads) {
+  Step step{operators, workspace, positions, tables, count, T, width, columns, half};
 #pragma omp parallel num_threads(int(threads))
   step.work();
 }

@@ -10,10 +10,9 @@ import numpy as np
 
 from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import ignore
-from phases.appendix.api.extension import Documented
 from phases.appendix.embeddings.pooling import MEAN
 from phases.appendix.protocols.translation import renamed
-from serving.app import App
+from serving.app import App, Extension
 from serving.completion import Choice, ChoiceGroup, Order
 from serving.endpoints import COPIED, Endpoint, prompts_of
 from serving.http.answers import Answer
@@ -35,7 +34,6 @@ class EmbeddingRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: None = None
     stream: Literal[False] | None = False
-    user: Any = None
 
 
 class EmbeddingAnswer(WideAnswer):
@@ -59,16 +57,15 @@ class EmbeddingAnswer(WideAnswer):
 
 
 class Embeddings(Endpoint):
-    """`/v1/embeddings`: a prompt an input. strict: refuse what would be ignored."""
+    """`/v1/embeddings`: a prompt an input."""
 
     body: type[Generation] = EmbeddingRequest
     answers: type[Answer] = EmbeddingAnswer
     prefix, source = "embd", "input"
-    strict = False
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`. One token comes of each prompt, and no client sees it."""
-        ignore(exchange, [name for name in COPIED if getattr(request, name) is not None], self.strict)
+        ignore(exchange, [name for name in COPIED if getattr(request, name) is not None])
         exchange.extra.append((b"x-ladder-warning", WARNING))
         plain, orders = EmbeddingRequest(input=""), list[Order]()
         try:
@@ -81,15 +78,9 @@ class Embeddings(Endpoint):
             raise renamed(error, {"prompt": "input", "n": "input"}) from None
 
 
-class EmbeddingRoute(Documented):
-    """Adds the route. strict: refuse what would be ignored."""
-
-    def __init__(self, strict: bool = False) -> None:
-        super().__init__()
-        self.strict = strict
+class EmbeddingRoute(Extension):
+    """Adds the route."""
 
     def install(self, app: App) -> None:
         """See `Extension`."""
-        endpoint = Embeddings(app.prompts, app.model, app.limits)
-        endpoint.strict = self.strict
-        self.add(app, "/v1/embeddings", endpoint)
+        app.add("/v1/embeddings", Embeddings(app.prompts, app.model, app.limits))

@@ -7,18 +7,15 @@ in chunks if it is long, and its blocks are freed like all others'.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from common.request import Request
-from common.sampling.sampler import Allowed, pinned_copy
 from continuous.engine import Engine
-from continuous.runner import Forwarded, Pending, Results, Runner
+from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from phases.appendix.observability.observer import EngineObserver
 from serving.messages import AddPrompt, Command, StepReport
@@ -27,43 +24,15 @@ MEAN = "mean"
 """The kind of a note: the mean of a prompt's hidden states, of length 1, as the bytes of float32."""
 
 
-class PromptMean:
-    """One prompt's mean on its way to the host."""
-
-    def __init__(self, request: Request, mean: Tensor) -> None:
-        self.request, self._mean = request, pinned_copy(mean) if mean.is_cuda else mean
-        self._arrived = torch.cuda.current_stream(mean.device).record_event() if mean.is_cuda else None
-
-    def told(self) -> tuple[int, bytes]:
-        """Wait for it; return the number of its completion, and the bytes."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self.request.index, self._mean.numpy().tobytes()
-
-
-class WithMeans(Pending):
-    """A step under way that also tells of prompts. means: where it does."""
-
-    def __init__(self, inner: Pending, parts: Sequence[PromptMean], means: list[tuple[int, bytes]]) -> None:
-        super().__init__(inner.works, None)
-        self.inner, self.parts, self.means = inner, parts, means
-
-    def get(self) -> Results:
-        """See `Pending.get`."""
-        results = self.inner.get()
-        self.means += [part.told() for part in self.parts]
-        return results
-
-
 class PoolingPlan:
     """A `StepPlan` before all others: it lets them run the step, and adds up the hidden states of prompts.
 
-    means: those that no report has told yet.
+    means: of prompts that are computed whole, on the device.
     """
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.others = runner, runner.plans
-        self.means: list[tuple[int, bytes]] = []
+        self.means: dict[Request, Tensor] = {}
         self._sums: dict[Request, tuple[int, Tensor]] = {}  # how many tokens are added up, and their sum
 
     def ask(self, request: Request) -> None:
@@ -79,22 +48,10 @@ class PoolingPlan:
         return masked if any(work.request in self._sums for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Run the first half by the plan that takes it."""
-        for plan in self.others:
-            if (own := plan.takes(works, ticket)) is not None:
-                step = plan.run(works, own)
-                break
-        else:
-            step = self.runner.eager(works)
-        return replace(step, rest=partial(self.sample, step))
-
-    def sample(self, step: Forwarded, allowed: Tensor | Allowed | None) -> Pending:
-        """Sample, and read means off the hidden states."""
-        return WithMeans(self.runner.sample(step, allowed), list(self.read(step)), self.means)
-
-    @torch.inference_mode()
-    def read(self, step: Forwarded) -> Iterator[PromptMean]:
-        """Add up the hidden states of a step's prompts; a request that was preempted goes on where it was."""
+        """Run the first half by the plan that takes it; a request that was preempted goes on where it was."""
+        asked = ((plan, plan.takes(works, ticket)) for plan in self.others)
+        found = next(((plan, own) for plan, own in asked if own is not None), None)
+        step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
         after = 0
         for work in step.works:
             at, after, request = after, after + work.count, work.request
@@ -108,7 +65,14 @@ class PoolingPlan:
             self._sums[request] = count, total
             if count == request.prompt_len:
                 del self._sums[request]
-                yield PromptMean(request, normalize(total, dim=0))
+                self.means[request] = normalize(total, dim=0)
+        return step
+
+    def ended(self) -> list[tuple[int, str, list[bytes]]]:
+        """Return notes of the means of requests that have ended, whose steps are done."""
+        ended = [request for request in self.means if request.finish_reason is not None]
+        means = [(request.index, self.means.pop(request).cpu()) for request in ended]
+        return [(number, MEAN, [mean.numpy().tobytes()]) for number, mean in means]
 
 
 class PoolingObserver(EngineObserver):
@@ -130,6 +94,5 @@ class PoolingObserver(EngineObserver):
     def write(self, step: StepReport, now: float) -> None:
         """See `Observer`."""
         super().write(step, now)
-        if self.plan is not None and self.plan.means:
-            step.notes += [(number, MEAN, [mean]) for number, mean in self.plan.means]
-            self.plan.means.clear()
+        if self.plan is not None:
+            step.notes += self.plan.ended()

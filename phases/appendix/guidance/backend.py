@@ -145,24 +145,20 @@ class GuidanceBackend(Backend):
 
     def advance(self, moves: Sequence[tuple[GuidanceMatcher, Sequence[int]]]) -> list[int]:
         """Call `Matcher.advance` of many matchers: without Python's lock of those that take one token."""
-        together = [
-            len(tokens) == 1 and tokens[0] not in matcher.eos and not matcher.effort.watched
+        single = {
+            matcher: tokens[0]
             for matcher, tokens in moves
-        ]
-        if sum(together) <= self._few:
-            return [matcher.advance(tokens) if tokens else 0 for matcher, tokens in moves]
-        single = [(move[0].inner, move[1][0]) for move, one in zip(moves, together, strict=True) if one]
-        begun = time.perf_counter()
-        moved = iter(self.threads.consume_token_par(single))
-        slow = time.perf_counter() - begun > SLOW
-        counts = []
-        for (matcher, tokens), one in zip(moves, together, strict=True):
-            if one:
-                counts.append(int(next(moved)))
+            if len(tokens) == 1 and tokens[0] not in matcher.eos and not matcher.effort.watched
+        }
+        moved: dict[GuidanceMatcher, int] = {}
+        if len(single) > self._few:
+            begun = time.perf_counter()
+            counts = self.threads.consume_token_par([(one.inner, token) for one, token in single.items()])
+            moved = dict(zip(single, map(int, counts), strict=True))
+            slow = time.perf_counter() - begun > SLOW
+            for matcher in moved:
                 matcher.effort.watched = slow
-            else:
-                counts.append(matcher.advance(tokens) if tokens else 0)
-        return counts
+        return [moved[one] if one in moved else one.advance(tokens) if tokens else 0 for one, tokens in moves]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """Begin to fill the rows of `words [M, ceil(V / 32)]`, in threads; None: it is done.

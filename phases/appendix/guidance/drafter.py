@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from common.request import Request
+from continuous.seams import Drafter
 from continuous.work import Work
 from phases.appendix.guidance.masks import EarlyConstraint
 from speculative.loops import NO_GUESSES, Watcher
@@ -29,7 +30,7 @@ class GrammarDrafter(Watcher):
     to wait for a step.
 
     Args:
-        inner: guesses for requests with and without a grammar.
+        inner: guesses for requests with and without a grammar; one that is no `Watcher` has no say.
         jump_forward: whether to draft what is forced.
         most_ahead: running requests, at most, for which a step that runs ahead has drafts.
         in_turn: whether steps do not overlap as long as a request has a grammar and few run: where the device
@@ -43,16 +44,16 @@ class GrammarDrafter(Watcher):
 
     def __init__(
         self,
-        inner: Watcher = NO_GUESSES,
+        inner: Drafter = NO_GUESSES,
         *,
         jump_forward: bool = True,
         most_ahead: int = 64,
         in_turn: bool = False,
     ) -> None:
-        self.inner, self.jump_forward, self.most_ahead = inner, jump_forward, most_ahead
-        self.in_turn = in_turn
+        self.inner = inner if isinstance(inner, Watcher) else NO_GUESSES
+        self.jump_forward, self.most_ahead, self.in_turn = jump_forward, most_ahead, in_turn
         self.forced = self.refused = 0
-        counted = getattr(inner, "stats", None)
+        counted = getattr(self.inner, "stats", None)
         self.stats: SpeculationStats = SpeculationStats() if counted is None else counted
         self._inner_counts = counted is not None
         self._jumping = self.looks_ahead = False

@@ -48,6 +48,22 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _VALUES = ("const", "enum")
 _REFERRED = ("$ref", "$schema", "$defs", "definitions")
 _UNREAD = ("default", "examples", "example", "description", "title", "$comment")
+ENFORCED: dict[str, Any] = {
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), dict),
+    **dict.fromkeys(("anyOf", "allOf", "prefixItems", "enum", "required"), list),
+    **dict.fromkeys(("$ref", "pattern", "format"), str),
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), int | float),
+    **dict.fromkeys(("type", "const", "additionalProperties", "items", *NUMBERS), object),
+}
+"""Keywords of a hint that grammars know, and the types of their values."""
+FORMATS = ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+SILENT = {
+    *(*_UNREAD, "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$anchor", "nullable"),
+    *("discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType", "unevaluatedProperties"),
+}
+"""Keywords that ask for nothing a value could break; `unevaluatedProperties` is what grammars do anyway."""
+_LOOKS = re.compile(r"\(\?[=!<]|\\[12bBp]")
+"""Parts of a pattern that no grammar has."""
 
 _LEAP = "(0[48]|[2468][048]|[13579][26])"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -62,48 +78,54 @@ TIME = f"{_CLOCK}:[0-5][0-9]([.][0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
 PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$"}
 
 
-def exact(schema: Any, where: str = "#", *, older: bool = False) -> Any:
+def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None) -> Any:
     """Return a schema with the same values, which llguidance follows to the letter.
 
     Args:
         schema: JSON.
         where: its JSON pointer.
         older: whether it is of an `OLDER` dialect.
+        left: of a schema that is a hint: takes the JSON pointers of keywords that cannot be followed, without
+            which every value is still valid. What asks for nothing is left out and not named.
 
     Raises:
         ValueError: there is none; it names the keyword by its JSON pointer.
     """
     if isinstance(schema, list):
-        return [exact(part, f"{where}/{place}", older=older) for place, part in enumerate(schema)]
+        parts = enumerate(schema)
+        return [exact(part, f"{where}/{place}", older=older, left=left) for place, part in parts]
     if not isinstance(schema, dict):
         return schema
     if where == "#":
         older = bool(OLDER.search(str(schema.get("$schema"))))
-        if OWN_OPTIONS in schema:
-            raise ValueError(f"#/{OWN_OPTIONS} is not known here")
     if older and isinstance(schema.get("$ref"), str):
         schema = {key: part for key, part in schema.items() if key in _REFERRED}
     made: dict[str, Any] = {}
     for key, value in schema.items():
         place = f"{where}/{key}"
-        if key in (*NUMBERS, *_VALUES):
-            _check_value(value, place)
-            if key.startswith("exclusive") and isinstance(value, int | float) and abs(value) >= NEIGHBOURS:
-                raise ValueError(f"{place} is {value}, and no double is the next integer")
-        for pattern in [value] if key == "pattern" else value if key == "patternProperties" else ():
-            if isinstance(pattern, str) and re.search(_SPELLED, _CLASSES.sub("", pattern)):
-                raise ValueError(f"{place} has a control character, which is never written")
+        if left is not None and (key in SILENT or key.startswith("x-") or value is None):
+            continue
+        if left is not None and key == "oneOf" and "anyOf" not in schema:
+            key = "anyOf"
+        try:
+            _check(key, value, place, hint=left is not None)
+        except ValueError:
+            if left is None:
+                raise
+            left.append(place)
+            continue
         if key in _VALUES or key in _UNREAD:
             made[key] = value
         elif key in _MAPS and isinstance(value, dict):
-            made[key] = {name: exact(part, f"{place}/{name}", older=older) for name, part in value.items()}
+            named = value.items()
+            made[key] = {name: exact(part, f"{place}/{name}", older=older, left=left) for name, part in named}
         else:
-            made[key] = exact(value, place, older=older)
-    required, least = schema.get("required"), schema.get("minProperties")
-    named = len(set(required)) if isinstance(required, list) else 0
-    if isinstance(least, int) and least - named > 1:
+            made[key] = exact(value, place, older=older, left=left)
+    required, least = made.get("required"), made.get("minProperties")
+    count = len(set(required)) if isinstance(required, list) else 0
+    if isinstance(least, int) and least - count > 1:
         raise ValueError(
-            f"{where}/minProperties is {least}, of which {named} keys are required: a key that comes twice "
+            f"{where}/minProperties is {least}, of which {count} keys are required: a key that comes twice "
             "would count as two"
         )
     pattern = PATTERNS.get(made["format"]) if isinstance(made.get("format"), str) else None
@@ -114,6 +136,27 @@ def exact(schema: Any, where: str = "#", *, older: bool = False) -> Any:
         else:
             made["pattern"] = pattern
     return made
+
+
+def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
+    """Raise `ValueError` for a keyword that cannot be followed, or of a hint might not be."""
+    if where == f"#/{OWN_OPTIONS}":
+        raise ValueError(f"{where} is not known here")
+    if key in (*NUMBERS, *_VALUES):
+        _check_value(value, where)
+        if key.startswith("exclusive") and isinstance(value, int | float) and abs(value) >= NEIGHBOURS:
+            raise ValueError(f"{where} is {value}, and no double is the next integer")
+    patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
+    for pattern in patterns:
+        if isinstance(pattern, str) and re.search(_SPELLED, _CLASSES.sub("", pattern)):
+            raise ValueError(f"{where} has a control character, which is never written")
+    if hint and (
+        key not in ENFORCED
+        or (key == "format" and value not in FORMATS)
+        or any(not isinstance(pattern, str) or _LOOKS.search(pattern) for pattern in patterns)
+        or not isinstance(value, ENFORCED[key])
+    ):
+        raise ValueError(f"{where} cannot be followed")
 
 
 def _check_value(value: Any, where: str) -> None:

@@ -13,13 +13,13 @@ import torch
 from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
-from continuous.seams import NO_DRAFTS, Drafter
+from continuous.seams import NO_DRAFTS
 from paged_cache import Feature, PagedEngine, Parts
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.guidance.spelling import Spelling
-from speculative.loops import NO_GUESSES, Watcher, watched
+from speculative.loops import watched
 from speculative.speculation import verify
 from structured.loop import EarlyMasks
 from structured.masks import GrammarMasks
@@ -69,16 +69,8 @@ class Guidance(Feature):
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
             parts.stages["connect"].append(lambda whole: verify(whole.engine))
-            parts.wrap(self, drafter=partial(self._forced, in_turn=on_cpu))
-
-    def _forced(self, drafter: Drafter, *, in_turn: bool) -> GrammarDrafter:
-        """Return a drafter of what grammars force, around one that guesses."""
-        return GrammarDrafter(
-            drafter if isinstance(drafter, Watcher) else NO_GUESSES,
-            jump_forward=self.jump_forward,
-            most_ahead=self.jump_rows,
-            in_turn=in_turn,
-        )
+            forced = partial(GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows)
+            parts.wrap(self, drafter=partial(forced, in_turn=on_cpu))
 
 
 def early_halves(engine: PagedEngine) -> EarlyHalves:

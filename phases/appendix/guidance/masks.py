@@ -22,7 +22,7 @@ from structured.pool import GrammarPool
 
 if TYPE_CHECKING:  # the library is imported when the first grammar comes
     from phases.appendix.guidance.backend import GuidanceBackend
-    from phases.appendix.guidance.matcher import GuidanceMatcher, Job
+    from phases.appendix.guidance.matcher import GuidanceMatcher
 
 
 class MaskStaging:
@@ -98,17 +98,15 @@ class MaskedOutput(NamedTuple):
     new: Sequence[int]
 
 
-@dataclass
-class Filling:
+class Filling(NamedTuple):
     """Masks of a step that are being made.
 
-    works: of the step. outputs: those with a grammar. jobs: of each. places: of the masks in the batch.
-    words: where masks go. done: when; None: they are made.
+    works: of the step. rows: outputs with a grammar, and where their masks begin. places: of the masks in the
+    batch. done: when they are made; None: they are.
     """
 
     works: Sequence[Work]
-    outputs: Sequence[MaskedOutput]
-    jobs: Sequence[Job]
+    rows: Sequence[tuple[MaskedOutput, int]]
     places: Sequence[int]
     words: Words
     done: Future[None] | None
@@ -125,17 +123,14 @@ class ThreadedMasks(GrammarMasks):
         plain: the masks of phase 12, in whose place these are.
         pool: where compiled grammars come from.
         most_forced: works in a step, at most, for which a drafter asks what is forced behind its tokens.
-
-    single: of requests that a reader put here, the places of the output where one token alone was allowed.
     """
 
     def __init__(self, plain: GrammarMasks, pool: GrammarPool, *, most_forced: int) -> None:
         super().__init__(pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal)
         self.most_forced = most_forced
-        self.single: dict[Request, set[int]] = {}
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
-        self._sent: Sequence[MaskedOutput] = ()
+        self._sent: Sequence[tuple[MaskedOutput, int]] = ()
 
     @property
     def backend(self) -> GuidanceBackend:
@@ -149,19 +144,18 @@ class ThreadedMasks(GrammarMasks):
     def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._wait()  # for a step that failed in between
-        outputs = self._follow(works, landed)
-        asked = len(works) <= self.most_forced
-        jobs: list[Job] = []
-        places: list[int] = []
-        for output in outputs:
-            output.constraint.forced = output.constraint.matcher.forced() if asked else ()
-            jobs.append((output.constraint.matcher, len(places), output.drafts))
+        rows, places = list[tuple[MaskedOutput, int]](), list[int]()
+        for output in self._follow(works, landed):
+            matcher = output.constraint.matcher
+            output.constraint.forced = matcher.forced() if len(works) <= self.most_forced else ()
+            rows.append((output, len(places)))
             places += range(output.place, output.place + len(output.drafts) + 1)
         words = self._staging.host(len(places))
-        if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
+        if len(words) > len(rows):  # behind a draft that ends the output no mask is made
             words[:] = 0
+        jobs = [(output.constraint.matcher, row, output.drafts) for output, row in rows]
         done = self.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, outputs, jobs, places, words, done)
+        self._filling = Filling(works, rows, places, words, done)
         return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
@@ -170,32 +164,22 @@ class ThreadedMasks(GrammarMasks):
             self.begin(works)
         assert self._filling is not None
         made, held = self._filling, list[tuple[int, int]]()
-        for output, (_, row, drafts) in zip(made.outputs, made.jobs, strict=True):  # while masks are made
-            held += self.held(output.request, row, len(drafts) + 1)
+        for output, row in made.rows:  # while masks are made
+            held += self.held(output.request, row, len(output.drafts) + 1)
         self._wait()
-        if not made.jobs:
+        if not made.rows:
             return None
         hold_back(made.words, held)
-        if self.single:
-            self._note(made)
-        self._sent = made.outputs
+        self._sent = made.rows
         return self._staging.send(np.array(made.places, np.int64))
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
         sent, self._sent = self._sent, ()
-        for output in sent:
+        for output, _ in sent:
             if problem := output.constraint.matcher.problem:
                 self._fail(output.request, problem)
         return super().take_failed()
-
-    def _note(self, made: Filling) -> None:
-        """Note where one token alone is allowed."""
-        for output, (_, row, drafts) in zip(made.outputs, made.jobs, strict=True):
-            request, rows = output.request, made.words[row : row + len(drafts) + 1]
-            if request in self.single:
-                numbered = enumerate(rows, start=len(request.tokens) - request.prompt_len)
-                self.single[request].update(number for number, mask in numbered if allows_one(mask))
 
     def _wait(self) -> None:
         """Wait for the masks that are being made."""
@@ -240,9 +224,3 @@ class ThreadedMasks(GrammarMasks):
             if finish_reason(token, length, params, self.eos, most) is not None:
                 return True
         return False
-
-
-def allows_one(words: Words) -> bool:
-    """Tell whether a mask allows one token only."""
-    (used,) = np.nonzero(words)
-    return len(used) == 1 and (int(words[used[0]]) & 0xFFFFFFFF).bit_count() == 1

@@ -60,22 +60,11 @@ class Encoder:
         data = text.encode()
         for before in ("", "\n"):
             ids = self._backend.encode(before + text, add_special_tokens=False).ids
-            found = self._end(ids, data)
-            if found is not None:
-                return found
+            for start in range(min(3, len(ids))):  # what stands before the text is two tokens at most
+                pieces = [self._tokens[token] if token < len(self._tokens) else b"" for token in ids[start:]]
+                if all(pieces) and b"".join(pieces) == data:
+                    return ids[start:]
         return list(self._longest_first(data))
-
-    def _end(self, ids: list[int], data: bytes) -> list[int] | None:
-        """The last of these tokens whose bytes are `data`, if there are such."""
-        start, left = len(ids), data
-        while left and start:
-            start -= 1
-            token = ids[start]
-            added = self._tokens[token] if token < len(self._tokens) else b""
-            if not added or not left.endswith(added):
-                return None
-            left = left[: -len(added)]
-        return None if left else ids[start:]
 
     def _longest_first(self, data: bytes) -> Iterator[int]:
         while data:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from serving.app import App, Extension
 from serving.http.errors import ApiError
 from serving.http.exchange import EVENTS, Exchange
-from serving.messages import DrawEngine, StepReport
+from serving.messages import DrawEngine, Ready, StepReport
 
 PAGE = Path(__file__).parent / "page"
 """`page.html`, and what stands in it: the style and the scripts, which are one module."""
@@ -53,11 +54,7 @@ class Live(Extension):
         """Add both routes."""
         self.app, self.engine = app, app.engine
         app.routes["/events"] = {"GET": self.events}
-        app.routes["/"] = {"GET": self.page}
-
-    async def page(self, exchange: Exchange) -> None:
-        """Answer with the page."""
-        await exchange.answer(200, whole_page(), HTML)
+        app.routes["/"] = {"GET": lambda exchange: exchange.answer(200, whole_page(), HTML)}
 
     async def events(self, exchange: Exchange) -> None:
         """Answer with events for as long as the client stays. Raises `ApiError` if too many watch."""
@@ -100,18 +97,12 @@ class Live(Extension):
 
     def event(self, after: int) -> dict[str, Any]:
         """Return the present picture, with the steps after step number `after`."""
-        engine, stats, ready = self.engine, self.engine.stats, self.engine.ready
+        engine = self.engine
         return {
+            **asdict(engine.ready or Ready(0, 0, 0)),
+            **asdict(engine.stats),
             "state": engine.state,
-            "running": stats.running,
-            "waiting": max(0, engine.in_flight - stats.running),
-            "free": stats.free_blocks,
-            "total": ready.blocks if ready else 0,
-            "block_size": ready.block_size if ready else 0,
-            "max_rows": ready.max_rows if ready else 0,
-            "preemptions": stats.preemptions,
-            "lookup": stats.lookup_tokens,
-            "hit": stats.hit_tokens,
+            "waiting": max(0, engine.in_flight - engine.stats.running),
             "steps": [list(step) for step in self._steps if step[0] > after],
             "picture": self.picture,
         }

@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, under vLLM's names where vLLM has one and under `ladder:` where not.
 
 Names are those of https://docs.vllm.ai/en/latest/usage/metrics/, so that its dashboards work. The format:
-https://prometheus.io/docs/instrumenting/exposition_formats/. A token costs a look-up in a list of twenty
+https://prometheus.io/docs/instrumenting/exposition_formats/. A token costs a look-up in a list of thirty
 buckets.
 """
 
@@ -17,20 +17,11 @@ from serving.app import App, Extension
 from serving.http.exchange import Exchange
 from serving.messages import Ready, StepReport
 
-FIRST = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0),
-)
-GAP = (
+TIMES = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 10.0),
+    *(1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
-WHOLE = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
-    *(240.0, 480.0, 960.0),
-)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-STEP = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 class Histogram:
@@ -49,7 +40,7 @@ class Histogram:
     def lines(self, name: str, labels: str) -> Iterator[str]:
         """Its lines: buckets are cumulative."""
         total = 0
-        for bound, count in zip([*map(_number, self.bounds), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*self.bounds, "+Inf"], self.counts, strict=True):
             total += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
         yield f"{name}_sum{{{labels}}} {self.sum!r}"
@@ -64,9 +55,8 @@ class Metrics(Extension):
         self.finished: Counter[str] = Counter()
         self.troubles: Counter[str] = Counter()
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.first, self.gap, self.whole = Histogram(FIRST), Histogram(GAP), Histogram(WHOLE)
-        self.prompt, self.output = Histogram(TOKENS), Histogram(TOKENS)
-        self.step, self.step_tokens = Histogram(STEP), Histogram(TOKENS)
+        self.first, self.gap, self.whole = Histogram(TIMES), Histogram(TIMES), Histogram(TIMES)
+        self.prompt, self.output = Histogram(SIZES), Histogram(SIZES)
         self._last: dict[int, float] = {}  # when a completion's newest token has come
 
     def install(self, app: App) -> None:
@@ -84,8 +74,6 @@ class Metrics(Extension):
             last[number] = now
         for end in step.ends:
             last.pop(end.number, None)
-        self.step.observe(step.stats.step_seconds)
-        self.step_tokens.observe(step.stats.step_tokens)
 
     def refused(self, status: int, client: str | None, reason: str) -> None:
         """Count what never became a request."""
@@ -121,15 +109,13 @@ class Metrics(Extension):
         stats, model = engine.stats, f'model_name="{_escape(self.app.model)}"'
         used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
         waiting, takes = max(0, engine.in_flight - stats.running), int(self.app.service.state == "ready")
-        gauges: dict[str, tuple[float, str]] = {
+        values: dict[str, tuple[float, str]] = {
             "vllm:num_requests_running": (stats.running, "Completions that run."),
             "vllm:num_requests_waiting": (waiting, "Completions in line."),
             "vllm:kv_cache_usage_perc": (used, "Share of the cache's blocks in use, 0 to 1."),
             "ladder:free_blocks": (stats.free_blocks, "Blocks that can be had; cached ones count."),
             "ladder:blocks": (ready.blocks, "Blocks of the cache."),
             "ladder:ready": (takes, "Whether requests are taken."),
-        }
-        counters: dict[str, tuple[float, str]] = {
             "vllm:num_preemptions_total": (stats.preemptions, "Completions sent back in line."),
             "vllm:prompt_tokens_total": (self.prompted, "Tokens of prompts."),
             "vllm:generation_tokens_total": (self.generated, "Tokens generated."),
@@ -140,17 +126,15 @@ class Metrics(Extension):
             "ladder:engine_restarts_total": (engine.restarts, "Times that the engine was started again."),
             "ladder:lost_log_lines_total": (self.lost_log_lines, "Lines that the access log lost."),
         }
-        for kind, values in (("gauge", gauges), ("counter", counters)):
-            for name, (value, what) in values.items():
-                yield from (*_head(name, kind, what), f"{name}{{{model}}} {_number(value)}")
+        for name, (value, what) in values.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            yield from (*_head(name, kind, what), f"{name}{{{model}}} {value}")
         for name, histogram, what in (
             ("vllm:time_to_first_token_seconds", self.first, "From request to first token."),
             ("vllm:inter_token_latency_seconds", self.gap, "Between two tokens of a completion."),
             ("vllm:e2e_request_latency_seconds", self.whole, "From request to end."),
             ("vllm:request_prompt_tokens", self.prompt, "Tokens of a request's prompts."),
             ("vllm:request_generation_tokens", self.output, "Tokens generated for a request."),
-            ("vllm:iteration_tokens_total", self.step_tokens, "Tokens of a step."),
-            ("ladder:step_seconds", self.step, "Duration of a step."),
         ):
             yield from (*_head(name, "histogram", what), *histogram.lines(name, model))
         ended = {("finished_reason", why): self.finished[why] for why in {"stop", "length", *self.finished}}
@@ -172,11 +156,6 @@ class Metrics(Extension):
 def _head(name: str, kind: str, what: str) -> tuple[str, str]:
     """Return the lines that say what a metric is."""
     return f"# HELP {name} {what}", f"# TYPE {name} {kind}"
-
-
-def _number(value: float) -> str:
-    """Return a number as Prometheus reads it."""
-    return str(value) if isinstance(value, int) else repr(float(value))
 
 
 def _escape(text: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
+from phases.appendix.api.endpoints import WideChat
 from phases.appendix.protocols.translation import ErrorForm, EventBuilder, Translation
 from phases.appendix.tools.described import text_of
 from serving.app import App
@@ -60,7 +61,6 @@ class MessagesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    metadata: Any = None  # taken, and without a meaning here
 
 
 class AnthropicErrors(ErrorForm):
@@ -72,9 +72,8 @@ class AnthropicErrors(ErrorForm):
 
 
 class Messages(Translation):
-    """`/v1/messages`, and how many tokens one would take."""
+    """`/v1/messages`."""
 
-    body = MessagesRequest
     names: Mapping[str, str] = {"stop": "stop_sequences", "response_format": "output_config"}
 
     def translate(self, request: MessagesRequest) -> dict[str, Any]:
@@ -95,17 +94,18 @@ class Messages(Translation):
             fields["response_format"] = form
         return fields
 
-    def builder(self, request: MessagesRequest, messages: Any) -> EventBuilder:
+    def builder(self, request: MessagesRequest) -> EventBuilder:
         """See `Translation`."""
         if request.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
         return MessageEvents(self.model, request.stop_sequences or [], self.prompts.tokenizer)
 
-    async def count(self, app: App, exchange: Exchange) -> None:
-        """Answer with the number of a prompt's tokens."""
-        request, ready = await app.begin(exchange, MessagesRequest)
-        ids, _ = await self.chat.prompt(exchange, self.chat_request(request)[0], ready)
-        await exchange.json({"input_tokens": len(ids)})
+
+async def count(app: App, chat: WideChat, exchange: Exchange) -> None:
+    """Answer with the number of a prompt's tokens."""
+    request, ready = await app.begin(exchange, MessagesRequest)
+    ids, _ = await chat.prompt(exchange, Messages(chat, request).request, ready)
+    await exchange.json({"input_tokens": len(ids)})
 
 
 class MessageEvents(EventBuilder):

@@ -36,7 +36,6 @@ class OllamaRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     options: dict[str, Any] | None = None
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
-    keep_alive: Any = None
 
     # of /api/chat
     messages: list[dict[str, Any]] | None = None
@@ -69,11 +68,9 @@ class OllamaErrors(ErrorForm):
 class Ollama(Translation):
     """`/api/chat`; or `/api/generate`, which does not talk in messages."""
 
-    body = OllamaRequest
-
-    def __init__(self, chat: WideChat, *, talks: bool) -> None:
-        super().__init__(chat)
+    def __init__(self, chat: WideChat, request: OllamaRequest, *, talks: bool) -> None:
         self.talks, self.names = talks, NAMES if talks else NAMES | {"messages": "prompt"}
+        super().__init__(chat, request)
 
     def translate(self, request: OllamaRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -93,7 +90,7 @@ class Ollama(Translation):
             fields["chat_template_kwargs"] = {"enable_thinking": request.think}
         return fields | {"tools": request.tools}
 
-    def builder(self, request: OllamaRequest, messages: Any) -> EventBuilder:
+    def builder(self, request: OllamaRequest) -> EventBuilder:
         """See `Translation`."""
         return OllamaEvents(self.model, talks=self.talks)
 

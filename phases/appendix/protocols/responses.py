@@ -22,13 +22,6 @@ MOST_KEPT, MOST_BYTES = 1024, 32 << 20
 """Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
 
 
-REPEATED = (
-    *("instructions", "max_output_tokens", "previous_response_id", "reasoning", "metadata", "user"),
-    *("temperature", "top_p"),
-)
-"""Fields of a request that its answer says again."""
-
-
 class InputItem(Struct):
     """A message, a call, its answer, or reasoning."""
 
@@ -58,10 +51,7 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     conversation: None = None
     prompt: None = None
 
-    # said again in the answer, and without a meaning here
-    reasoning: Any = None
-    metadata: Any = None
-    user: Any = None
+    metadata: Any = None  # said again in the answer
 
 
 class Conversations:
@@ -94,12 +84,11 @@ class Conversations:
 class Responses(Translation):
     """`/v1/responses`."""
 
-    body = ResponsesRequest
     names = NAMES
 
-    def __init__(self, chat: WideChat) -> None:
-        super().__init__(chat)
-        self.kept = Conversations()
+    def __init__(self, chat: WideChat, kept: Conversations, request: ResponsesRequest) -> None:
+        self.kept = kept
+        super().__init__(chat, request)
 
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -127,10 +116,10 @@ class Responses(Translation):
             return [*before, {"role": "user", "content": request.input}]
         return _messages(before, request.input)
 
-    def builder(self, request: ResponsesRequest, messages: Messages) -> EventBuilder:
+    def builder(self, request: ResponsesRequest) -> EventBuilder:
         """See `Translation`."""
         kept = self.kept if request.store is not False else None
-        return ResponseEvents(self.model, request, kept, messages)
+        return ResponseEvents(self.model, request, kept, self.messages)
 
 
 class ResponseEvents(EventBuilder):
@@ -143,7 +132,8 @@ class ResponseEvents(EventBuilder):
         self, model: str, request: ResponsesRequest, kept: Conversations | None, messages: Messages
     ) -> None:
         self.kept, self.messages, self._number = kept, messages, 0
-        super().__init__({name: getattr(request, name) for name in REPEATED})
+        repeated = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
+        super().__init__({name: getattr(request, name) for name in repeated})
         form = (request.text or {}).get("format") or {"type": "text"}
         self.value |= {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": model}
         self.value |= {"created_at": int(time.time()), "status": "in_progress", "output": []}

@@ -7,7 +7,7 @@ limits, queue, deadlines, metrics, leavers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -130,19 +130,30 @@ class TranslatedAnswer(Answer):
         return b""
 
 
-class Translation:
-    """A route of another protocol.
+class Translation(Endpoint):
+    """A request of another protocol, which is translated once and takes the chat's path.
 
-    chat: the path that its requests take.
-    body: the fields of its requests.
     names: what the protocol calls the fields of a chat, for errors.
+    request, messages: the chat, and its messages without `system`.
     """
 
-    body: type[Generation]
     names: Mapping[str, str] = {}
 
-    def __init__(self, chat: WideChat) -> None:
-        self.chat, self.model, self.prompts = chat, chat.model, chat.prompts
+    def __init__(self, chat: WideChat, request: Any) -> None:
+        """Translate it. Raises `ApiError`."""
+        super().__init__(chat.prompts, chat.model, chat.limits)
+        self.chat = chat
+        if request.n not in (None, 1):
+            raise wrong("n", f"n is {request.n}, but must be 1 here")
+        same = {name: getattr(request, name) for name in Generation.__struct_fields__}
+        try:
+            fields = self.translate(request)
+            self.messages, system = fields["messages"], fields.pop("system", None)
+            if system is not None:
+                fields["messages"] = with_system(self.messages, system)
+        except UserError as error:
+            raise wrong(self.names.get("messages", "messages"), str(error)) from None
+        self.request = ChatRequest(**(same | {"stream_options": None} | fields))
 
     def translate(self, request: Any) -> dict[str, Any]:
         """Return the fields of a chat that a request means, and `system`, a text for its system message.
@@ -152,53 +163,32 @@ class Translation:
         """
         raise NotImplementedError
 
-    def builder(self, request: Any, messages: Messages) -> EventBuilder:
-        """Make what builds the answer. Raises `ApiError`.
-
-        messages: of the chat, without `system`.
-        """
+    def builder(self, request: Any) -> EventBuilder:
+        """Make what builds the answer. Raises `ApiError`."""
         raise NotImplementedError
-
-    def chat_request(self, request: Any) -> tuple[ChatRequest, Messages]:
-        """Return a request as a chat's, and its messages without `system`. Raises `ApiError`."""
-        if request.n not in (None, 1):
-            raise wrong("n", f"n is {request.n}, but must be 1 here")
-        same = {name: getattr(request, name) for name in Generation.__struct_fields__}
-        try:
-            fields = self.translate(request)
-            messages, system = fields["messages"], fields.pop("system", None)
-            if system is not None:
-                fields["messages"] = with_system(messages, system)
-            return ChatRequest(**(same | {"stream_options": None} | fields)), messages
-        except UserError as error:
-            raise wrong(self.names.get("messages", "messages"), str(error)) from None
-
-    async def serve(self, app: App, exchange: Exchange) -> None:
-        """Answer a request for tokens."""
-        request, _ = await app.begin(exchange, self.body)
-        await app.service.serve(exchange, Translated(self, request), request)
-
-
-class Translated(Endpoint):
-    """The chat's path for one request, which is translated once. Raises `ApiError`."""
-
-    def __init__(self, route: Translation, request: Any) -> None:
-        super().__init__(route.prompts, route.model, route.chat.limits)
-        self.route = route
-        self.request, self.messages = route.chat_request(request)
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
         try:
-            return await self.route.chat.orders(exchange, self.request, ready)
+            return await self.chat.orders(exchange, self.request, ready)
         except ApiError as error:
-            raise renamed(error, self.route.names) from None
+            raise renamed(error, self.names) from None
 
     def answer(self, exchange: Exchange, request: Any) -> Answer:
         """See `Endpoint`."""
         chat = WideChatAnswer(self.prefix, self.model, self.prompts.tokenizer, self.request)
-        return TranslatedAnswer(chat, self.route.builder(request, self.messages))
+        return TranslatedAnswer(chat, self.builder(request))
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`."""
-        return renamed(self.route.chat.refusal(message, self.request, order), self.route.names)
+        return renamed(self.chat.refusal(message, self.request, order), self.names)
+
+
+Kind = Callable[[Any], Translation]
+"""Translates a request."""
+
+
+async def serve(app: App, body: type[Generation], kind: Kind, exchange: Exchange) -> None:
+    """Answer a request for tokens. body: its fields."""
+    request, _ = await app.begin(exchange, body)
+    await app.service.serve(exchange, kind(request), request)

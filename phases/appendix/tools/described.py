@@ -1,4 +1,4 @@
-"""Tools for models whose chat template shows none: the system message describes them in Hermes' form.
+"""Tools for models whose chat template has no known form for calls: words in the system message.
 
 Calls and their answers in the conversation are text as well then, as Hermes and Qwen write them:
 https://github.com/NousResearch/Hermes-Function-Calling.
@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import UserError
 
 Message = dict[str, Any]
-WARNING = b"the model's chat template shows it no tools: they are described in the system message"
+WARNING = b"tools are described in the system message: the chat template has no known form for calls"
 _TEXT = """# Tools
 
 You may call one or more functions to assist with the user query.

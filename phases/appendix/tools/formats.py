@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
@@ -22,31 +22,24 @@ _OPTIONS = OPTIONS | {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,12}"}
 """Between the parts of a call's JSON: three levels; without a limit some models never stop."""
 
 
+OPENING = '{"name": "'
+"""The beginning of a call, up to its name."""
+
+
 @dataclass(frozen=True)
 class CallFormat:
-    """The format of calls: `trigger before call between call after`.
+    """The format of calls: `{"name": NAME, ARGUMENTS: {...}}` between marks.
 
-    A call is `{"name": NAME, ARGUMENTS: {...}}`.
-
-    trigger: what begins calls; empty: an output that begins with a brace is a call, and there is one only.
+    trigger: begins a call; empty: an output that begins with a brace is a call, and there is one only.
+    before, after: stand behind the trigger, and behind the call.
     arguments: the key of the arguments.
-    token: of the trigger, where it is a special token, which text cannot spell.
-    short_ids: calls have ids of nine letters and digits, and templates insist.
     """
 
     name: str
-    trigger: str
+    trigger: str = ""
     before: str = ""
-    between: str = ""
     after: str = ""
     arguments: str = "arguments"
-    token: int | None = None
-    short_ids: bool = False
-
-    @property
-    def opening(self) -> str:
-        """Return the beginning of a call, up to its name."""
-        return '{"name": "'
 
     @property
     def middle(self) -> str:
@@ -64,66 +57,45 @@ class CallFormat:
             content: the schema of what is no call, instead of free text.
         """
         rules = [
-            f'call_{place}: {_text(self.opening + name + self.middle)} {_json(schema)} "}}"'
+            f'call_{place}: {_text(OPENING + name + self.middle)} {_json(schema)} "}}"'
             for place, (name, schema) in enumerate(tools)
         ]
         rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
-        more = f"({_text(self.between)} call)*" if several and self.between else ""
+        between = f"{self.after}\n{self.trigger}{self.before}"
+        more = f"({_text(between)} call)*" if several and self.trigger else ""
         rules.append(f"calls: {_text(self.before)} call {more} {_text(self.after)}")
-        trigger = _text(self.trigger) if self.token is None else f"<[{self.token}]>"
+        trigger = _text(self.trigger)
         if must:
             rules.append(f"start: {trigger} calls")
         elif content is not None:
             rules.append(f"start: {_json(content)} | {trigger} calls")
         elif not self.trigger:
             rules += ["start: TEXT | calls", r"TEXT: /([^{](?s:.*))?/"]
-        elif self.token is None:
-            rules += ["start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", r"TEXT: /(?s:.*)/"]
         else:
-            spelled = "".join(f"[{char}]" if char.isalnum() else f"\\{char}" for char in self.trigger)
-            rules += ["start: TEXT | TEXT trigger calls", f"trigger: {trigger}"]
-            rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){spelled}(?s:.*)/")
+            rules += ["start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", r"TEXT: /(?s:.*)/"]
         return Grammar.lark("%llguidance {}\n" + "\n".join(rules) + "\n")
 
 
-HERMES = CallFormat("Hermes", "<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+HERMES = CallFormat("Hermes", "<tool_call>", "\n", "\n</tool_call>")
 """Nous' Hermes and Qwen."""
-MISTRAL = CallFormat("Mistral", "[TOOL_CALLS]", " [", ", ", "]", short_ids=True)
-LLAMA = CallFormat("Llama", "", arguments="parameters")
+LLAMA = CallFormat("Llama", arguments="parameters")
 """Llama 3.1 and later: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/."""
 
 
-def shows_tools(tokenizer: Tokenizer) -> bool:
-    """Return True if the model's chat template shows it tools."""
-    return "tools" in tokenizer.tool_template.variables
+def format_of(tokenizer: Tokenizer) -> tuple[CallFormat, bool]:
+    """Return the format in which the tokenizer's model writes calls, and whether its template shows it tools.
 
-
-def format_of(tokenizer: Tokenizer) -> CallFormat:
-    """Return the format in which the tokenizer's model writes calls, by its chat template.
-
-    A model whose template shows no tools has them described in Hermes' form.
+    A model whose template shows none, or writes calls in another form, has them described in Hermes' form.
 
     Raises:
-        UserError: the model has no template, or one whose calls are not known here.
+        UserError: the model has no template.
     """
     template = tokenizer.tool_template
-    source = template.source
-    known: CallFormat | None = None
-    if not shows_tools(tokenizer) or (
-        "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source
-    ):
-        known = HERMES
-    elif "[TOOL_CALLS]" in source and "[ARGS]" not in source:
-        known = MISTRAL
-    elif '"parameters": ' in source and ("ipython" in source or "<|python_tag|>" in source):
-        known = LLAMA
-    if known is None:
-        raise UserError(
-            "tools cannot be had from this model: its chat template writes calls in none of the forms known "
-            "here, which are Hermes', Mistral's and Llama 3's"
-        )
-    token = tokenizer.backend.token_to_id(known.trigger) if known.trigger else None
-    return replace(known, token=token) if token in tokenizer.special_ids else known
+    source, shows = template.source, "tools" in template.variables
+    if "<tool_call>" in source:
+        return HERMES, shows and "<function=" not in source and "<arg_key>" not in source
+    llama = '"parameters": ' in source and ("ipython" in source or "<|python_tag|>" in source)
+    return (LLAMA, True) if shows and llama else (HERMES, False)
 
 
 def _text(text: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import string
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phases.appendix.tools.formats import CallFormat
+import msgspec
 
-_LETTERS = string.ascii_letters + string.digits
+from phases.appendix.tools.formats import OPENING, CallFormat
+
+Delta = dict[str, Any]
+"""What is added to a message: `content`, or `tool_calls` with one call or a part of its arguments."""
 
 
 def settled(text: str, *marks: str) -> int:
@@ -22,128 +23,84 @@ def settled(text: str, *marks: str) -> int:
     return len(text[: len(text) - max(held)].rstrip())
 
 
-@dataclass
-class Called:
-    """A call as far as it is known: `arguments` is JSON, or the beginning of it."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-    def shape(self, arguments: str) -> dict[str, Any]:
-        """Return the call as answers have it, with these arguments."""
-        function = {"name": self.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-@dataclass
-class News:
-    """The text and calls that a piece of text has brought.
-
-    calls: by their places; a call's first news has its name, all have what is new of its arguments.
-    """
-
-    content: str = ""
-    calls: list[tuple[int, str, bool]] = field(default_factory=list)
-
-
 class CallReader:
     """Reads one output.
 
     The grammar has seen to the form, so this needs only to find the borders. Text that may be the beginning
-    of a trigger, and spaces that may stand before one, are held back until that is decided.
+    of one, and spaces that may stand before it, are held back until that is decided.
 
+    calls: as an answer has them, as far as they are known.
     complete: calls were made, and the last one is whole.
     """
 
     def __init__(self, format: CallFormat) -> None:
-        self.format = format
-        self.calls: list[Called] = []
-        self._state: Literal["start", "text", "name", "arguments", "between", "end"] = "start"
-        self._rest, self._skip = "", format.before
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self.format, self.complete = format, False
+        self.calls: list[dict[str, Any]] = []
+        self._state: Literal["start", "text", "name", "arguments"] = "start"
+        self._rest = ""
+        self._end = "}" + (format.after or "\0")  # JSON has neither, so without a mark it ends with the text
 
-    @property
-    def complete(self) -> bool:
-        """See the class."""
-        return bool(self.calls) and self._state in ("between", "end")
-
-    def read(self, text: str, last: bool) -> News:
+    def read(self, text: str, last: bool) -> list[Delta]:
         """Take in what comes next, and whether it is the last of it."""
         self._rest += text
-        news, before = News(), ""
-        while self._state != before:
-            before = self._state
-            match before:
-                case "start":
-                    self._start()
-                case "text":
-                    self._text(news, last)
-                case "name":
-                    self._name(news)
-                case "arguments":
-                    self._arguments(news)
-                case "between":
-                    self._between(last)
-        return news
+        deltas = self._text(last) if self._state in ("start", "text") else []
+        while (self._state == "name" and self._name(deltas)) or self._state == "arguments":
+            if not self._arguments(deltas, last):
+                break
+        return deltas
 
-    def _start(self) -> None:
-        if self.format.trigger:
-            self._state = "text"
-        elif self._rest:
-            self._state = "name" if self._rest.startswith("{") else "text"
-
-    def _text(self, news: News, last: bool) -> None:
+    def _text(self, last: bool) -> list[Delta]:
         trigger, rest = self.format.trigger, self._rest
-        at = rest.find(trigger) if trigger else -1
+        if trigger:
+            at = rest.find(trigger)
+        else:
+            at = 0 if self._state == "start" and rest.startswith("{") else -1
         if at >= 0:
-            news.content += rest[:at].rstrip()
-            self._rest, self._state = rest[at + len(trigger) :], "name"
-            return
-        known = len(rest) if last or not trigger else settled(rest, trigger)
-        news.content += rest[:known]
-        self._rest = rest[known:]
+            content, self._rest, self._state = rest[:at].rstrip(), rest[at + len(trigger) :], "name"
+        else:
+            known = len(rest) if last or not trigger else settled(rest, trigger)
+            content, self._rest = rest[:known], rest[known:]
+            self._state = "text" if rest else "start"
+        return [{"content": content}] if content else []
 
-    def _name(self, news: News) -> None:
-        opening = self._skip + self.format.opening
-        end = self._rest.find(self.format.middle, len(opening))
+    def _name(self, deltas: list[Delta]) -> bool:
+        """Begin a call; tell whether its name is there."""
+        begin = self._rest.find(OPENING) + len(OPENING)
+        end = self._rest.find(self.format.middle, begin)
         if end < 0:
-            return
-        letters = "".join(secrets.choice(_LETTERS) for _ in range(9 if self.format.short_ids else 24))
-        made = Called(letters if self.format.short_ids else f"call_{letters}", self._rest[len(opening) : end])
-        self.calls.append(made)
-        news.calls.append((len(self.calls) - 1, "", True))
-        self._rest = self._rest[end + len(self.format.middle) :]
-        self._state = "arguments"
+            return False
+        function = {"name": self._rest[begin:end], "arguments": ""}
+        self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        deltas.append(self._delta(**self.calls[-1] | {"function": {**function}}))
+        self._rest, self._state, self.complete = (
+            self._rest[end + len(self.format.middle) :],
+            "arguments",
+            False,
+        )
+        return True
 
-    def _arguments(self, news: News) -> None:
-        size = self._end_of_object()
-        piece, self._rest = self._rest[:size], self._rest[size:]
-        if piece:
-            self.calls[-1].arguments += piece
-            news.calls.append((len(self.calls) - 1, piece, False))
-        if self._depth == 0 and self.calls[-1].arguments.endswith("}"):
-            self._state = "between"
+    def _arguments(self, deltas: list[Delta], last: bool) -> bool:
+        """Go on with a call; tell whether it is whole, and another may follow."""
+        function, at = self.calls[-1]["function"], self._rest.find(self._end)
+        size = at if at >= 0 else settled(self._rest, self._end)
+        self.complete = at >= 0 or (last and _is_json(function["arguments"] + self._rest[:size]))
+        if last and not self.complete:
+            size = len(self._rest)
+            self.complete = _is_json(function["arguments"] + self._rest)
+        if size:
+            deltas.append(self._delta(function={"arguments": self._rest[:size]}))
+            function["arguments"] += self._rest[:size]
+        self._rest = self._rest[at + len(self._end) if at >= 0 else size :]
+        self._state = "name" if at >= 0 else "arguments"
+        return at >= 0
 
-    def _end_of_object(self) -> int:
-        """Return how many of the next characters belong to the object that is open."""
-        for place, char in enumerate(self._rest):
-            if self._quoted:
-                self._quoted = self._escaped or char != '"'
-                self._escaped = not self._escaped and char == "\\"
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return place + 1
-        return len(self._rest)
+    def _delta(self, **call: Any) -> Delta:
+        return {"tool_calls": [{"index": len(self.calls) - 1, **call}]}
 
-    def _between(self, last: bool) -> None:
-        between = "}" + self.format.between
-        if self.format.between and self._rest.startswith(between):
-            self._rest, self._skip, self._state = self._rest[len(between) :], "", "name"
-        elif last or not between.startswith(self._rest):
-            self._state = "end"
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

@@ -14,8 +14,8 @@ from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import schema_of
 from phases.appendix.api.schema import ChatRequest
+from phases.appendix.guidance.exact import exact
 from phases.appendix.tools.formats import CallFormat, Schema, format_of
-from phases.appendix.tools.loosen import loosen
 from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
 
@@ -59,12 +59,12 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
         if name in functions:
             raise wrong("tools", f"tools has two functions of the name {name!r}")
         functions[name] = schema
-        loosened += [f"{name}.{keyword}" for keyword in left]
+        loosened += [name + keyword for keyword in left]
     must, names = _choice(chosen, functions)
     if chosen == "none":
         return None
     try:
-        format = format_of(tokenizer)
+        format, _ = format_of(tokenizer)
         grammar = format.grammar(
             [(name, functions[name]) for name in names],
             must=must,
@@ -143,7 +143,7 @@ def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
     except UserError as error:
         raise wrong("tools", f"{where}.function.parameters: {error}") from None
     if function.get("strict") is not True:
-        schema, left = loosen(schema)
+        schema = exact(schema, left=left)
     return name, {**schema, "type": "object"}, left
 
 

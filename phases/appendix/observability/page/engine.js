@@ -54,7 +54,7 @@ function drawSteps() {
   }
 }
 
-function drawBlocks({ blocks, stride }, total, size) {
+function drawBlocks({ blocks, stride }, size) {
   const [context, width, height] = canvas("blocks");
   let side = Math.min(14, Math.max(3, Math.floor(Math.sqrt((width * height) / Math.max(1, blocks.length)))));
   while (side > 3 && Math.ceil(blocks.length / Math.floor(width / side)) * side > height) side -= 1;
@@ -153,9 +153,9 @@ function draw(event) {
   $("running").textContent = event.running;
   $("rows_all").textContent = event.max_rows ? `of ${number(event.max_rows)}` : "";
   $("waiting").textContent = number(event.waiting);
-  $("used").textContent = number(event.total - event.free);
-  $("total").textContent = event.total ? `of ${number(event.total)}` : "";
-  $("hits").textContent = event.lookup ? `${Math.round((100 * event.hit) / event.lookup)} %` : "–";
+  $("used").textContent = number(event.blocks - event.free_blocks);
+  $("total").textContent = event.blocks ? `of ${number(event.blocks)}` : "";
+  $("hits").textContent = event.lookup_tokens ? `${Math.round((100 * event.hit_tokens) / event.lookup_tokens)} %` : "–";
   $("preemptions").textContent = number(event.preemptions);
   steps.push(...event.steps);
   if (steps.length > 2000) steps.splice(0, steps.length - 1000);
@@ -167,8 +167,8 @@ function draw(event) {
 function picture() {
   drawSteps();
   if (!seen?.picture) return;
-  const { picture: shown, total, block_size: size, running } = seen;
-  drawBlocks(shown, total, size);
+  const { picture: shown, block_size: size, running } = seen;
+  drawBlocks(shown, size);
   drawTree(shown.tree, size);
   drawRows(running ? shown.rows : [], running);
 }
