@@ -98,7 +98,7 @@ def numbered(count: int, value: str) -> str:
 
 
 def trickle(first: bytes, drip: bytes, connections: int = 100) -> Callable[[Target], Awaitable[str]]:
-    """Hold connections that have had their answer by a few bytes each second, and count who else gets in."""
+    """Hold answered connections by a few bytes each second, and count the others that get in."""
 
     async def hold(target: Target) -> float:
         reader, writer = await asyncio.open_connection(target.host, target.port)

@@ -2,7 +2,7 @@
 
 Used by the benchmark of phase 12. Some requests without a grammar generate, beside others that come and go:
 harmless ones, whose grammar is known; among them, one in fifteen, a harmless one that is new; in its place a
-hostile one; or all of them with schemas that nobody has sent before. What differs between the gaps of tokens
+hostile one; or all of them with schemas that are all new. What differs between the gaps of tokens
 is what the grammars have done. The kinds take turns, because one turn differs from the next by as much.
 """
 

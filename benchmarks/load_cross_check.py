@@ -56,13 +56,13 @@ class Paced:
 
     @property
     def idle(self) -> bool:
-        """Nobody is here."""
+        """Return True if no request is here."""
         return not self.running and not self._ended
 
     def add(
         self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
     ) -> list[Request]:
-        """Everybody has room."""
+        """Add requests; all have room."""
         limit = len(prompt) + (params.max_tokens or 16)
         alone = replace(params, n=1)
         made = [

@@ -130,7 +130,7 @@ def alternate(
         for run in variants.values():
             run(next(number))
     kept = {name: Samples() for name in variants}
-    with kept_out():  # as in a server: a collection takes 200 ms of somebody's sample
+    with kept_out():  # as in a server: a collection takes 200 ms of one sample
         for repeat in range(repeats):
             order = list(variants)
             for name in order if repeat % 2 == 0 else reversed(order):

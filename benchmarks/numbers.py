@@ -1,6 +1,6 @@
 """Fill in the numbers that sentences name from the evidence, so that none of them is typed by hand.
 
-A number stands between two comments, which nobody sees in the rendered text and which must not begin a line:
+A number stands between two comments, which the rendered text hides and which must not begin a line:
 
     one request makes <!--n:09.single-->1,804<!--/n--> tokens a second
 

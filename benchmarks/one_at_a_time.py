@@ -32,7 +32,7 @@ class OneAtATime:
 
     @property
     def idle(self) -> bool:
-        """Nobody is served and nobody waits."""
+        """Return True if no request is served and none waits."""
         return self._now is None and not self._line and not self._ended
 
     def add(

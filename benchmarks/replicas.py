@@ -104,7 +104,7 @@ class Bench:
     # Counts.
 
     def found(self) -> list[Run]:
-        """Four replicas in this process, 16 users, and every policy: what is found, and who computes it."""
+        """Four replicas in this process, 16 users, and every policy: what is found, and which computes it."""
         work = prefixes(6 if self.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256)
         runs = []
         for route in ROUTES:
@@ -197,7 +197,7 @@ class Bench:
         work = prefixes(24, prefix=1024, rest=(32, 128), output=64)
         config = SHAPES[self.model.removeprefix("random:")]
         # What each request has for itself, and in all replicas together once what is shared, a quarter to
-        # spare. With room for all beginnings everywhere it would not matter who knows which.
+        # spare. With room for all beginnings everywhere it would not matter which knows what.
         tokens = 32 * 256 + PREFIXES * 1024 * 5 // (4 * count)
         size = {"cache_bytes": tokens * config.kv_bytes_per_token(self.options.dtype), "max_rows": 32}
         runs, shift = [], 0

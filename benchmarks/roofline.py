@@ -4,7 +4,7 @@ Any step of a model must read its weights and the keys and values it attends to,
 multiplications. The machine has a ceiling for each: bytes a second from memory, and floating-point operations
 a second in matrix products. A step takes at least the longer of the two times (Williams, Waterman, Patterson
 2009, "Roofline: an insightful visual performance model"). The ceilings are measured here by a short probe and
-kept in a file, since data sheets state what nobody reaches.
+kept in a file, since data sheets state what no kernel reaches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one stretch of computation needs, whoever computes it.
+    """Work of one stretch of computation, on any machine.
 
     weight_bytes, kv_bytes: bytes read; a state, which is written as well, counts twice as keys and values.
     flops: multiplications and additions, counted separately.

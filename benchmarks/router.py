@@ -2,7 +2,7 @@
 
     python -m benchmarks.router http://127.0.0.1:8001 http://127.0.0.1:8002 --route prefix --port 8000
 
-Nobody starts servers here, or starts them again. It is what routing itself costs: the same policies as under
+It does not start servers, or start them again. It is what routing itself costs: the same policies as under
 Ray, and nothing that is not needed to try them. `bench_replicas.py` measures Ray and others against it.
 """
 
@@ -33,7 +33,7 @@ PROBE_SECONDS = 1.0
 
 
 class Servers:
-    """Who is there, and who has what. A server's name is `host:port`."""
+    """The servers that are up, and what each has. A server's name is `host:port`."""
 
     def __init__(self, urls: Sequence[str], policy: Policy) -> None:
         self.addresses = dict(map(address_of, urls))
@@ -42,7 +42,7 @@ class Servers:
         self.numbers = count()
 
     def rank(self, chain: Sequence[int]) -> list[str]:
-        """Those who are there, best first."""
+        """Return those that are up, best first."""
         return self.policy.rank(chain, {name: self.in_flight.of(name) for name in self.up}) if self.up else []
 
     def lost(self, name: str) -> None:
@@ -79,7 +79,7 @@ class Front(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It has left, and whoever works for it is told."""
+        """End the client's task: it has left."""
         if self._task is not None:
             self._task.cancel()
         if self._server is not None:

@@ -78,7 +78,7 @@ class TimedRunner(PagedRunner):
 class Cost:
     """Medians in microseconds a step.
 
-    schedule: who takes part. prepare: from works to tensors. rest: sampling a stub's logits, and the glue.
+    schedule: choosing works. prepare: from works to tensors. rest: sampling a stub's logits, and the glue.
     update: dealing out tokens, finish rule, and what the cache keeps.
     """
 

@@ -15,7 +15,7 @@ def keep_out() -> None:
 
     A reference count of zero frees nearly everything. The collector is for cycles, and looks for them through
     every object of a process: 200 ms where PyTorch is imported, and still 5 ms with nothing but the thousands
-    of requests that wait in line. Nobody's next token should have to wait for that.
+    of requests that wait in line. No request's next token should wait for that.
     """
     gc.collect()
     gc.freeze()

@@ -46,7 +46,7 @@ class TokenEvent(NamedTuple):
     text: what it adds to the text, from an engine that had to look for stop strings; None: not made yet.
     """
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     token_id: int | None
     finish_reason: FinishReason | None
     time: float

@@ -16,7 +16,7 @@ from common.errors import UserError
 def option(default: Any, help: str) -> Any:
     """A field of a dataclass of options.
 
-    help: one line, in the words of somebody who wants to set it.
+    help: one line, in the words of a user who wants to set it.
     """
     return field(default=default, metadata={"help": help})
 
@@ -55,7 +55,7 @@ def route(
         For each class, its own options.
 
     Raises:
-        UserError: nobody has an option of that name. It names the near ones.
+        UserError: no kind has an option of that name. It names the near ones.
     """
     owner: dict[str, int] = {}
     for place, kind in enumerate(kinds):

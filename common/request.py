@@ -34,7 +34,7 @@ class Request:
     priority: read by the priority policy; lower goes first.
     salt: requests share cached prefixes only with requests of the same salt (read by the prefix cache).
     text: made while it is generated, for a request with stop strings.
-    constraint: where it stands in its grammar; the engine's masks put it here and nobody else reads it.
+    constraint: where it stands in its grammar; the engine's masks put it here, and they alone read it.
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
     rank: where it stands in line, set by the scheduler's policy; smaller goes first.
     in_flight: scheduled steps that the host has not seen the end of.
@@ -73,7 +73,7 @@ class Request:
         """Its known tokens from `start` to `end` as an array, which is not to be changed.
 
         A list of a thousand takes as long to become one as a step to be scheduled: those of the prompt do it
-        once, for everybody who asks.
+        once, for all callers.
         """
         prompt_len = self.prompt_len
         if self.numbers is None:

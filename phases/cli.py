@@ -206,7 +206,7 @@ def serve(
         list[str] | None,
         flag(
             "whose web pages may ask from a browser, such as https://example.org; several with commas; "
-            "*: anybody's",
+            "*: any",
             metavar="ORIGIN",
         ),
     ] = None,

@@ -66,7 +66,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        """Take over, unless somebody else has, or has them ignored, as `nohup` and `&` do."""
+        """Take over, unless they have a handler or are ignored, as under `nohup` and `&`."""
         usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
         if threading.current_thread() is threading.main_thread():
             for number, handler in usual.items():

@@ -24,7 +24,8 @@ TWICE = set[str]()
 """Class names that are defined twice still."""
 LESSON, MEASURE = 3000, 400
 """Words of a lesson, and of its section on measuring outside of tables and folds."""
-QUESTIONS = {"what", "whether", "how", "where", "who", "whoever", "whose", "nobody", "somebody", "everybody"}
+QUESTIONS = {"what", "whether", "how", "where", "who", "whose"}
+NAMELESS = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever)\b", re.IGNORECASE)
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 """What may have a docstring."""
 MOST_LINES = 80
@@ -142,6 +143,27 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
                 first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
                 if first and first[0].lower() in QUESTIONS:
                     found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}")
+    assert found == []
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Return the first line and the text of every comment and docstring, those of names included."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.lineno, str(node.value.value)
+
+
+def test_the_actor_has_a_name():
+    """A request, the scheduler, rank 0: comments and docstrings do without nobody and whoever."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line + said[: word.start()].count(chr(10))} {word[0]}"
+        for path in sorted([*(ROOT / "phases").rglob("*.py"), *(ROOT / "common").rglob("*.py")])
+        for line, said in prose(path.read_text(encoding="utf-8"))
+        for word in NAMELESS.finditer(said)
+    ]
     assert found == []
 
 

@@ -1,4 +1,4 @@
-"""Two ways to ask: users who wait for their answer before they ask again, and a rate that waits for nobody.
+"""Two ways to ask: users who wait for an answer before they ask again, and a rate that waits for none.
 
 The closed loop says how much a server can do. It never overloads one: a slow server is asked more slowly. The
 open loop is how people come, and the only one that shows a queue.
@@ -120,7 +120,7 @@ async def _open(target: Target, plan: Plan, queue: Any) -> None:
     async def one(body: dict[str, Any], arrival: float) -> None:
         await asyncio.sleep(start + arrival - time.perf_counter())
         outcome = await ask(target, body, plan.timeout)
-        outcome.started = start + arrival  # who is sent late has waited, too
+        outcome.started = start + arrival  # a request that is sent late has waited, too
         queue.put(outcome)
 
     await asyncio.gather(*(one(*pair) for pair in zip(plan.bodies, plan.arrivals, strict=True)))

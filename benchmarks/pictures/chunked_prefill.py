@@ -122,7 +122,7 @@ def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Pictu
 
 
 def turns(steps: Sequence[Step]) -> Picture:
-    """Who is served in which step: decodes that take turns, and a prompt that always has its share."""
+    """Steps that serve each request: decodes that take turns, and a prompt that always has its share."""
     names = sorted({who for one in steps for who in one if who != "L"})
     cell, left, high = 52, 110, 22
     picture = Picture(

@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: who computes what in which row, and the arrays that the model and attention are given."""
+    """One step: what each row computes, and the arrays that the model and attention are given."""
 
     rows: Mapping[int, Span]
     arrays: HostBatch
@@ -101,7 +101,7 @@ def record() -> Trace:
 
 
 def record_static() -> list[dict[int, tuple[str, int, int, int]]]:
-    """Phase 03's steps: of each row the request, padding, first token, count; no request: nobody's."""
+    """Phase 03's steps: of each row the request, padding, first token, count; no request: a wasted row."""
     engine: Any = batching.load(_tiny(), batch_size=ROWS)
     prompts, params = _requests()
     shapes: list[tuple[int, int]] = []
@@ -130,11 +130,11 @@ def record_static() -> list[dict[int, tuple[str, int, int, int]]]:
                 rows[row] = (NAMES[who], width - count, start, count)
         steps.append(rows)
         at += 1
-    assert _for_nobody(steps) == engine.waste.padding + engine.waste.finished, "as the engine counts it"
+    assert _wasted(steps) == engine.waste.padding + engine.waste.finished, "as the engine counts it"
     return steps
 
 
-def _for_nobody(steps: Sequence[Mapping[int, tuple[str, int, int, int]]]) -> int:
+def _wasted(steps: Sequence[Mapping[int, tuple[str, int, int, int]]]) -> int:
     """Positions of phase 03 that are padding, or of rows that have finished."""
     return sum(pad if who else 1 for step in steps for who, pad, _, _ in step.values())
 
@@ -142,7 +142,7 @@ def _for_nobody(steps: Sequence[Mapping[int, tuple[str, int, int, int]]]) -> int
 def rows(trace: Trace) -> Picture:
     """Both phases' rows over their steps, a cell for each token that is computed."""
     static = record_static()
-    wasted = _for_nobody(static)
+    wasted = _wasted(static)
     now = [
         {row: (who, 0, start, count) for row, (who, start, count) in step.rows.items()}
         for step in trace.steps
@@ -155,7 +155,7 @@ def rows(trace: Trace) -> Picture:
         height=296,
     )
     words = [
-        f"03: {len(static)} steps compute {total[0]} positions, {wasted} of them for nobody",
+        f"03: {len(static)} steps compute {total[0]} positions, {wasted} of them for no request",
         f"04: {len(trace.steps)} steps compute {total[1]} tokens; a free row is taken in the next step",
     ]
     for panel, (steps, headline) in enumerate(zip((static, now), words, strict=True)):

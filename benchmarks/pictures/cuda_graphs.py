@@ -12,7 +12,7 @@ from forward import load_model
 
 PROMPT, OUTPUT = 3, 4
 PLAN, DEAL, STEP = 2, 2, 4
-"""How long each is drawn. The order is the engine's; the lengths are nobody's measurement."""
+"""How long each is drawn. The order is the engine's; the lengths are not measured."""
 
 
 class Event(NamedTuple):
@@ -57,7 +57,7 @@ def record(overlap: bool) -> list[Event]:
 def times(events: Sequence[Event]) -> tuple[list[int], dict[int, tuple[int, int]], int]:
     """When each of the host's events begins, when each step runs on the device, and when all is done.
 
-    A step begins when it is launched and the one before it has ended; who deals waits for its step.
+    A step begins when it is launched and the one before it has ended; a deal waits for its step.
     """
     now, free = 0, 0
     starts: list[int] = []

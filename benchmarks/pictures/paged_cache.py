@@ -28,7 +28,7 @@ class Step:
     stored: tokens whose keys are in them once the step has run; `fresh` of these are computed in it.
     users: of each block of the pool.
     copies: from which block to which, before anything is written.
-    waiting: who has no blocks.
+    waiting: requests without blocks.
     """
 
     tables: Mapping[str, list[int]]
@@ -81,7 +81,7 @@ def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list
 
 
 def _cells(step: Step, block: int, shared: int = 0) -> list[tuple[Kind, str, str]]:
-    """The tokens of a block: how they look, whose they are, and what they are called.
+    """The tokens of a block: how they look, their owner, and what they are called.
 
     shared: tokens at the beginning that belong to all, the prompt of several samples.
     """
@@ -93,7 +93,7 @@ def _cells(step: Step, block: int, shared: int = 0) -> list[tuple[Kind, str, str
                 if token < step.stored[who]:
                     new = token >= step.stored[who] - step.fresh.get(who, 0)
                     owner, name = ("", f"p{token}") if token < shared else (who, f"{who}{token}")
-                    if found[at][0] != "now":  # somebody else computes it for both
+                    if found[at][0] != "now":  # another request computes it for both
                         found[at] = ("now" if new else "kept", owner, name)
     return found
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import prefix_cache
-from benchmarks.pictures.svg import GREY, INK, LINE, NOBODY, PALE, PAPER, SOFT, STRONG, Picture
+from benchmarks.pictures.svg import GREY, INK, LINE, NEUTRAL, PALE, PAPER, SOFT, STRONG, Picture
 from common.request import Request
 from common.sampling.params import SamplingParams
 from forward import load_model
@@ -20,7 +20,7 @@ PROMPTS = ("You are helpful. Who?", "You are helpful. Why?", "You are")
 OUTPUTS = (3, 4, 2)
 """So that the first runs when the second comes, and has ended when the third comes."""
 TITLES = ("a runs", "b comes: the node is cut", "a has ended, c comes")
-SHARED, ALONE = (GREY, NOBODY), (PAPER, "#b9b2a5")
+SHARED, ALONE = (GREY, NEUTRAL), (PAPER, "#b9b2a5")
 """Colours of a node that several requests pin, and of one that none does."""
 
 
@@ -170,7 +170,7 @@ def _draw(picture: Picture, node: Stretch, moment: Moment, x: float, y: float) -
 
 
 def record_forgetting() -> list[tuple[str, dict[str, int]]]:
-    """Prompts of four blocks into a pool of twelve: who came, and how many blocks of each are remembered."""
+    """Prompts of four blocks into a pool of twelve, one by one, and how many blocks of each are kept."""
     engine = _load(12)
     moments = []
     for who in "abacd":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.pictures.svg import INK, LINE, NOBODY, PAPER, SOFT, Picture
+from benchmarks.pictures.svg import INK, LINE, NEUTRAL, PAPER, SOFT, Picture
 from structured.automata.dfa import compile
 from structured.automata.pushdown import Machine, MaskMaker
 from structured.automata.regex import parse
@@ -89,7 +89,7 @@ def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Pi
             picture.text(x - up * dy * away, y + up * dx * away + 4, letter, anchor="middle", bold=True)
     for state, (x, y) in PLACES.items():
         for radius in (18, 14) if state in ends else (18,):
-            picture.circle(x, y, radius, PAPER, NOBODY)
+            picture.circle(x, y, radius, PAPER, NEUTRAL)
         picture.text(x, y + 5, str(state), anchor="middle", bold=True, size=14)
     for line, words in enumerate(
         (

@@ -12,14 +12,14 @@ from typing import Literal
 from xml.sax.saxutils import escape
 
 WIDTH = 760
-INK, SOFT, LINE, PAPER, GREY, NOBODY = ("#23211e", "#6d6962", "#ddd7cc", "#fffefc", "#ebe7df", "#5b564e")
+INK, SOFT, LINE, PAPER, GREY, NEUTRAL = ("#23211e", "#6d6962", "#ddd7cc", "#fffefc", "#ebe7df", "#5b564e")
 STRONG = {"a": "#2a65a0", "b": "#a8650f", "c": "#37794a", "d": "#7a4f9e", "e": "#ad4536", "f": "#22757d"}
 PALE = {"a": "#cfdff0", "b": "#f3dfbd", "c": "#cfe6d4", "d": "#e3d7ef", "e": "#f4d5cf", "f": "#cbe6e8"}
 """Of a request, by its letter: what is computed now, and what was computed before."""
 
 Kind = Literal["now", "kept", "known", "coming", "free", "idle"]
 """How a cell looks: computed in this step, computed before, known and not computed, its value still on its
-way, empty, or work for nobody."""
+way, empty, or work for no request."""
 Anchor = Literal["start", "middle", "end"]
 
 
@@ -28,7 +28,7 @@ class Picture:
 
     Args:
         title: what it is, in a few words.
-        says: what is to be seen, for whoever cannot see it.
+        says: what is to be seen, for readers who cannot see it.
     """
 
     def __init__(self, title: str, says: str, height: float, width: float = WIDTH) -> None:
@@ -48,7 +48,7 @@ class Picture:
         self, x: float, y: float, wide: float, high: float, kind: Kind, who: str = "a", words: str = ""
     ) -> None:
         """A cell of request `who` (a letter), with a few letters in it."""
-        strong, pale = STRONG.get(who, NOBODY), PALE.get(who, GREY)
+        strong, pale = STRONG.get(who, NEUTRAL), PALE.get(who, GREY)
         fill, stroke, ink = {
             "now": (strong, strong, "#ffffff"),
             "kept": (pale, strong, INK),

@@ -70,8 +70,8 @@ def load_weights(
             its linear weights transposed). It is also called with `meta` tensors, to learn the shape.
         tied: maps a parameter to the one whose memory it shares, as an output head to the embedding. The
             checkpoint has them under either name, or the same under both: see `stores_once`.
-        place: puts a finished tensor where the model's name says, in the place of `assign`. Who replaces
-            layers while they are loaded never has two copies of them all.
+        place: puts a finished tensor where the model's name says, in the place of `assign`. Layers that are
+            replaced while they are loaded are never all there twice.
         read: given the model's name, an open file and the file's name, reads what is wanted of that tensor,
             which may be a part of it, and does in the place of `transform` what that does.
 
@@ -232,7 +232,7 @@ def _some(names: list[str]) -> str:
 
 
 def _printable(name: str) -> str:
-    """A name of somebody else's choice, fit for one line."""
+    """A name from a file, fit for one line."""
     return name if name.isprintable() and len(name) < 200 else shown(name)[1:-1]
 
 

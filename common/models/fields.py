@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: read with limits, and checked field by field.
+"""JSON of other programs: read with limits, and checked field by field.
 
 A checkpoint's files come from anywhere. What is read through this module either is what its `Field` says,
 or is refused in one line; so nothing behind it has to ask again.

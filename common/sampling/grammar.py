@@ -117,7 +117,7 @@ def _check_schema(part: Any, depth: int = 1) -> None:
 def _schemas_in(source: str) -> Iterator[Any]:
     """The JSON schemas that stand in a Lark grammar."""
     for start in re.finditer(r"%json\s*", source):
-        with suppress(ValueError, RecursionError):  # whoever compiles it says what is wrong
+        with suppress(ValueError, RecursionError):  # its compiler says what is wrong
             yield json.JSONDecoder().raw_decode(source, start.end())[0]
 
 

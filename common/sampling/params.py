@@ -146,7 +146,7 @@ class SamplingParams:
             raise UserError(f"grammar is {shown(self.grammar)}, but must be a Grammar or None")
 
     def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+        object.__setattr__(self, name, value)  # the dataclass is frozen for all others
 
     @property
     def greedy(self) -> bool:

@@ -90,7 +90,7 @@ class Plan:
     penalties: tuple[Places, ...] = ()
 
     def for_any_rows(self) -> Plan:
-        """Return a plan with the same features that takes the whole batch at once, whoever is in it.
+        """Return a plan with the same features that takes the whole batch at once, for any requests.
 
         It may be captured in a CUDA graph and serves every batch whose plan has no other features. Edits stay
         those of the batch that was planned.

@@ -225,7 +225,7 @@ class Sampler(SamplerRows):
         is chosen with its own step. For the penalties, `drafts` says what stands between the first of these
         places and each of them. Of the tokens chosen those are counted that stand behind right drafts.
 
-        logits: float32 [B, V]; left as they are, but where `Allowed` is given and nobody wants
+        logits: float32 [B, V]; left as they are, but where `Allowed` is given and no request wants
             log-probabilities: then they are masked in place.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
         rows_host: the same on the host, for the plan.

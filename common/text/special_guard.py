@@ -13,14 +13,14 @@ from common.errors import UserError
 from common.text.ids import ids_of
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
-"""Characters that no text has: Unicode keeps the first 32 from interchange, and nobody uses the others."""
+"""Characters that no text has: Unicode keeps the first 32 from interchange, and the others are not in use."""
 
 
 class SpecialGuard:
     """Tells a special token that the chat template wrote from the same characters in a message.
 
-    Tokenizers look for special tokens in the text of the whole conversation, where nothing says who wrote
-    what. So a character of each one that stands in a message is replaced by a stand-in before the template is
+    Tokenizers look for special tokens in the whole conversation, and cannot tell a template's from a user's.
+    So a character of each one that stands in a message is replaced by a stand-in before the template is
     rendered, wherever the text goes on from there: it is trimmed, cut and joined like any other. The rendered
     text is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back
     into characters after it has looked for special tokens. Everything behind that (words, merges, prefixes)

@@ -289,7 +289,7 @@ def _named(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # somebody stops the program
+            raise  # the user stops the program
         raise UserError(f"{what} cannot be used by the tokenizer ({error})") from None
 
 

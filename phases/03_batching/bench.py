@@ -80,7 +80,7 @@ class Bench:
         return [self.summarize(variant, work, kept, batch=batch) for variant, kept in samples.items()]
 
     def waste(self, work: Workload, batch: int, compact: bool) -> Sample:
-        """Time the workload and count the computed positions that served nobody."""
+        """Time the workload and count the computed positions that served no request."""
         engine = batching.load(self.model, batch_size=batch, compact=compact)
         sample = time_generation(engine, work, self.options.device)
         return {**sample, "wasted_fraction": engine.waste.fraction}

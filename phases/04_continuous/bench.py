@@ -219,7 +219,7 @@ def add_gains(before: Samples, after: Samples) -> None:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Throughput and mean time to first token when outputs are skewed, and who has which row when."""
+    """Throughput and mean time to first token when outputs are skewed, and the requests in rows over time."""
     runs = [run for run in evidence.runs if run.workload.startswith("skewed-outputs")]
     work = workload("skewed-outputs-small")
     replayed = work.sha256 == runs[0].workload_sha256  # a quick run's requests are others
@@ -265,7 +265,7 @@ def stepped(work: Workload) -> list[dict[int, int]]:
 
 
 def _rows(axes: Axes, variant: str, steps: list[dict[int, int]], most: int) -> None:
-    """A line a row: a bar for each request that has it, and grey where a step computes it for nobody."""
+    """A line a row: a bar for each request that has it, and grey where a step computes it for none."""
     base = colours([variant])[variant]
     for row in range(ROWS):
         axes.barh(row, len(steps), height=0.8, color=tint(GREY, 0.6))

@@ -101,7 +101,7 @@ class Bench:
     # The price of gathering.
 
     def end_to_end(self) -> list[Run]:
-        """The same rows for both, and room for everybody: what is left is the price of gathering."""
+        """The same rows for both, and room for all requests: what is left is the price of gathering."""
         names = ["offline-256-small", "chat-serving-long-small"]
         if not self.on_cpu:
             names = ["paged_attention"]

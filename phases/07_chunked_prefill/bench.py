@@ -128,7 +128,7 @@ class Bench:
         return runs + [self.summarize(PHASE, work, kept[str(b)], budget=b) for b in size.budgets]
 
     def policies(self) -> list[Run]:
-        """Prompts of all lengths arrive together: who waits for whom, under which policy?"""
+        """Prompts of all lengths arrive together: which wait for which, under each policy?"""
         size = self.size
         work = decodes_and_prompts(size, size.burst, f"decodes-{size.decodes}-burst-{len(size.burst)}")
         budget, chunk = size.policy_budget, size.policy_budget // 4
@@ -177,7 +177,7 @@ class Bench:
         return chunked_prefill.load(self.model, step_tokens=budget, **options, **self.room())
 
     def room(self) -> dict[str, Any]:
-        """The same cache for everybody: nobody is preempted."""
+        """The same cache for all variants: no request is preempted."""
         tokens = 16 * self.size.max_len if self.on_cpu else 160_000
         size = min(tokens, 64 * self.size.max_len) * self.model.config.kv_bytes_per_token(self.options.dtype)
         return {"max_rows": 64, "max_len": self.size.max_len, "cache_bytes": size}

@@ -1,7 +1,7 @@
 """Phase 09 against phase 08 with phase 06's kernels, and both beside the engines that this course explains.
 
 One engine is built for each model. Its variants share the scheduler, the cache and the kernels, and differ in
-who launches them: graphs or Python, ahead of the results or behind them.
+what launches them: graphs or Python, ahead of the results or behind them.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def tasks(options: BenchOptions) -> list[Run]:
 
 
 Contender = tuple[PagedEngine, Drafter]
-"""A variant: an engine, and who guesses for it."""
+"""A variant: an engine, and its drafter."""
 
 
 class Bench:
@@ -160,9 +160,9 @@ class Bench:
     ) -> list[Run]:
         """All contenders on one workload, in turn."""
         kept = alternate(
-            {name: partial(self.sample, who, work) for name, who in contenders.items()},
+            {name: partial(self.sample, one, work) for name, one in contenders.items()},
             self.options.repeats,
-            warm={name: partial(self.warm, who, _short(work)) for name, who in contenders.items()},
+            warm={name: partial(self.warm, one, _short(work)) for name, one in contenders.items()},
             log=print,
         )
         return [self.summarize(name, work, samples, facts) for name, samples in kept.items()]

@@ -143,7 +143,7 @@ class Bench:
         ]
 
     def sizes(self, count: int, max_len: int = 512, tokens: int | None = None) -> dict[str, Any]:
-        """Room for everybody, and for the other phase's engine beside this one."""
+        """Room for all requests, and for the other phase's engine beside this one."""
         tokens = max(count, 4) * max_len if tokens is None else tokens
         return {
             "max_rows": count,

@@ -2,7 +2,7 @@
 
 On a CPU: the same server in front of this ladder's engine and in front of phase 02, one request at a time. On
 a GPU: the engine's own rate, the same requests over HTTP, the first token of one user, and arrivals by the
-clock. Nobody drafts: what HTTP costs and what batching brings is the question.
+clock. No engine drafts: what HTTP costs and what batching brings is the question.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _rates(axes: Axes, runs: list[Run], labels: list[str]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("output tokens a second")
     most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
-    axes.set_title(f"Everybody together: {most.median('output_tokens_per_s'):,.0f} tokens a second")
+    axes.set_title(f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second")
     axes.margins(x=0.25)
 
 

@@ -176,7 +176,7 @@ def facts(
 
 
 def model_of(options: BenchOptions) -> str:
-    """What is measured, unless somebody wants another one."""
+    """Return the model to measure: the one asked for, or the device's usual one."""
     return options.model or (USUAL_GPU if options.device.type == "cuda" else USUAL_CPU)
 
 
@@ -249,7 +249,7 @@ class Child:
 
 
 def child_main(descriptor: int) -> None:
-    """The child's life: parts come in, runs or an error go out. It ends with the one who asks."""
+    """The child's life: parts come in, runs or an error go out. It ends with its parent."""
     threading.Thread(target=end_with, args=(descriptor,), daemon=True).start()
     connection = Connection(descriptor)
     bench = Bench(*connection.recv())

@@ -228,7 +228,7 @@ def on_gpu(options: BenchOptions) -> list[Run]:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Left: bytes a token over the batch. Middle: who is chosen, layer by layer. Right: what fewer cost."""
+    """Left: bytes a token over the batch. Middle: chosen experts by layer. Right: what fewer cost."""
     layers = [run for run in evidence.runs if "layer" in run.options]
     figure, axes = panels(3 if layers else 1, height=3.4)
     steps = [run for run in evidence.runs if "token_gigabytes" in run.metrics]

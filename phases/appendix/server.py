@@ -55,7 +55,7 @@ def whole_app(
     Args:
         hosts: names that the server answers to; see `hosts.names_of`.
         allowed_origins: whose web pages may read answers; see `origins`.
-        keys: of which a client needs one; none: everybody may come in.
+        keys: of which a client needs one; none: every request is taken.
         access_log: a path, "-" for standard error, or "none".
         limits: on what a client may send.
         version: of the server.

@@ -83,7 +83,7 @@ SHOWS = {
     4: Show("A finished answer leaves the batch at once, and a waiting question takes its place.", "steps"),
     5: Show("The cache is blocks handed out on demand, so more requests fit the same memory.", "at_once"),
     6: Show("Kernels read the blocks where they lie: compare the speed."),
-    7: Show("Long prompts are cut into chunks, so that nobody waits for one.", "largest"),
+    7: Show("Long prompts are cut into chunks, so that no request waits for one.", "largest"),
     8: Show("Prompts that begin alike are computed once.", "computed"),
     9: Show(
         "The next step is scheduled while this one runs. With CUDA, a step is one launch: see its speed."

@@ -96,7 +96,7 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _raised(source: str, node: Function) -> Iterator[str]:
-    """Comments on the errors that a body raises: who calls it may read their words."""
+    """Comments on the errors that a body raises: its callers may read their words."""
     found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
     calls = sorted((call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno)
     segments = (re.sub(r"\s+", " ", ast.get_source_segment(source, call) or "") for call in calls)

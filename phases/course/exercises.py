@@ -85,7 +85,7 @@ class Question:
     tolerance: float = 0.25
     """How far off an answer may be, as a fraction."""
     why: str = ""
-    """What is said to who has found it."""
+    """The explanation for a student who has found it."""
 
     @property
     def phase(self) -> Phase:

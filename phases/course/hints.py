@@ -1,4 +1,4 @@
-"""Hints of three levels, the solution as a difference, and the log of who has asked for them."""
+"""Hints of three levels, the solution as a difference, and the log of students who asked for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def solution(exercise: Exercise, source: str) -> str:
     ours = functions(reference)
     try:
         theirs = functions(source)
-    except SyntaxError:  # who is stuck there may look all the same
+    except SyntaxError:  # a student who is stuck there may look all the same
         theirs = {}
     parts: list[str] = []
     for name in exercise.functions:

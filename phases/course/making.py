@@ -18,7 +18,7 @@ from phases.course.exercises import Exercise, Question, exercises, files_of, que
 
 COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
 LARGEST = 1 << 22
-"""Characters of a file that somebody hands in."""
+"""Characters of a file that a student hands in."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def link(folder: Path) -> None:
 
 
 def text_in(folder: Path, file: str, errors: str = "strict") -> str:
-    """The text of a file of a copy, which may be anybody's: a pipe or a device would never end.
+    """The text of a file of a copy, which may be any student's: a pipe or a device would never end.
 
     errors: of what is no text; see `open`.
 
@@ -138,7 +138,7 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
 
 
 def parsed(text: str) -> Any:
-    """JSON of anybody's. Raises `ValueError` for what is none, however deep."""
+    """JSON of any student. Raises `ValueError` for what is none, however deep."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -54,7 +54,7 @@ class Nursery:
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONHASHSEED": "0",  # a set's order is the same for everybody, and tomorrow
+                "PYTHONHASHSEED": "0",  # a set's order is the same for all students, and tomorrow
             },
             start_new_session=True,  # Ctrl-C is for this program, which then ends that one
         )

@@ -179,7 +179,7 @@ def test_a_prompt_advances_though_decodes_could_take_the_whole_budget() -> None:
         for request in decoding:
             served[request] += counts.get(request, 0)
     assert steps == 20
-    # Six decodes a step for ten requests in turn: everybody gets 12 of 20.
+    # Six decodes a step for ten requests in turn: each gets 12 of 20.
     assert set(served.values()) == {12}
 
 

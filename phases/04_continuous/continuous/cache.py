@@ -12,7 +12,7 @@ from common.request import Request
 
 
 class CacheManager(Protocol):
-    """The host's side of a cache: who has room. It moves no data and never waits for the device.
+    """The host's side of a cache: which requests have room. It moves no data and never waits for the device.
 
     The scheduler keeps to an order. Admission: `fits`, `lookup`, then a row and the first `reserve`, which
     must not refuse what `fits` has just allowed; the caller of `lookup` sets `num_computed_tokens` to what it

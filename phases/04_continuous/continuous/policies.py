@@ -1,7 +1,7 @@
 """Scheduling policies: each gives a request a rank, once, when it arrives. Smaller goes first.
 
-The rank orders the waiting line and says who is preempted (the largest). A preempted request keeps its rank,
-so it returns to its old place in line and not to the end.
+The rank orders the waiting line, and the largest is preempted. A preempted request keeps its rank, so it
+returns to its old place in line and not to the end.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ class Scheduler:
     decode is one behind. Later phases change the hooks: `order`, `yields`, `share`, `make_room`, `fork`.
 
     Args:
-        rows: who runs, at most `rows.count` at a time.
+        rows: one for each request that runs, at most `rows.count` at a time.
         cache: where their keys and values go.
         step_tokens: most tokens that one step computes.
-        policy: who is served first.
+        policy: which request is served first.
 
     drafter: guesses tokens to be verified. A later phase puts another one here, whose attention takes several
         queries of a request with a past; this phase's takes one.

@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """A step is about to be scheduled; returns whether anybody is to be asked for drafts in it."""
+        """A step is about to be scheduled; returns whether `propose` is to be called in it."""
         return True
 
     def propose(self, request: Request, most: int) -> Sequence[int]:

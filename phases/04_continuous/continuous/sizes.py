@@ -20,7 +20,7 @@ class Sizes:
     max_rows: int | None = option(None, "requests that run at a time")
     max_len: int | None = option(None, "most tokens of a request, prompt and output")
     step_tokens: int | None = option(None, "most tokens computed in a step")
-    policy: str = option("fcfs", "who is served first: fcfs, shortest_first or priority")
+    policy: str = option("fcfs", "which request is first: fcfs, shortest_first or priority")
     cache_bytes: int | None = option(None, "bytes of the KV cache")
 
     def __post_init__(self) -> None:

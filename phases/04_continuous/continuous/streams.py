@@ -25,7 +25,7 @@ def stream(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]:
         while left:
             if not mine:
                 outputs = engine.step()
-                # What belongs to no stream is for the caller who calls `step` next.
+                # What belongs to no stream is for the next caller of `step`.
                 engine.outputs[:0] = [o for o in outputs if o.request not in engine.sinks]
             while mine:
                 request, token, reason, now, logprob, text = mine.popleft()

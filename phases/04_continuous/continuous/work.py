@@ -20,7 +20,7 @@ class Work(NamedTuple):
     request: Request
     row: int
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     drafts: tuple[int, ...] = ()
     takers: tuple[Request, ...] = ()
     certain: bool = False

@@ -99,7 +99,7 @@ class TorchPagedAttention(PagedAttention):
         host, device = self.batch.host, self.batch.positions.device
         if self.pool.exact:
             self._prompts, others = prompt_groups(host, device)
-        else:  # a prompt attends to its keys as they are stored, too, as who comes later will
+        else:  # a prompt attends to its keys as they are stored, as later requests will
             self._prompts, others = [], np.arange(len(host.query_lens))
         # By queries first, by contexts next, so that neighbours need little padding.
         order = others[np.lexsort((host.context_lens[others], host.query_lens[others]))].tolist()

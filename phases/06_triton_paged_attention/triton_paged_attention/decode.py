@@ -125,7 +125,7 @@ def decode_kernel(
         at_split = (slot * splits + split) * (QUERIES * GROUP) + row
         tl.store(partial + at_split[:, None] * D_PAD + d[None, :], acc, mask=real)
         tl.store(lse + at_split, m + tl.log2(weight_sum), mask=token < count)
-        # All threads' stores first, then one release; whoever counts last has acquired everybody's stores.
+        # All threads' stores first, then one release; the last program to count has acquired them all.
         tl.debug_barrier()
         if tl.atomic_add(arrived + slot, 1, sem="acq_rel") == used - 1:
             tl.store(arrived + slot, 0)  # ready for the next launch

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from triton_paged_attention.attention import TritonPagedAttention
 
 Backend = Literal["torch", "triton"]
-"""Who computes a kind of operator: plain torch as in phase 01, or the kernels of this phase."""
+"""The backend of a kind of operator: plain torch as in phase 01, or the kernels of this phase."""
 LAYERS = ("norms", "rope", "activation", "projections")
 """Kinds of operators in a model's layers."""
 CUDA_BLOCK_SIZE = 64

@@ -200,7 +200,7 @@ def optimize(model: Model, by_torch: Collection[str] = ()) -> Model:
     """Put this phase's layers in the places of phase 01's, and return the model, which is the same object.
 
     Projections are joined layer by layer, and the old ones of a layer are let go of before the next is
-    joined. Who still needs the model as it was gives a `clone`, and so keeps both alive.
+    joined. A caller that still needs the model as it was gives a `clone`, and so keeps both.
 
     GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and gains by attention alone.
 

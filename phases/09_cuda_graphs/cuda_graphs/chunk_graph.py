@@ -56,20 +56,20 @@ class Layout:
     """
 
     def __init__(self, tokens: int, requests: int, tiles: int, samples: int | None = None) -> None:
-        everybody, drafts = requests + 1, {} if samples is None else {"drafts": tokens}
+        listed, drafts = requests + 1, {} if samples is None else {"drafts": tokens}
         samples = requests if samples is None else samples
         self.sizes = {
             **drafts,
             "token_rows": tokens,
             "positions": tokens,
-            "rows": everybody,
+            "rows": listed,
             "sample_at": samples,
             "sample_rows": samples,
             "sample_positions": samples,
             "sample_steps": samples,
-            "query_starts": everybody + 1,
-            "context_lens": everybody,
-            "members": everybody,
+            "query_starts": listed + 1,
+            "context_lens": listed,
+            "members": listed,
             "tiles": 4 * tiles,
         }
         self.starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
@@ -135,8 +135,8 @@ class ChunkGraph:
         self._narrow = inputs[layout.starts[NARROW[0]] :]
         padding = np.zeros(layout.size, np.int64)
         empty = {**dict.fromkeys(GIVEN, NOTHING), "query_starts": np.zeros(1, np.int64)}
-        nobody = replace(self.batch.host, **empty)
-        layout.fill(padding, nobody, NOTHING, NOTHING.reshape(0, 4))
+        no_requests = replace(self.batch.host, **empty)
+        layout.fill(padding, no_requests, NOTHING, NOTHING.reshape(0, 4))
         inputs.copy_(torch.from_numpy(padding))
         self.replay = capturer.capture(self.compute)
 

@@ -111,7 +111,7 @@ class DecodeGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
         if self.plan is None:
             return
-        # Nobody keeps them: a tensor that outlives the capture takes memory of its own, and logits of every
+        # They are not kept: a tensor that outlives the capture takes memory of its own, and logits of every
         # size would be more than a gigabyte.
         logits = narrow_logits(on.model, self.hidden)
         sampled = on.sampler.sample(logits, self.rows, (), self.steps, self.plan)

@@ -29,7 +29,7 @@ class Scheme:
 
     name: what it is called in options and messages.
     weights: the numbers.
-    scales: who shares one: the tensor, an output channel (a row), a block of 128 x 128, or a group of
+    scales: what shares one: the tensor, an output channel (a row), a block of 128 x 128, or a group of
         neighbouring inputs within a row.
     group: inputs in a group; 0 unless scales are by group.
     zeros: whether a group has a zero point; without, the numbers lie around the middle.

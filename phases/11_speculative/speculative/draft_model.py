@@ -43,7 +43,7 @@ class DraftModel(Source):
         self.shadows: dict[Request, Shadow] = {}
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        """See `Source`. Who finds no room in the draft model's cache gets no drafts."""
+        """See `Source`. A request without room in the draft model's cache gets no drafts."""
         fresh = {r: n for r, n in zip(requests, lengths, strict=True) if self._guessed(r)}
         ready = [(r, n, self._ready(r, n)) for r, n in zip(requests, lengths, strict=True) if r not in fresh]
         some = sorted(

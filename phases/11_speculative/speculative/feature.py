@@ -47,7 +47,7 @@ class Speculate(Feature):
     whole: ClassVar[bool] = True
     """False in an engine that has a part of a model: its steps may not draft inside a graph."""
 
-    drafter: str = option("ngram", "who guesses: ngram, model, head, synthetic or none")
+    drafter: str = option("ngram", "the drafter: ngram, model, head, synthetic or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
     draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
     draft_model: str | None = option(None, "model or weights that guess, for model and head")

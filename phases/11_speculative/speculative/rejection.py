@@ -2,8 +2,8 @@
 
 Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023 (arXiv
 2211.17192), and Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023
-(arXiv 2302.01318). It needs the drafter's probabilities, and its text depends on who drafts: the distribution
-of the text stays the same, the text for a seed does not. The engine does without it.
+(arXiv 2302.01318). It needs the drafter's probabilities, and its text depends on the drafter: the
+distribution of the text stays the same, the text for a seed does not. The engine does without it.
 """
 
 from __future__ import annotations

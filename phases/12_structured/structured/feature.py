@@ -26,7 +26,7 @@ class Structured(Feature):
     phase: ClassVar[int] = 12
 
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
-    grammar_cache_bytes: int = option(256 << 20, "memory for compiled grammars that nobody uses")
+    grammar_cache_bytes: int = option(256 << 20, "memory for compiled grammars that no request uses")
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -14,13 +14,13 @@ from continuous.work import Work
 
 Landed = Mapping[Request, Sequence[int]]
 """Tokens that have been sampled for requests."""
-NOBODYS: Landed = MappingProxyType({})
+NONE_LANDED: Landed = MappingProxyType({})
 
 
 class EarlyMasks(Masks, Protocol):
     """`Masks` that a loop may begin before it asks for them: a seam, for masks made by threads."""
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Begin what `fill` will be asked for, now that every token before is known.
 
         landed: those of them that requests have not been given yet.

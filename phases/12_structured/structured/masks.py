@@ -14,7 +14,7 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.batch import upload
 from continuous.work import Work
-from structured.loop import NOBODYS, Landed
+from structured.loop import NONE_LANDED, Landed
 from structured.matcher import Matcher, Words
 from structured.pool import Compilation, GrammarPool
 
@@ -130,7 +130,7 @@ class GrammarMasks:
         """Tell whether any taker has a grammar; until the first grammar comes, this costs nothing."""
         return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Begin nothing: `fill` does it all."""
         return True
 

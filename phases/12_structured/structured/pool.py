@@ -21,7 +21,7 @@ REFUSED_BYTES = 1024
 
 
 class Compilation:
-    """One grammar, from the moment somebody asked for it.
+    """One grammar, from the moment a request asked for it.
 
     started: `time.monotonic()` when a thread took it up; None: it waits for a thread.
     """
@@ -42,7 +42,7 @@ class Compilation:
 
         Raises:
             UserError: it is refused, or has taken too long. Its thread is let go on: backends have limits
-                on their work, and nobody waits for it any more.
+                on their work, and no request waits for it any more.
         """
         if self.future.done():
             return self.future.result()
@@ -65,7 +65,7 @@ class GrammarPool:
 
     Args:
         make_backend: called once, in the first thread that needs it: a tokenizer takes a while to prepare.
-        cache_bytes: most bytes of compiled grammars that are kept, as far as nobody uses them.
+        cache_bytes: most bytes of compiled grammars that are kept, as far as no request uses them.
         seconds: most time for one.
         threads: how many are compiled at a time.
     """
@@ -90,11 +90,11 @@ class GrammarPool:
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
-        """Return a grammar's compilation, begun now if nobody has asked before. Any thread may call this."""
+        """Return a grammar's compilation, begun now if none has asked before. Any thread may call this."""
         with self._lock:
             found = self._known.get(grammar)
             if found is not None and not found.future.done() and found.late:
-                found = None  # its thread may hang for a while yet; whoever asks again has another try
+                found = None  # its thread may hang for a while yet; the next to ask has another try
             if found is None:
                 found = self._known[grammar] = Compilation(grammar, self.seconds)
                 self.compiled += 1
@@ -127,6 +127,6 @@ class GrammarPool:
 
 
 def step_back() -> None:
-    """Let this thread have only what processor time others leave: nobody's step waits for a grammar."""
+    """Let this thread have only what processor time others leave: no step waits for a grammar."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -29,7 +29,7 @@ QUICK = 60.0
 
 
 class CannotStart(Exception):
-    """The first engine could not be made. wrong_input: somebody can correct it, and the message says how."""
+    """The first engine could not be made. wrong_input: the user can correct it, and the message says how."""
 
     def __init__(self, reason: str, wrong_input: bool) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class EngineProcess(EngineClient):
 
     Args:
         make: makes the engine, there; any callable that can be pickled.
-        silence: seconds without a word, while somebody waits for tokens, after which it counts as hanging.
+        silence: seconds without a word, while a client waits for tokens, after which it counts as hanging.
         observer: makes what reads along, there.
     """
 
@@ -58,7 +58,7 @@ class EngineProcess(EngineClient):
     def transmit(self, data: bytes) -> None:
         """See `EngineClient`. That the engine has gone is noticed in `_live`."""
         if self._socket is not None:
-            # A future, also where nobody is there yet to send it to; unasked, it would complain of that.
+            # A future, also where no engine is there yet to send it to; unasked, it would complain of that.
             sent = asyncio.ensure_future(self._socket.send(data, zmq.NOBLOCK))
             sent.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
 
@@ -85,7 +85,7 @@ class EngineProcess(EngineClient):
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
-        """End the engine for good; whoever still waits is told an error."""
+        """End the engine for good; clients that still wait get an error."""
         rounds = 50 if self.state == "ready" else 0
         self._stopping, self.state = True, "stopped"
         self.tell(Stop())

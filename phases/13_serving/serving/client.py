@@ -1,6 +1,6 @@
 """The engine as the API process sees it: completions go in, their tokens come back, and it may die.
 
-Everything here runs in one thread, the event loop's. A completion is a number; whoever submits one gives a
+Everything here runs in one thread, the event loop's. A completion is a number; its submitter gives a
 `Sink` that is called with its tokens, in order, and once with its end, whatever happens to the engine.
 """
 
@@ -62,7 +62,7 @@ class EngineClient:
         """Start the engine, and start it again whenever it ends, until `stop`."""
 
     async def stop(self) -> None:
-        """End the engine for good; whoever still waits is told an error."""
+        """End the engine for good; clients that still wait get an error."""
 
     @property
     def in_flight(self) -> int:

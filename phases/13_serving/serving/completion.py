@@ -24,7 +24,7 @@ class Order:
     """A prompt as it goes to the engine.
 
     shown: special tokens that belong to the text of its completions.
-    wanted: kinds of notes about its completions that somebody reads; see `serving.messages`.
+    wanted: kinds of notes about its completions that are read; see `serving.messages`.
     notes: those that have come, by their kind.
     """
 

@@ -36,7 +36,7 @@ class AddPrompt(Struct, array_like=True, tag="add"):
 
 
 class AbortCompletions(Struct, array_like=True, tag="abort"):
-    """End these completions; nobody wants them any more. Unknown numbers have ended already."""
+    """End these completions; no client wants them any more. Unknown numbers have ended already."""
 
     numbers: list[int]
 
@@ -65,7 +65,7 @@ class Ready(Struct, array_like=True, tag="ready"):
 
 
 class Failed(Struct, array_like=True, tag="failed"):
-    """The engine cannot be made. wrong_input: somebody can correct it, and `reason` says how."""
+    """The engine cannot be made. wrong_input: the user can correct it, and `reason` says how."""
 
     reason: str
     wrong_input: bool
@@ -109,7 +109,7 @@ def ending(number: int, reason: str, error: BaseException | None, place: int = N
 
 
 class StepReport(Struct, array_like=True, tag="step"):
-    """The outcome of a step: token `tokens[i]` for completion `numbers[i]`, and who has ended.
+    """The outcome of a step: token `tokens[i]` for completion `numbers[i]`, and which have ended.
 
     logprobs: of tokens by their place, where that was asked.
     notes: a completion, the kind of the note, and a list; see `CACHED` and the others.

@@ -76,7 +76,7 @@ def main(make: Callable[[], Any], address: str, observer: Observing = Observer) 
 
 
 def _die_with_parent() -> None:
-    """An engine whose API process was killed has nobody to talk to."""
+    """End with the API process: without it an engine serves no client."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -91,7 +91,7 @@ class Worker:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
-        """Carry out one command. What is wrong with a request is told to its sender and harms nobody else."""
+        """Carry out one command. What is wrong with a request is told to its sender and harms no other."""
         match command:
             case AddPrompt():
                 self._add(command)

@@ -57,7 +57,7 @@ class Member:
         self._lost(f"rank {self.rank} has ended (exit code {code})")
 
     def send(self, data: bytes) -> None:
-        """Send a message. That nobody hears it any more is told as it is elsewhere: by how it has ended."""
+        """Send a message. A rank that is gone is reported as it is elsewhere: by how it has ended."""
         try:
             self.connection.send_bytes(data)
         except OSError:
@@ -110,7 +110,7 @@ class Crew:
         return found
 
     def lose(self, reason: str) -> None:
-        """The ranks are of no use any more: the first reason counts. All others end, and nobody waits."""
+        """The ranks are of no use any more: the first reason counts. All others end, and none waits."""
         if self._ending or self.reason:
             return
         self.reason = reason

@@ -23,7 +23,7 @@ from parallel.messages import Enter, EnteredRequest, Leave, Rehearsed, Sum, Turn
 from parallel.told import Teller, Told
 
 KEPT = 1000
-"""Checksums that rank 0 keeps for those who are behind."""
+"""Checksums that rank 0 keeps for ranks that are behind."""
 
 
 class InRanks(Journal):
@@ -180,7 +180,7 @@ class Leader(InRanks):
             del self._sums[next(iter(self._sums))]
 
     def close(self) -> None:
-        """Let the other ranks go, who otherwise stay as long as this engine does."""
+        """Let the other ranks go, which otherwise stay as long as this engine does."""
         self.closed = True
         self.release()
 

@@ -125,7 +125,7 @@ def own_engine(
 
 @dataclass(frozen=True)
 class Split(Feature):
-    """`Parallel` inside a rank's own engine; nobody chooses it.
+    """`Parallel` inside a rank's own engine; it is no option.
 
     crew: the others, on rank 0. line: to rank 0, on all others.
     """

@@ -30,7 +30,7 @@ def meet(crew: Crew, device: torch.device) -> Ranks:
     port, store = meeting(0, prefix, first=True)
     crew.tell(Join(crew.size, str(device), port, prefix, threads))
     here: set[int] = set()
-    while len(here) < crew.size - 1:  # who waits inside the library for a rank cannot hear that it has ended
+    while len(here) < crew.size - 1:  # inside the library a wait for a rank cannot hear that it has ended
         here |= {rank for rank, message in crew.answers(wait=0.05) if isinstance(message, Here)}
         crew.check()
     ranks = Ranks(0, crew.size, device, store)
@@ -39,7 +39,7 @@ def meet(crew: Crew, device: torch.device) -> Ranks:
 
 
 def part(crew: Crew, ranks: Ranks, let_go: Callable[[], None] = lambda: None) -> None:
-    """The end: the ranks leave each other, and the processes wait for whoever needs some next.
+    """The end: the ranks leave each other, and the processes wait for the next engine.
 
     let_go: destroys the graphs in which they add up.
     """

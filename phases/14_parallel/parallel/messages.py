@@ -19,7 +19,7 @@ class EnteredRequest(NamedTuple):
     limit: int
     params: SamplingParams
     seed: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
     sample: int
     priority: int
     salt: str
@@ -65,7 +65,7 @@ class Turn(NamedTuple):
 class Drafts(NamedTuple):
     """The drafts of the step that was scheduled; follows a `Turn` where there is a drafter.
 
-    asks: whether anybody was asked. drafts: what was proposed for whom, by request.
+    asks: whether the drafter was asked. drafts: what it proposed, by request.
     """
 
     asks: bool

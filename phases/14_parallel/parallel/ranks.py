@@ -67,14 +67,14 @@ def parted() -> bool:
 _ours: Any = None
 """The default group of this process, if it was made here."""
 _joined: weakref.WeakSet[Ranks] = weakref.WeakSet()
-"""Who is in it, has not left the others, and has not lost one."""
+"""Ranks that are in it, have not left the others, and have not lost one."""
 
 
 def make_way() -> None:
     """End the group of an engine that has lost a rank, or could not be made.
 
     Raises:
-        UserError: it is another engine's that still lives, or somebody else's.
+        UserError: it is another engine's that still lives, or was not made here.
         RuntimeError: it does not end.
     """
     if not dist.is_initialized():
@@ -166,7 +166,7 @@ class Ranks:
         _joined.discard(self)
 
     def abort(self) -> None:
-        """Wait for nobody any more: a rank is gone. Any thread may call this."""
+        """Wait for no rank any more: one is gone. Any thread may call this."""
         self.leave()
         self.reducer.stop()
         if self._gloo is None and dist.is_initialized():

@@ -22,7 +22,7 @@ class Reducer:
         return residual + self.sum(ranks, part)
 
     def stop(self) -> None:
-        """Let nobody wait any more: a rank is gone."""
+        """Let no rank wait any more: one is gone."""
 
 
 PLAIN = Reducer()

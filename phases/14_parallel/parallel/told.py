@@ -15,7 +15,7 @@ from continuous.work import Work
 from parallel.line import Line
 from parallel.messages import Drafts
 from speculative.loops import Watcher
-from structured.loop import NOBODYS, EarlyMasks, Landed
+from structured.loop import NONE_LANDED, EarlyMasks, Landed
 
 
 class Teller(Watcher):
@@ -71,7 +71,7 @@ class Told(Watcher):
         return self.now
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Wait for rank 0's message about this step, keep it, and return whether anybody was asked there.
+        """Wait for rank 0's message about this step, keep it, and return whether a drafter was asked there.
 
         It is the next that `line` receives: rank 0 sends it as soon as it has scheduled the step.
         """
@@ -115,13 +115,13 @@ class FirstMasks(EarlyMasks):
         """See `Masks.wants`."""
         return self.inner.wants(works)
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """See `Masks.begin`. They are handed out at the same place of a step, however soon they are made."""
         self.inner.begin(works, landed)
         return False
 
     def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
-        """Masks, or none for nobody."""
+        """Return the masks of the step; `nothing` if no request has a grammar."""
         found = self.inner.fill(works)
         for request, error in self.inner.take_failed():
             self.failed(request, error)
@@ -141,7 +141,7 @@ class OtherMasks(NoMasks):
     def check(self, params: SamplingParams) -> None:
         """Rank 0 has done it, as it has waited, and tells which grammars have failed."""
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Begin like rank 0."""
         return False
 
@@ -150,7 +150,7 @@ class OtherMasks(NoMasks):
         return any(taker.params.grammar is not None for work in works for taker in work.takers)
 
     def fill(self, works: Sequence[Work]) -> Allowed:  # type: ignore[override]
-        """None for nobody."""
+        """Return masks for no place: rank 0 masks."""
         return self._nothing
 
 

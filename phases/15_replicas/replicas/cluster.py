@@ -1,7 +1,7 @@
 """Replicas under Ray Serve, from the start of Ray to the end of the last stream.
 
 Ray starts replicas, starts them again, drains them, counts what queues, and carries requests to them. What is
-ours: the server in a replica (`replica`), who gets a request (`routing`), and the form of what clients see.
+ours: the server in a replica (`replica`), the choice of one (`routing`), and the form of what clients see.
 """
 
 from __future__ import annotations

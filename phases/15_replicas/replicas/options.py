@@ -20,7 +20,7 @@ class ReplicaOptions:
     max_replicas: int | None = option(None, "add replicas up to so many while requests queue")
     queue: float = option(16.0, "requests of each replica beyond which there should be another")
     patience: float = option(30.0, "seconds of too much or too little load before the number changes")
-    route: Literal["prefix", "least-loaded", "round-robin"] = option("prefix", "who gets a request")
+    route: Literal["prefix", "least-loaded", "round-robin"] = option("prefix", "choice of a replica")
     imbalance: int = option(8, "requests that a replica may have more than the least loaded, for a prefix")
     cluster: str | None = option(None, "address of a Ray cluster of several machines; none: this one alone")
 

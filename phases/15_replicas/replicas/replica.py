@@ -25,7 +25,7 @@ class Replica:
     """An ASGI application that answers with an engine, and ends with it.
 
     A server of its own starts an engine again that has died. A replica does not: the others serve meanwhile,
-    and there is one who starts replicas, on another machine if need be. A replica without an engine would
+    and Ray starts replicas, on another machine if need be. A replica without an engine would
     answer errors sooner than any other could answer, and so get all the work.
 
     Args:

@@ -15,7 +15,7 @@ CAPACITY = 1 << 16
 
 
 class Policy:
-    """Ranks replicas for a request; what is sent where only matters to those who remember it."""
+    """Ranks replicas for a request; what is sent where only matters to those that remember it."""
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
         """The names in `loads`, best first; the others are for when the best refuses.

@@ -67,7 +67,7 @@ def one_token(layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor)
 def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Bring the experts' products back to their tokens and sum them, in the order of a token's choices.
 
-    The order of the sum is the token's own, so it does not depend on who else is in the batch.
+    The order of the sum is the token's own, so it does not depend on the rest of the batch.
 
     Args:
         products: `[T k, hidden]`, expert by expert.

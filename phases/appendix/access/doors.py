@@ -130,11 +130,11 @@ class Origins(Extension):
 
 
 OPEN = ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico")
-"""Routes that need no key. Pages are the same files for everybody; what they ask for needs one."""
+"""Routes that need no key. Pages are the same files for every client; what they ask for needs one."""
 
 
 class Keys(Extension):
-    """Refuses requests without one of the keys; without keys everybody may come in."""
+    """Refuses requests without one of the keys; without keys it takes every request."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.keys = [key.encode() for key in keys]
@@ -157,7 +157,7 @@ class Keys(Extension):
 
 FORMS = (b"", b"application/x-www-form-urlencoded")
 WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer"})
-"""Headers of which a browser sends one with the body of a page, which may be somebody else's."""
+"""Headers of which a browser sends one with the body of a page, which may be another site's."""
 
 
 class Forms(Extension):

@@ -2,14 +2,14 @@
 
 In one shot: every rank reads all parts and adds them up by itself.
 
-Program `b` of every rank works with program `b` of all others and with nobody else: it has a place of its own
-in the memory, and a counter of its own, to which each peer adds one when it comes to a meeting. The n-th
-meeting is over when the counter has come to n times the peers. Nobody can be counted twice in the place of
-somebody who is late: to come to the next meeting, a rank has to leave this one, and the first to leave has
-seen everybody. So counters only grow, and nobody has to reset them.
+Program `b` of every rank works with program `b` of all others and with no other program: it has a place of
+its own in the memory, and a counter of its own, to which each peer adds one when it comes to a meeting. The
+n-th meeting is over when the counter has come to n times the peers. No rank is counted twice in the place of
+one that is late: to come to the next meeting, a rank has to leave this one, and the first to leave has seen
+all others. So counters only grow, and are never reset.
 
-Places alternate between two halves of the memory by the number of meetings. So nobody has to wait at the end:
-who writes to a half again has left a meeting to which all others came after they had read it. All of it lies
+Places alternate between two halves of the memory by the number of meetings. So no rank waits at the end: one
+that writes to a half again has left a meeting to which all others came after they had read it. All of it lies
 in memory, not in arguments, so a graph can be replayed.
 """
 
@@ -39,7 +39,7 @@ def meet(
 ):  # fmt: skip
     """All ranks' programs of this number come to a meeting; what they wrote before is then there to be read.
 
-    counter: where the program's counter is in anybody's memory. meeting: its number, from 1. LOOK: every so
+    counter: where the program's counter is in a rank's memory. meeting: its number, from 1. LOOK: every so
     many looks at the counter one at the word that says that a rank is gone.
     """
     tl.debug_barrier()  # all threads' stores come before the counters

@@ -158,7 +158,7 @@ class WideChatAnswer(WideAnswer):
         return "tool_calls" if called else choice.reason
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Answer`. The first chunk of a choice says who speaks, the last one why it ended."""
+        """See `Answer`. The first chunk of a choice has the role, the last one why it ended."""
         events = []
         if not piece.start:
             events.append(self.delta(choice, {"role": "assistant", "content": ""}, NOTHING))

@@ -1,7 +1,7 @@
 """Read a checkpoint's ``quantization_config``, and refuse what cannot be computed here.
 
 Five methods of naming the same few facts. A scheme that is not known is refused by its name: numbers that are
-read as something else still make fluent text, only worse, and nobody notices. The fields of a scheme are a
+read as something else still make fluent text, only worse. The fields of a scheme are a
 closed list in compressed-tensors, so there any other is refused. The other methods' files have whatever the
 tool that wrote them had to say of itself; there those are refused that change what numbers mean.
 

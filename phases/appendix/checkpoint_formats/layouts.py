@@ -1,6 +1,6 @@
 """Layouts of a quantized layer's tensors in checkpoints, and the way from each to `QuantizedWeight`.
 
-Everybody's four-bit numbers are the same sixteen; they differ in the side they are packed along, in their
+All formats' four-bit numbers are the same sixteen; they differ in the side they are packed along, in their
 order within a word, and in what a zero point is counted from.
 """
 

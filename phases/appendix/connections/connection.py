@@ -108,7 +108,7 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()  # uvicorn stops at a pipelined request, and would not see a client leave
 
     def on_response_complete(self) -> None:
-        """Go on with the next request; a body that nobody has read ends the connection."""
+        """Go on with the next request; a body that no route has read ends the connection."""
         answered = self.owed.popleft()
         if answered.more_body:
             self.transport.close()

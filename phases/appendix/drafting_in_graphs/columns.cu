@@ -4,7 +4,7 @@
 // A tensor core multiplies 16 rows by eight columns. A lone token is one of these columns, and the others are idle: so here
 // they are the other tokens. Warps share out the inputs: each has all rows of its program and EACH inputs.
 //
-// Defined by who compiles: K (inputs), EACH (of a warp), N (outputs), TILES (of 16 rows in a program), GATED (there are two
+// Defined by the caller: K (inputs), EACH (of a warp), N (outputs), TILES (of 16 rows in a program), GATED (there are two
 // matrices, and the outputs of the first, through SiLU, multiply those of the second), NORM, ONE_PLUS (its weights are
 // distances from 1), ADD (a residual), AHEAD (the next kernel may start at once: it reads nothing but weights before its own
 // wait), and SPLITS: 0, or at most so many, and then of heads of D numbers, H of them, CAPACITY tokens in each, BLOCK keys a

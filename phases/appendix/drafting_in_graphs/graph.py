@@ -156,7 +156,7 @@ class AheadGraph:
         if pair.small is not None:
             assert pair.kept is not None
             self.drafter = HeadDrafts(pair.small, pair.kept, self.plan)
-        given[0], given[1:] = -1, 0  # all padding, which harms nobody
+        given[0], given[1:] = -1, 0  # all padding, which no request reads
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:

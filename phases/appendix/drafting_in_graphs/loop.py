@@ -93,7 +93,7 @@ at its start, and few have texts that repeat themselves."""
 class Flight(Pending):
     """A step whose beginning the host does not know while it is on its way.
 
-    drafts: of each request. blank: rows in which nobody has guessed; known when the step before has landed.
+    drafts: of each request. blank: rows without a guess; known when the step before has landed.
     made: for each work, once it has landed, the drafts behind it; -1: filler, which is no guess.
     """
 
@@ -210,7 +210,7 @@ class Ahead(Source):
         scheduler = self.engine.scheduler
         if not running or len(running) > self.sizes[-1]:
             return None
-        if scheduler.rows.free and scheduler.waiting:  # an ordinary step may let somebody in
+        if scheduler.rows.free and scheduler.waiting:  # an ordinary step may admit a request
             return None
         flying = 0 if before is None else 1
         here = set() if before is None else {work.request for work in before.works}

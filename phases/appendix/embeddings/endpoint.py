@@ -64,7 +64,7 @@ class Embeddings(Endpoint):
     prefix, source = "embd", "input"
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
-        """See `Endpoint`. One token comes of each prompt, and nobody sees it."""
+        """See `Endpoint`. One token comes of each prompt, and no client sees it."""
         ignore(exchange, [name for name in COPIED if getattr(request, name) is not None])
         exchange.extra.append((b"x-ladder-warning", WARNING))
         plain, orders = EmbeddingRequest(input=""), list[Order]()

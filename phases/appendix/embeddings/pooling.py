@@ -1,7 +1,7 @@
 """Means of prompts' hidden states, read off the steps that compute them anyway.
 
 A request that asks is a completion of one token: the scheduler puts its prompt into steps beside all others,
-in chunks if it is long, and what frees its blocks is what frees everybody's.
+in chunks if it is long, and its blocks are freed like all others'.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PoolingPlan:
         self._sums: dict[Request, tuple[int, Tensor]] = {}  # how many tokens are added up, and their sum
 
     def ask(self, request: Request) -> None:
-        """Note that a request's mean is wanted; it shares no blocks, whose hidden states nobody has."""
+        """Note that a request's mean is wanted; it shares no blocks, whose hidden states are not kept."""
         request.salt = secrets.token_hex(8)
         self._sums[request] = 0, torch.zeros((), device=self.runner.model.device)
 

@@ -46,7 +46,7 @@ FEW_ALONE = 32
 """The same where a single other thread could make them: with one processor more, nothing is made sooner."""
 SPACING = 0.004
 """Seconds between the beginnings of two compilations. However short each is, threads that compile one after
-the other ask for Python's lock again and again, and who computes has to wait for it as often."""
+the other ask for Python's lock again and again, and the engine has to wait for it as often."""
 MOST_THREADS = 16
 MAKING = 0.02
 """Seconds that may go into the lexers of one grammar, while the requests that want it wait."""

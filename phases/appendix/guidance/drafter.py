@@ -33,7 +33,7 @@ class GrammarDrafter(Watcher):
         inner: guesses for requests with and without a grammar; one that is no `Watcher` has no say.
         jump_forward: whether to draft what is forced.
         most_ahead: running requests, at most, for which a step that runs ahead has drafts.
-        in_turn: whether steps do not overlap as long as somebody has a grammar and few run: where the device
+        in_turn: whether steps do not overlap as long as a request has a grammar and few run: where the device
             is the host, running ahead hides nothing, and would only see less of what is forced.
 
     looks_ahead: whether it drafts behind tokens on their way: if there are not too many requests.
@@ -60,7 +60,7 @@ class GrammarDrafter(Watcher):
 
     @property
     def waits(self) -> bool:
-        """While the other drafter does, or somebody has a grammar and steps shall take turns."""
+        """While the other drafter does, or a request has a grammar and steps shall take turns."""
         return self.inner.waits or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:

@@ -15,7 +15,7 @@ from common.request import Request
 from common.rules import finish_reason
 from common.sampling.sampler import Allowed
 from continuous.work import Work
-from structured.loop import NOBODYS, Landed
+from structured.loop import NONE_LANDED, Landed
 from structured.masks import Constraint, GrammarMasks, hold_back
 from structured.matcher import Matcher, Words
 from structured.pool import GrammarPool
@@ -78,7 +78,7 @@ class MaskStaging:
 class EarlyConstraint(Constraint):
     """A request's place in its grammar, where threads make masks.
 
-    forced: tokens that must come next, if somebody has looked.
+    forced: tokens that must come next, if a drafter has looked.
     """
 
     matcher: GuidanceMatcher
@@ -122,7 +122,7 @@ class ThreadedMasks(GrammarMasks):
     Args:
         plain: the masks of phase 12, in whose place these are.
         pool: where compiled grammars come from.
-        most_forced: works in a step, at most, for which somebody asks what is forced behind its tokens.
+        most_forced: works in a step, at most, for which a drafter asks what is forced behind its tokens.
     """
 
     def __init__(self, plain: GrammarMasks, pool: GrammarPool, *, most_forced: int) -> None:
@@ -141,7 +141,7 @@ class ThreadedMasks(GrammarMasks):
         """Make the place of a new output."""
         return EarlyConstraint(cast("GuidanceMatcher", matcher))
 
-    def begin(self, works: Sequence[Work], landed: Landed = NOBODYS) -> bool:
+    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._wait()  # for a step that failed in between
         rows, places = list[tuple[MaskedOutput, int]](), list[int]()

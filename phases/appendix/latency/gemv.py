@@ -6,7 +6,7 @@ norm before the product is so cheap that every program repeats it; bias, residua
 follow in registers.
 
 On Hopper the kernel starts while its predecessor still runs (programmatic dependent launch): weights depend
-on nobody, so their loads are issued before `gdc_wait`, and only the input vector and the residual are read
+on no kernel, so their loads are issued before `gdc_wait`, and only the input vector and the residual are read
 after it. `gdc_launch_dependents` lets the next kernel start in turn. Where that one, too, reads nothing but
 weights before its own wait, it may do so at once, even while the predecessor still runs: a wait returns when
 the kernel before is complete, which it cannot be before its own wait has returned.

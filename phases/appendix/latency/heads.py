@@ -27,7 +27,7 @@ def combine_heads(
     h = tl.arange(0, H_PAD)[None, :]
     lane = tl.arange(0, 8)[None, None, :]
     present = (h < H) & (e >= 0)
-    # Nobody has written a head's padding, and 0 times what it holds may be NaN.
+    # No kernel has written a head's padding, and 0 times what it holds may be NaN.
     inside = present[:, :, None] if D == D_PAD else present[:, :, None] & (e[:, :, None] * 8 + lane < D)
     at_part = (h * D_PAD + e * 8)[:, :, None] + lane
     at_log = h * LOG_STEP + e * 0

@@ -6,11 +6,10 @@ that does not depend on the new token is loaded before the wait: lengths, block 
 tile of keys and values. The newest key and value come from registers, so nothing in the cache has to wait for
 them.
 
-A split leaves its part of the output and the logarithm of its weight. Who combines the parts?
-
-- `project_heads` in `heads.py`: every program of the output projection does, before its product. Nobody waits
-  for the last split to arrive, but each program reads all parts: right while these are small beside its rows.
-- Otherwise the last split to arrive, as in `decode.py`.
+A split leaves its part of the output and the logarithm of its weight. The parts are combined:
+- `project_heads` in `heads.py`: by every program of the output projection, before its product. None waits
+  for the last split to arrive, but each reads all parts: right while these are small beside its rows.
+- Otherwise by the last split to arrive, as in `decode.py`.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def lone_kernel(
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    # The newest key and value as who reads them from the cache later will see them.
+    # The newest key and value as later readers of the cache will see them.
     new_key = new_key.to(k_cache.dtype.element_ty).to(query.dtype)
     new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)
     keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))
@@ -189,7 +188,7 @@ def starts_early(layer: LayerSpec) -> bool:
     """Return True if attention may start before the projection in front of it has waited.
 
     What it reads before its own wait must be complete then. Behind the first layer it is: that one's
-    attention lets nobody start before it has waited.
+    attention lets no kernel start before it has waited.
     """
     return layer.index > 0
 

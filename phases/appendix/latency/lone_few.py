@@ -139,7 +139,7 @@ def lone_few_kernel(
         stored = fresh & (slot >= 0)[:, None]
         tl.store(k_cache + at_new[:, None] + d[None, :], new_keys, mask=stored)
         tl.store(v_cache + at_new[:, None] + d[None, :], new_values, mask=stored)
-        # As who reads them from the cache later will see them.
+        # As later readers of the cache will see them.
         own_keys = new_keys.to(k_cache.dtype.element_ty).to(query.dtype)
         own_values = new_values.to(v_cache.dtype.element_ty).to(query.dtype)
         own = raw_scores(query, own_keys, scale, soft_cap, SOFT_CAP)

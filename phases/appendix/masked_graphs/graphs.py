@@ -98,7 +98,7 @@ class MaskedGraph:
 
     @torch.inference_mode()
     def run(self, allowed: Allowed | None) -> None:
-        """The half step, under these masks; None: nobody has one."""
+        """The half step, under these masks; None: no request has one."""
         self.first.masks.put(allowed, self.first.half.size)
         self.replay()
 

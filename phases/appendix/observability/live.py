@@ -1,4 +1,4 @@
-"""The engine live, for the page: at most ten events a second, and nothing at all while nobody looks."""
+"""The engine live, for the page: at most ten events a second, and nothing at all while no page is open."""
 
 from __future__ import annotations
 

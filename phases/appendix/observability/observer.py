@@ -23,13 +23,13 @@ MOST_ROWS = 64
 MOST_NODES = 48
 """Of the prefix tree, those nearest to its roots first, and of one node's children the youngest."""
 FREE, CACHED, SHARED = -1, -2, -3
-"""Owners that are no row: nobody, only the prefix cache, several requests."""
+"""Owners that are no row: none, only the prefix cache, several requests."""
 
 
 def picture(engine: object) -> dict[str, Any]:
     """Owners of blocks (a row, or one of the constants above) and the requests that run.
 
-    It reads the tables between two steps, at most ten times a second, and only while somebody watches.
+    It reads the tables between two steps, at most ten times a second, and only while a page is open.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
@@ -60,9 +60,9 @@ def picture(engine: object) -> dict[str, Any]:
 
 
 def tree(index: RadixIndex) -> dict[str, Any]:
-    """The prefix tree: of each node its parent's place in the list (-1: none), its blocks, who stands there.
+    """The prefix tree: of each node its parent's place in the list (-1: none), its blocks, its requests.
 
-    What its tokens are is not in it: they are somebody's prompt. `more` counts the nodes that are left out
+    What its tokens are is not in it: they are a user's prompt. `more` counts the nodes that are left out
     though their parents are shown.
     """
     nodes: list[list[int]] = []
@@ -82,7 +82,7 @@ def tree(index: RadixIndex) -> dict[str, Any]:
 
 
 class EngineObserver(Observer):
-    """Writes pictures into the reports of those who asked; nothing else costs anything."""
+    """Writes pictures into the reports of those that asked; nothing else costs anything."""
 
     _draws = False
 

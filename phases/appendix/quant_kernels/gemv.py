@@ -80,7 +80,7 @@ def place_of(
 ):  # fmt: skip
     """Rows and first input of a tile of `ROWS` outputs: tiles are of all matrices, then of all inputs."""
     row = first_row + tl.arange(0, ROWS)
-    # Behind the last row of the first matrix lies the second: such rows are nobody's.
+    # Behind the last row of the first matrix lies the second: no program owns such rows.
     row = tl.where(row < N, row + tile % MATRICES * N, MATRICES * N)
     return row, tile // MATRICES * BLOCK_K
 

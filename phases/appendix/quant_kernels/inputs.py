@@ -2,8 +2,9 @@
 
 A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
 that alone would read and write everything once more. But what follows a projection reads its output anyway:
-a norm, an activation, RoPE. So the product is handed on as it is (`Unscaled`), and who reads it multiplies.
-In the same way, who makes a projection's input also finds each token's largest number and rounds (`Rounded`).
+a norm, an activation, RoPE. So the product is handed on as it is (`Unscaled`), and its reader multiplies.
+In the same way, the kernel that makes a projection's input also finds each token's largest number and rounds
+(`Rounded`).
 """
 
 from __future__ import annotations

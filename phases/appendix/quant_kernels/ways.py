@@ -134,7 +134,7 @@ def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Uns
 
 
 class UnscaledNorm(FusedRMSNorm):
-    """The norm behind the last `EightBitBlock`, which has left its product to whoever reads it."""
+    """The norm behind the last `EightBitBlock`, which hands its product on unscaled."""
 
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)

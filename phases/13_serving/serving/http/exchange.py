@@ -64,7 +64,7 @@ class Exchange:
         Raises:
             ApiError: 413 if it is too large, before it is read where its length is told; 408 if it is slow;
                 415 if it says that it is no JSON, so that no web page can send one without asking.
-            Gone: nobody waits for the answer.
+            Gone: the client has left.
         """
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":

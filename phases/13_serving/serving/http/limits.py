@@ -1,4 +1,4 @@
-"""Limits on what a client may send and how long it may take. All are on unless somebody changes them."""
+"""Limits on what a client may send and how long it may take. All are on by default."""
 
 from __future__ import annotations
 
