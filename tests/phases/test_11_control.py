@@ -173,6 +173,14 @@ def clocked(
     return engine, speculator, clock
 
 
+def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(model: Model) -> None:
+    engine = speculative.load(model, drafter="ngram", **SMALL)
+    speculator = engine.scheduler.drafter = Speculator(Stubborn(2), Control(4, adaptive=False))
+    speculator.attach(engine)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert speculator.stats.steps > 15, "a drafter that took the place of another one is never asked"
+
+
 def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) -> None:
     """The first steps are slow, so that steps that wait for the one before look fast."""
     waited = steps = 0

@@ -30,10 +30,10 @@ NO_GUESSES = Watcher()
 
 
 class Waiting:
-    """A `Loop` around another one: what is under way lands first while the drafter waits for it."""
+    """A `Loop` around another one: what is under way lands first while the engine's drafter waits for it."""
 
-    def __init__(self, inner: Loop, drafter: Watcher) -> None:
-        self.inner, self.drafter = inner, drafter
+    def __init__(self, inner: Loop) -> None:
+        self.inner = inner
 
     @property
     def idle(self) -> bool:
@@ -42,7 +42,8 @@ class Waiting:
 
     def advance(self, engine: Engine) -> None:
         """Advance, perhaps after what is under way has landed."""
-        if self.drafter.waits:
+        drafter = engine.scheduler.drafter
+        if isinstance(drafter, Watcher) and drafter.waits:
             self.inner.land(engine)
         self.inner.advance(engine)
 
@@ -53,6 +54,4 @@ class Waiting:
 
 def watched(engine: Engine) -> Waiting:
     """Return a loop that waits for what the engine's drafter has to see, around the one it has."""
-    drafter = engine.scheduler.drafter
-    assert isinstance(drafter, Watcher)
-    return Waiting(engine.loop, drafter)
+    return Waiting(engine.loop)
