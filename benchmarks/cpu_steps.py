@@ -88,8 +88,9 @@ def compare(
     about: dict[str, Any] = {"model": options.model or "", "dtype": options.dtype}
     found = []
     for name, samples in kept.items():
-        if busy:
-            found.append(summarize(name, work, samples, options={"neighbours": busy}, **about))
+        if busy or "int" in name:  # a roofline is that of the model's dtype
+            beside = {"neighbours": busy} if busy else {}
+            found.append(summarize(name, work, samples, options=beside, **about))
         else:
             batch = len(work.items)
             found.append(
@@ -100,12 +101,19 @@ def compare(
 
 def draw(evidence: Evidence, out: Path) -> None:
     """A panel for each model with one request, for several, and for one beside a busy program."""
-    runs = evidence.find(dtype=evidence.runs[0].dtype)
-    kinds: dict[tuple[str, str, bool], list[Run]] = {}
-    for run in runs:
-        kinds.setdefault((run.model, run.workload, bool(run.options.get("neighbours"))), []).append(run)
+    kinds: dict[str, list[Run]] = {}
+    for run in evidence.runs:
+        beside = ", beside a busy program" if run.options.get("neighbours") else ""
+        requests = f"{TOGETHER} requests" if run.workload.startswith("decode") else "one request"
+        kinds.setdefault(f"{run.model}, {requests}{beside}", []).append(run)
     figure, axes = panels(len(kinds), rows=-(-len(kinds) // 3), height=3.8)
-    for panel, ((model, work, busy), shown) in zip(axes, kinds.items(), strict=False):
-        bars(shown, METRIC, axes=panel, gain=False, label=lambda run: run.variant.replace("_", " "))
-        panel.set_title(f"{model}, {work}" + (", beside a busy program" if busy else ""))
+    for panel, (title, every) in zip(axes, kinds.items(), strict=True):
+        shown = [run if "int" not in run.variant else replace(run, roofline=None) for run in every]
+        bars(shown, METRIC, axes=panel, gain=False, label=short)
+        panel.set_title(title)
     save(figure, out, evidence)
+
+
+def short(run: Run) -> str:
+    """Return a variant's name, in a few words."""
+    return run.variant.replace(PHASE, "09").replace(BEFORE, "08").replace("cpu_step", "step in one call")

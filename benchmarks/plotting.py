@@ -72,8 +72,10 @@ def panels(
     columns = -(-count // rows)
     size = width if count == 1 else 4.6 * columns, height * rows
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    return figure, list(axes.flat)[:count]
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    return figure, axes[:count]
 
 
 def colours(names: Iterable[str], phase: str = "") -> dict[str, str]:

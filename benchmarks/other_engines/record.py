@@ -1,4 +1,4 @@
-"""Make `benchmarks/results/h200/peers.json` from what the other engines printed, in `recorded/`.
+"""Make `benchmarks/results/*/peers.json` from what the other engines printed, in `recorded/`.
 
 python -m benchmarks.other_engines.record
 
@@ -19,6 +19,8 @@ from common.files import whole
 
 RECORDED = Path(__file__).parent / "recorded"
 WRITTEN = "h200_peers.json"
+LLAMA_CPP = "llama_cpp.json"
+"""Evidence of `llama_cpp_run.py`, whose other runs are this engine's in the same minutes."""
 NINE, TEN, THIRTEEN, FOURTEEN = "09_cuda_graphs", "10_quant", "13_serving", "14_parallel"
 SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
 FLAGS = (
@@ -49,21 +51,20 @@ SAME = ("q06", "q30b", "q35")
 
 
 def main() -> None:
-    """Write the file."""
-    path = RESULTS / "h200" / PEERS_FILE
-    with whole(path) as scratch:
-        scratch.write_text(text(), encoding="utf-8")
-    print(path)
+    """Write the files."""
+    for device in ("cpu", "h200"):
+        path = RESULTS / device / PEERS_FILE
+        with whole(path) as scratch:
+            scratch.write_text(text(device), encoding="utf-8")
+        print(path)
 
 
-def text() -> str:
-    """Return what the file must contain."""
+def text(device: str) -> str:
+    """Return what a device's file must contain."""
     written = json.loads((RECORDED / WRITTEN).read_text(encoding="utf-8"))
-    peers = [
-        *of_2026_11_21(written),
-        of_version_26(written),
-        *(of_log(*log) for log in LOGS),
-    ]
+    peers = [of_llama_cpp()]
+    if device == "h200":
+        peers = [*of_2026_11_21(written), of_version_26(written), *(of_log(*log) for log in LOGS)]
     about = "made by `python -m benchmarks.other_engines.record`; a commit and a hash are only our evidence's"
     return json.dumps({"about": about, "peers": peers}, indent=1) + "\n"
 
@@ -151,6 +152,28 @@ def of_log(name: str, phase: str, when: str) -> dict[str, Any]:
         "versions": NEWER,
         "flags": flags,
         "log": log,
+        "runs": runs,
+    }
+
+
+def of_llama_cpp() -> dict[str, Any]:
+    """Return llama.cpp on a CPU: one request, alone and beside a busy program, sixteen, and a prompt."""
+    written = json.loads((RECORDED / LLAMA_CPP).read_text(encoding="utf-8"))
+    found = [one for one in written["runs"] if one["variant"].startswith("llama.cpp")]
+    runs = []
+    for one in found:
+        metric = "prompt_tokens_per_s" if one["workload"].startswith("prompt") else "output_tokens_per_s"
+        kept = {name: one[name] for name in ("workload", "model", "weights", "dtype", "options")}
+        rates = {metric: one["metrics"][metric]["samples"]}
+        runs.append({"beside": NINE, "way": "", **kept, "temperature": 0.0, "metrics": rates})
+    return {
+        "engine": "llama.cpp",
+        "version": found[0]["variant"].removeprefix("llama.cpp "),
+        "when": written["when"][:10],
+        "machine": {name: written["machine"][name] for name in ("name", "cores", "threads")},
+        "versions": {"python": written["versions"]["python"]},
+        "flags": written["versions"]["llama.cpp"],
+        "log": LLAMA_CPP,
         "runs": runs,
     }
 
