@@ -66,6 +66,9 @@ class TimedRunner(PagedRunner):
 
     seconds = 0.0
 
+    def refresh(self, works: Any) -> None:
+        """Move no keys: there are none."""
+
     def prepare(self, works: Any) -> Batch:
         """See `PagedRunner.prepare`."""
         started = time.perf_counter()
