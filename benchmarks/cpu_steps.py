@@ -44,7 +44,7 @@ def measured(options: BenchOptions) -> Evidence:
     for model in MODELS if options.model is None else (options.model,):
         target = replace(options, model=model, dtype=torch.bfloat16)
         runs += measure(target, whole=not runs)
-    return collect(PHASE, runs, options.device, ceilings(options.device, torch.bfloat16).to_json())
+    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
 
 
 def measure(options: BenchOptions, whole: bool) -> list[Run]:

@@ -70,7 +70,7 @@ def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) 
     def warm(engine: Streams = engine) -> None:
         time_generation(engine, work.cold(99).first(1), options.device)
 
-    samples = alternate({phase.name: sample}, options.repeats, warm={phase.name: warm})[phase.name]
+    samples = alternate({phase.name: sample}, options.repeats, warm={phase.name: warm}, log=print)[phase.name]
     return summarize_generation(
         phase.name,
         work,

@@ -27,7 +27,7 @@ DIRTY = {"cpu/quality"}
 HASHED = "2026-11-28"
 """From this day on evidence without `sources` counts as dirty."""
 FEW = {
-    *(f"cpu/{name}" for name in ("02_kv_cache", "04_continuous", "11_speculative", "13_serving")),
+    *(f"cpu/{name}" for name in ("02_kv_cache", "13_serving")),
     *(
         f"h200/{name}"
         for name in ("03_batching", "04_continuous", "05_paged_cache", "06_triton_paged_attention")
