@@ -107,8 +107,7 @@ def draw(evidence: Evidence, out: Path) -> None:
         requests = f"{TOGETHER} requests" if run.workload.startswith("decode") else "one request"
         kinds.setdefault(f"{run.model}, {requests}{beside}", []).append(run)
     figure, axes = panels(len(kinds), rows=-(-len(kinds) // 3), height=3.8)
-    for panel, (title, every) in zip(axes, kinds.items(), strict=True):
-        shown = [run if "int" not in run.variant else replace(run, roofline=None) for run in every]
+    for panel, (title, shown) in zip(axes, kinds.items(), strict=True):
         bars(shown, METRIC, axes=panel, gain=False, label=short)
         panel.set_title(title)
     save(figure, out, evidence)
