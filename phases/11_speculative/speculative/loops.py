@@ -29,6 +29,12 @@ class Watcher(Drafter):
 NO_GUESSES = Watcher()
 
 
+def waits(engine: Engine) -> bool:
+    """Return True while the engine's drafter has to see every token before a step is scheduled."""
+    drafter = engine.scheduler.drafter
+    return isinstance(drafter, Watcher) and drafter.waits
+
+
 class Waiting:
     """A `Loop` around another one: what is under way lands first while the engine's drafter waits for it."""
 
@@ -42,8 +48,7 @@ class Waiting:
 
     def advance(self, engine: Engine) -> None:
         """Advance, perhaps after what is under way has landed."""
-        drafter = engine.scheduler.drafter
-        if isinstance(drafter, Watcher) and drafter.waits:
+        if waits(engine):
             self.inner.land(engine)
         self.inner.advance(engine)
 

@@ -13,7 +13,6 @@ from paged_cache import Feature, PagedEngine, Parts
 from speculative import Speculate, Speculator
 from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
-from speculative.loops import Watcher
 from speculative.ngram import NGrams
 
 if TYPE_CHECKING:  # there is no Triton everywhere
@@ -66,6 +65,4 @@ def in_graph(drafter: InGraphDrafter, length: int, engine: PagedEngine) -> InGra
     """Return a loop whose steps draft where they can, around the one that the engine has."""
     from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph
 
-    outermost = engine.scheduler.drafter
-    assert isinstance(outermost, Watcher)
-    return InGraph(engine.loop, outermost, Ahead(engine, drafter, length))
+    return InGraph(engine.loop, Ahead(engine, drafter, length))

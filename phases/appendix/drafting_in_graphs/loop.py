@@ -30,7 +30,7 @@ from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
 from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
 from speculative.head import HeadSource
-from speculative.loops import Watcher
+from speculative.loops import Watcher, waits
 from speculative.ngram import NGrams
 from speculative.speculation import Source, Speculator
 from speculative.stats import SpeculationStats
@@ -342,13 +342,13 @@ class InGraph:
     enough. Whatever else there is to do (a request waits, a prompt is not done, a request wants
     log-probabilities) is done by steps of the inner loop, as soon as that last one has landed.
 
-    drafter: the engine's. ahead: launches such steps. flight: the newest of them.
+    ahead: launches such steps. flight: the newest of them.
     """
 
     flight: Flight | None = None
 
-    def __init__(self, inner: Loop, drafter: Watcher, ahead: Ahead) -> None:
-        self.inner, self.drafter, self.ahead = inner, drafter, ahead
+    def __init__(self, inner: Loop, ahead: Ahead) -> None:
+        self.inner, self.ahead = inner, ahead
 
     @property
     def idle(self) -> bool:
@@ -357,7 +357,7 @@ class InGraph:
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step that drafts and collect the one before; or advance the inner loop."""
-        if self.drafter.waits:
+        if waits(engine):
             self.inner.land(engine)
         if self.inner.idle:
             before, self.flight = self.flight, None
