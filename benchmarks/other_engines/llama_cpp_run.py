@@ -6,6 +6,7 @@
 
 One request, sixteen, and a prompt of 500 tokens; then one request beside a busy program. The peer is a process of its
 own, which is told prompts as token ids, and takes the likeliest token at each step. It never stops early.
+What is written lies in `recorded/`, and `record.py` makes the peer's file of it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--gguf", required=True)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "recorded" / "llama_cpp.json")
     parser.add_argument("--worker", action="store_true")
     asked = parser.parse_args()
     if asked.worker:

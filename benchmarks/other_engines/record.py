@@ -61,9 +61,10 @@ def main() -> None:
 
 def text(device: str) -> str:
     """Return what a device's file must contain."""
-    written = json.loads((RECORDED / WRITTEN).read_text(encoding="utf-8"))
-    peers = [of_llama_cpp()]
-    if device == "h200":
+    if device == "cpu":
+        peers = [of_llama_cpp()]
+    else:
+        written = json.loads((RECORDED / WRITTEN).read_text(encoding="utf-8"))
         peers = [*of_2026_11_21(written), of_version_26(written), *(of_log(*log) for log in LOGS)]
     about = "made by `python -m benchmarks.other_engines.record`; a commit and a hash are only our evidence's"
     return json.dumps({"about": about, "peers": peers}, indent=1) + "\n"
