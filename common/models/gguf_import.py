@@ -171,15 +171,15 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
     tokens = meta["tokenizer.ggml.tokens"]
     types = list(zip(tokens, meta["tokenizer.ggml.token_type"], strict=True))
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    if (
-        meta["tokenizer.ggml.model"] == "gpt2"
-    ):  # SmolLM's: each digit by itself, then GPT-2's words, then bytes
+    if meta["tokenizer.ggml.model"] == "gpt2":
+        # SmolLM's: each digit by itself, then GPT-2's words, then bytes.
         merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer(BPE(vocabulary, merges))
         digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         tokenizer.decoder = decoders.ByteLevel()
-    else:  # Gemma's: spaces become `▁`, no split into words, unknown characters fall back to bytes
+    else:
+        # Gemma's: spaces become `▁`, no split into words, unknown characters fall back to bytes.
         pieces = zip(types, meta["tokenizer.ggml.scores"], strict=True)
         merges = _merges({token: score for (token, kind), score in pieces if kind == _NORMAL})
         unknown = config["unk_token"]
