@@ -336,6 +336,6 @@ def _switches() -> float:
 
 def _line(name: str, repeat: int, sample: Sample, noise: Noise) -> str:
     rate = sample.get("output_tokens_per_s")
-    value = f"{rate:,.1f} tokens/s" if rate else f"{sample.get('seconds', float('nan')):.3f} s"
+    value = f"{rate:,.1f} tokens/s" if rate else "{}: {:,.3f}".format(*next(iter(sample.items())))
     state = f"  (dirty: {noise.other_cpu:.0%} other processes)" if noise.dirty else ""
     return f"{name} #{repeat + 1}: {value}{state}"

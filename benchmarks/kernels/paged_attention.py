@@ -232,7 +232,8 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros)
     heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
     layer = LayerSpec(0, heads, kv_heads, d, case.scale)
-    pool: Any = SimpleNamespace(data=case.k_cache[None, None], exact=True)
+    cache = LayerBlocks(case.k_cache, case.v_cache)
+    pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)
     attentions = {}
     for table in case.tables:
         batch = replace(
@@ -247,8 +248,7 @@ def gather_call(case: Case) -> Call:
         attentions[table.data_ptr()] = attention
 
     def call(table: Tensor) -> Tensor:
-        k, v = case.k_cache, case.v_cache
-        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerBlocks(k, v))
+        return attentions[table.data_ptr()].attend(layer, case.q, cache.k, cache.v, cache)
 
     return call
 
