@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from common.request import NO_ROW, Request
+from continuous.batch import upload
 
 
 class Rows:
@@ -53,33 +54,17 @@ class Rows:
 
         One counts as handed over when the next is asked for. So what its user raises concerns it alone.
         """
-        for first, group in self._neighbours():
-            widest = max(len(request.tokens) for request in group)
-            # From pinned memory, or the copy would wait for the device.
-            known = torch.zeros(len(group), widest, dtype=torch.int64, pin_memory=self.tokens.is_cuda)
-            for line, request in zip(known.numpy(), group, strict=True):
-                line[: len(request.tokens)] = request.ids(0, len(request.tokens))
-            self.tokens[first : first + len(group), :widest].copy_(known, non_blocking=True)
+        if self.fresh:
+            known = [request.ids(0, len(request.tokens)) for request in self.fresh.values()]
+            lens = np.array([len(ids) for ids in known])
+            columns = {
+                "rows": np.repeat(list(self.fresh), lens),
+                "positions": np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens),
+                "tokens": np.concatenate(known),
+            }
+            moved = upload(self.tokens.device, columns)
+            self.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
         while self.fresh:
             row, request = next(iter(self.fresh.items()))
             yield request
             del self.fresh[row]
-
-    def _neighbours(self) -> list[tuple[int, list[Request]]]:
-        """Fresh requests in rows side by side, which one copy takes along, and the first one's row.
-
-        It copies a rectangle: a request begins another where half of that would be unused.
-        """
-        groups: list[tuple[int, list[Request]]] = []
-        total = widest = 0
-        for row, request in sorted(self.fresh.items()):
-            length = len(request.tokens)
-            total, widest = total + length, max(widest, length)
-            if groups and row == groups[-1][0] + len(groups[-1][1]):
-                group = groups[-1][1]
-                if 2 * total >= widest * (len(group) + 1):
-                    group.append(request)
-                    continue
-            groups.append((row, [request]))
-            total = widest = length
-        return groups

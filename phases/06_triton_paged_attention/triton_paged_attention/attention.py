@@ -81,7 +81,7 @@ class TritonPagedAttention(PagedAttention):
         self._tiles: Tensor | None = None
         if not decodes.all():
             members, tiles = np.flatnonzero(decodes).astype(np.int32), self._cut(host, longer)
-            moved = upload(self.batch.positions.device, {}, {"members": members, "tiles": tiles})
+            moved = upload(self.batch.positions.device, {"members": members, "tiles": tiles})
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
