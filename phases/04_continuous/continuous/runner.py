@@ -32,15 +32,12 @@ class BatchAttention(Protocol):
 
     def begin(self, batch: Batch) -> None:
         """Plan the step."""
-        ...
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`."""
-        ...
 
     def wipe(self, row: int) -> None:
         """The request in this row ends, and the cache may hold NaN of it, which no later owner may read."""
-        ...
 
 
 class RequestError(Exception):
@@ -109,11 +106,9 @@ class StepPlan(Protocol):
 
     def takes(self, works: Sequence[Work], masked: bool) -> Any | None:
         """Return a ticket for `run`, or None to leave the step to the next plan."""
-        ...
 
     def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
         """Refresh, and run the first half of a step that the plan takes."""
-        ...
 
 
 class Runner:
