@@ -92,7 +92,8 @@ class FusedGatedAttention(FusedAttention):
         """One request's token, from the projection to attention's output in one kernel: `[1, H D]`."""
         cache, slots = attention.place(self.spec)
         batch, room, config = attention.batch, self.workspace, self.lone_config
-        given = qkv, self._flat(cos_sin), self.norms, self.spec, cache, batch.block_tables, batch.context_lens
+        angles = cos_sin[0].flatten(0, -2), cos_sin[1].flatten(0, -2)
+        given = qkv, angles, self.norms, self.spec, cache, batch.block_tables, batch.context_lens
         return attend_lone(*given, slots, workspace=room, config=config, meet=True).out
 
 
