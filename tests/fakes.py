@@ -100,7 +100,7 @@ class FakePending:
     def __init__(
         self, works: Sequence[Work], tokens: list[list[int]], fails: Callable[[], NoReturn] | None
     ) -> None:
-        self.works, self.tokens, self.fails, self.started = works, tokens, fails, 0.0
+        self.works, self.tokens, self.fails = works, tokens, fails
 
     def get(self) -> list[list[tuple[int, None]]]:
         if self.fails is not None:

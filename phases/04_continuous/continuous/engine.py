@@ -223,11 +223,10 @@ class Engine:
         """Hand the first half of a step to the device. None if there is nothing to do or the step failed."""
         if not works:
             return None
-        started = time.perf_counter()
         self.stats.begin(works, len(self.scheduler.running))
         while works:
             try:
-                step = self.runner.forward(works, masked=self.masks.wants(works))
+                return self.runner.forward(works, masked=self.masks.wants(works))
             except RequestError as error:  # the others' step does without this request
                 out = [work for work in works if error.request in (work.request, *work.takers)]
                 self.fail(out, error.__cause__ or error)
@@ -237,9 +236,6 @@ class Engine:
                 if not isinstance(error, Exception):
                     raise
                 return None
-            else:
-                step.started = started
-                return step
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -257,7 +253,6 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
             return None
-        pending.started = step.started
         return pending
 
     def collect(self, pending: Pending) -> None:
@@ -275,10 +270,7 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
             return None
-        now = time.perf_counter()
-        # Where steps overlap, a step's time begins when the one before it has ended.
-        self.stats.end(pending.works, now - max(pending.started, self._landed))
-        self._landed = now
+        self._landed = time.perf_counter()
         return results
 
     def deal(self, pending: Pending, results: Results) -> None:

@@ -70,11 +70,10 @@ class Pending:
     """A step that the device may still be working on. `get` is the only place where the host waits for it.
 
     works: those of the step that the results belong to, in order.
-    started: `time.perf_counter()` when the engine began the step.
     """
 
     def __init__(self, works: Sequence[Work], sampled: Sampled | None, extra: OneToken = ONE_TOKEN) -> None:
-        self.works, self.started, self.extra = works, 0.0, extra
+        self.works, self.extra = works, extra
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
     def get(self) -> Results:
@@ -88,7 +87,6 @@ class Forwarded:
 
     works: in the order of the batch.
     hidden: `[T, hidden]`.
-    started: `time.perf_counter()` when the engine began the step.
     rest: the second half, where a plan has its own; it takes what `Runner.sample` is given.
     logits: `[S, V]` float32 of the samples, where a plan has computed them.
     """
@@ -96,7 +94,6 @@ class Forwarded:
     works: Sequence[Work]
     batch: Batch
     hidden: Tensor
-    started: float = 0.0
     rest: Callable[[Tensor | Allowed | None], Pending] | None = None
     logits: Tensor | None = None
 

@@ -4,7 +4,6 @@ room for the farthest they can get, and what came of it, one step later.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -361,11 +360,8 @@ class InGraph:
             self.inner.land(engine)
         if self.inner.idle:
             before, self.flight = self.flight, None
-            started = time.perf_counter()
             self.flight = self.ahead.launch(before)
-            if self.flight is not None:
-                self.flight.started = started
-            elif before is not None:
+            if self.flight is None and before is not None:
                 self.ahead.drafter.speculator.pace.skip()  # two will have landed
             if before is not None:
                 self._collect(engine, before)
