@@ -66,21 +66,13 @@ def synchronize(device: torch.device | str) -> None:
         torch.mps.synchronize()
 
 
-def memory_allocated(device: torch.device | str) -> int | None:
-    """Bytes that tensors occupy on `device` now, or None for the CPU, whose allocator keeps no count."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return int(torch.mps.current_allocated_memory()) if device.type == "mps" else None
-
-
 def free_memory(device: torch.device | str) -> tuple[int, int]:
     """Bytes that are free and bytes in all; what PyTorch keeps of a GPU's memory for later is free."""
     if torch.device(device).type != "cuda":
         memory = psutil.virtual_memory()
         return memory.available, memory.total
     free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - (memory_allocated(device) or 0)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + kept, total
 
 
