@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, final
 
@@ -225,35 +225,29 @@ class Engine:
             return None
         self.stats.begin(works, len(self.scheduler.running))
         while works:
-            try:
-                return self.runner.forward(works, masked=self.masks.wants(works))
-            except RequestError as error:  # the others' step does without this request
-                out = [work for work in works if error.request in (work.request, *work.takers)]
-                self.fail(out, error.__cause__ or error)
-                works = [work for work in works if error.request not in (work.request, *work.takers)]
-            except BaseException as error:
-                self.fail(works, error)
-                if not isinstance(error, Exception):
-                    raise
-                return None
+            with self.failing(works):
+                try:
+                    return self.runner.forward(works, masked=self.masks.wants(works))
+                except RequestError as error:  # the others' step does without this request
+                    out = [work for work in works if error.request in (work.request, *work.takers)]
+                    self.fail(out, error.__cause__ or error)
+                    works = [work for work in works if work not in out]
+                    continue
+            break
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
         """Hand the second half of a step to the device."""
         if step is None:
             return None
-        try:
+        with self.failing(step.works):
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
             for request, why in self.masks.take_failed():  # as if they were aborted now
                 if request.finish_reason is None:
                     self.end(request, "error", why)
-        except BaseException as error:
-            self.fail(step.works, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
-        return pending
+            return pending
+        return None
 
     def collect(self, pending: Pending) -> None:
         """Wait for a step and append its tokens to their requests. A step that fails ends only its own."""
@@ -263,15 +257,11 @@ class Engine:
 
     def wait(self, pending: Pending) -> Results | None:
         """Wait for the tokens of a step; None if it failed."""
-        try:
+        with self.failing(pending.works):
             results = pending.get()
-        except BaseException as error:
-            self.fail(pending.works, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
-        self._landed = time.perf_counter()
-        return results
+            self._landed = time.perf_counter()
+            return results
+        return None
 
     def deal(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
@@ -328,6 +318,16 @@ class Engine:
                 request.finish_reason, request.finished = reason, now
                 return True
         return False
+
+    @contextmanager
+    def failing(self, works: Sequence[Work]) -> Iterator[None]:
+        """Let a step fail with what the block raises; what is no `Exception` is raised on."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(works, error)
+            if not isinstance(error, Exception):
+                raise
 
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
         """End the requests of a step that raised; what they hold is released and nothing is committed.

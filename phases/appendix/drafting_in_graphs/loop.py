@@ -190,7 +190,7 @@ class Ahead(Source):
         for request in running:
             request.in_flight += 1
             request.placeholders += 1
-        try:
+        with self.engine.failing(works):
             for runner in self.runners:
                 runner.refresh(())  # blocks that a write is about to part are copied before it
             self._stage(running, size, behind + k)
@@ -198,11 +198,7 @@ class Ahead(Source):
             graph.replay()
             self.replays += 1
             return Flight(works, k, Sampled(graph.told[: len(running)].flatten()).to_host(), self.blank)
-        except BaseException as error:
-            self.engine.fail(works, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
+        return None
 
     def _kind(self, running: Sequence[Request], before: Flight | None) -> Needs | None:
         """Return how the running requests are sampled in a graph; None if they cannot all take part."""
