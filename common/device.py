@@ -76,19 +76,6 @@ def free_memory(device: torch.device | str) -> tuple[int, int]:
     return free + kept, total
 
 
-def peak_memory(device: torch.device | str) -> int | None:
-    """The most bytes that tensors occupied on a CUDA `device` since `reset_peak_memory`; None elsewhere."""
-    device = torch.device(device)
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
-
-
-def reset_peak_memory(device: torch.device | str) -> None:
-    """Start a new measurement for `peak_memory`; does nothing where there is no such count."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def device_name(device: torch.device) -> str:
     """The maker's name of the GPU, or of the processor.
 
