@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from common.errors import UserError, integer
+from common.errors import UserError
 from common.request import Request
 from continuous.policies import Policy, by_rank, fcfs
 from continuous.rows import Rows
@@ -42,8 +42,7 @@ class ChunkedScheduler(PagedScheduler):
         super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
         if step_tokens < 2:
             raise UserError(f"step_tokens is {step_tokens}, but must be at least 2, one of them for prompts")
-        most = step_tokens if chunk_tokens is None else chunk_tokens
-        self.chunk_tokens = integer("chunk_tokens", most, low=1)
+        self.chunk_tokens = step_tokens if chunk_tokens is None else chunk_tokens
         self._decodes_left = self._kept = 0
         self._last_decode: tuple[float, ...] = ()
 
