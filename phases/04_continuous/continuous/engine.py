@@ -14,7 +14,7 @@ from typing import Any, final
 from common import events
 from common.errors import NotANumber, UserError, integer, text
 from common.events import Completion, FinishReason, Params, TextStream, TokenEvent
-from common.interrupts import Uninterrupted
+from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
@@ -79,7 +79,7 @@ class Engine:
         self._held: deque[list[Request]] = deque()  # not in line yet: what they need is being made
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
-        self._whole, self._marks = Uninterrupted(), ExitStack()
+        self._marks = ExitStack()
         self._interrupt: BaseException | None = None
         self._landed = 0.0  # when the newest results came
         self._last_check = time.monotonic()
@@ -198,7 +198,7 @@ class Engine:
 
         Ctrl-C is raised at its end, when the books balance: what has come out is returned by the next step.
         """
-        with self._whole, self._marks:
+        with uninterrupted(), self._marks:
             self.take_in()
             self.loop.advance(self)
             if self._held and self.scheduler.idle and not self.outputs:
