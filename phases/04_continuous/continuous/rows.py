@@ -7,10 +7,12 @@ from every request's lists at every step, costs the host more than the GPU needs
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from common.request import NO_ROW, Request
 from continuous.batch import upload
@@ -55,16 +57,23 @@ class Rows:
         One counts as handed over when the next is asked for. So what its user raises concerns it alone.
         """
         if self.fresh:
-            known = [request.ids(0, len(request.tokens)) for request in self.fresh.values()]
-            lens = np.array([len(ids) for ids in known])
-            columns = {
-                "rows": np.repeat(list(self.fresh), lens),
-                "positions": np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens),
-                "tokens": np.concatenate(known),
-            }
-            moved = upload(self.tokens.device, columns)
-            self.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
+            known = ((row, request.ids(0, len(request.tokens))) for row, request in self.fresh.items())
+            write(self.tokens, [(row, 0, ids) for row, ids in known])
         while self.fresh:
             row, request = next(iter(self.fresh.items()))
             yield request
             del self.fresh[row]
+
+
+def write(rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]) -> None:
+    """Write tokens into `rows [R, max_len]`: for each line its row, the first place, and tokens."""
+    of, first, tokens = zip(*lines, strict=True)
+    counts = list(map(len, tokens))
+    ends = np.cumsum(counts)
+    columns = {
+        "rows": np.repeat(of, counts),
+        "places": np.arange(ends[-1]) + np.repeat(first - ends + counts, counts),
+        "tokens": np.concatenate(tokens),
+    }
+    moved = upload(rows.device, columns)
+    rows[moved["rows"], moved["places"]] = moved["tokens"]
