@@ -10,7 +10,6 @@ import torch
 
 from triton_paged_attention.decode import MOST_SPLITS
 from triton_paged_attention.hardware import multiprocessors
-from triton_paged_attention.tables import Table
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class GemvKey(NamedTuple):
     gated: bool
 
 
+@cache  # kernels ask at every launch
 def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
     """About 16,384 weights a program, 32 KiB in half precision, and at least 256 programs.
 
@@ -48,9 +48,6 @@ def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
     wanted = max(1, min(16_384 // (key.size * (2 if key.gated else 1)), key.rows // 256))
     num_warps = 4 if key.gated and key.size <= 2048 else 8
     return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=key.size > block_k)
-
-
-GEMV = Table(gemv_default)
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,7 @@ def tile_keys(key: LoneKey) -> int:
     return max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
 
 
+@cache
 def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     """Two programs per multiprocessor, and tiles that fit a program's registers.
 
@@ -83,9 +81,6 @@ def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     """
     splits = max(1, min(32, 2 * multiprocessors(device) // key.kv_heads))
     return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
-
-
-LONE = Table(lone_default)
 
 
 @dataclass(frozen=True)
