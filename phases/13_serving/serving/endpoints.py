@@ -16,7 +16,7 @@ from common.text.ids import LONG
 from common.text.tokenizer import Tokenizer
 from serving.completion import Order
 from serving.http.answers import Answer
-from serving.http.errors import ApiError, too_many, wrong
+from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.exchange import Exchange
 from serving.http.limits import Limits
 from serving.http.schema import CompletionBody, Generation
@@ -69,22 +69,30 @@ class Endpoint:
     body: the fields of its requests.
     answers, prefix: how its answers look, and how their ids begin.
     source: the field that the prompt is made of.
+    form: of errors.
     """
 
     body: type[Generation] = CompletionBody
     answers = Answer
     prefix, source = "cmpl", "prompt"
+    form = ErrorForm()
 
     def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
         self.prompts, self.model, self.limits = prompts, model, limits
 
+    def of(self, request: Any) -> Endpoint:
+        """Return the endpoint of one request: this one, or one that is made for it. Raises `ApiError`."""
+        return self
+
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """Make one order a prompt. Raises `ApiError`."""
-        orders = []
-        for prompt in prompts_of(request.prompt, ready, self.limits):
-            ids = await self.prompts.encode(prompt, ready=ready) if isinstance(prompt, str) else prompt
-            orders.append(Order(ids, self.params(request, ids, ready, USUAL_TOKENS)))
-        return self.checked(orders)
+        prompts = await self.encoded(request.prompt, ready)
+        return self.checked([Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts])
+
+    async def encoded(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
+        """Return the token ids of each prompt of a request. Raises `ApiError`."""
+        prompts, encode = prompts_of(given, ready, self.limits), self.prompts.encode
+        return [await encode(one, special, ready) if isinstance(one, str) else one for one in prompts]
 
     def answer(self, exchange: Exchange, request: Generation) -> Answer:
         """Make what shapes the answer. Raises `ApiError`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -11,8 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import ErrorForm, EventBuilder, Translation
+from phases.appendix.protocols.translation import EventBuilder, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.app import App
 from serving.completion import Choice
@@ -63,18 +61,19 @@ class MessagesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     output_config: dict[str, Any] | None = None
 
 
-class AnthropicErrors(ErrorForm):
+class AnthropicErrors(NamedErrors):
     """Errors as Anthropic's clients read them."""
 
     def body(self, error: ApiError) -> dict[str, Any]:
         """See `ErrorForm`."""
-        return {"type": "error", **error.body}
+        return {"type": "error", **super().body(error)}
 
 
 class Messages(Translation):
     """`/v1/messages`."""
 
-    names: Mapping[str, str] = {"stop": "stop_sequences", "response_format": "output_config"}
+    body = MessagesRequest
+    form = AnthropicErrors({"stop": "stop_sequences", "response_format": "output_config"})
 
     def translate(self, request: MessagesRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -101,10 +100,11 @@ class Messages(Translation):
         return MessageEvents(self.model, request.stop_sequences or [], self.prompts.tokenizer)
 
 
-async def count(app: App, chat: WideChat, exchange: Exchange) -> None:
+async def count(app: App, messages: Messages, exchange: Exchange) -> None:
     """Answer with the number of a prompt's tokens."""
+    exchange.form = messages.form
     request, ready = await app.begin(exchange, MessagesRequest)
-    ids, _ = await chat.prompt(exchange, Messages(chat, request).request, ready)
+    ids, _ = await messages.chat.prompt(exchange, messages.of(request).request, ready)
     await exchange.json({"input_tokens": len(ids)})
 
 

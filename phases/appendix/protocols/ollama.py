@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import ErrorForm, EventBuilder, Translation
+from phases.appendix.protocols.translation import EventBuilder, NamedErrors, Translation
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import COPIED
@@ -53,12 +53,13 @@ class OllamaRequest(Generation, kw_only=True, forbid_unknown_fields=False):
         self.model = self.model and self.model.removesuffix(LATEST)
 
 
-class OllamaErrors(ErrorForm):
+class OllamaErrors(NamedErrors):
     """Errors as Ollama's clients read them: a text."""
 
     def body(self, error: ApiError) -> dict[str, Any]:
         """See `ErrorForm`."""
-        return {**error.body["error"], "error": str(error)}
+        told = super().body(error)["error"]
+        return told | {"error": told["message"]}
 
     def event(self, body: bytes) -> bytes:
         """See `ErrorForm`."""
@@ -68,9 +69,11 @@ class OllamaErrors(ErrorForm):
 class Ollama(Translation):
     """`/api/chat`; or `/api/generate`, which does not talk in messages."""
 
-    def __init__(self, chat: WideChat, request: OllamaRequest, *, talks: bool) -> None:
-        self.talks, self.names = talks, NAMES if talks else NAMES | {"messages": "prompt"}
-        super().__init__(chat, request)
+    body = OllamaRequest
+
+    def __init__(self, chat: WideChat, *, talks: bool) -> None:
+        super().__init__(chat)
+        self.talks, self.form = talks, OllamaErrors(NAMES if talks else NAMES | {"messages": "prompt"})
 
     def translate(self, request: OllamaRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -159,6 +162,7 @@ async def tags(app: App, exchange: Exchange) -> None:
 
 async def show(app: App, exchange: Exchange) -> None:
     """Answer with what is known of it."""
+    exchange.form = OllamaErrors({})
     _, ready = await app.begin(exchange, OllamaRequest)
     found: dict[str, Any] = {"modelfile": "", "template": "", "details": DETAILS}
     found["parameters"] = "\n".join(f"{name} {value}" for name, value in app.prompts.defaults.items())

@@ -11,13 +11,12 @@ import msgspec
 from msgspec import Struct
 
 from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import EventBuilder, Messages, Translation
+from phases.appendix.protocols.translation import EventBuilder, Messages, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
 from serving.http.errors import ApiError
 from serving.http.schema import Generation
 
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
 """Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
 
@@ -84,11 +83,14 @@ class Conversations:
 class Responses(Translation):
     """`/v1/responses`."""
 
-    names = NAMES
+    body = ResponsesRequest
+    form = NamedErrors(
+        {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+    )
 
-    def __init__(self, chat: WideChat, kept: Conversations, request: ResponsesRequest) -> None:
-        self.kept = kept
-        super().__init__(chat, request)
+    def __init__(self, chat: WideChat) -> None:
+        super().__init__(chat)
+        self.kept = Conversations()
 
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""

@@ -1,14 +1,16 @@
 """The seam of this entry: a request becomes a chat's, and the chunks of the chat become events.
 
 A protocol says three things: `translate`, from its request to the fields of a chat; an `EventBuilder`, from
-what is new in the chat to its own events; and an `ErrorForm`. Everything between them is the chat's path:
+what is new in the chat to its own events; and its form of errors. Everything between them is the chat's path:
 limits, queue, deadlines, metrics, leavers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, Self
 
 import msgspec
 
@@ -17,11 +19,10 @@ from phases.appendix.api.answers import WideChatAnswer
 from phases.appendix.api.endpoints import WideChat
 from phases.appendix.api.schema import ChatRequest
 from phases.appendix.tools.described import Message, with_system
-from serving.app import App, Handler
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer, usage
-from serving.http.errors import ApiError, wrong
+from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.exchange import EVENTS, Exchange, Header
 from serving.http.schema import Generation
 from serving.messages import Ready
@@ -30,38 +31,23 @@ Messages = list[Message]
 _json = msgspec.json.Encoder().encode
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error under the name that its field has in another protocol."""
-    if error.param is None or error.param not in names:
-        return error
-    field, words = names[error.param], str(error)
-    if words.startswith(error.param):
-        words = field + words.removeprefix(error.param)
-    return ApiError(error.status, words, param=field, code=error.code, retry=error.retry)
+class NamedErrors(ErrorForm):
+    """Errors in OpenAI's form under the names that a chat's fields have in a protocol."""
 
-
-class ErrorForm:
-    """The form in which a protocol tells errors; this one is OpenAI's."""
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
 
     def body(self, error: ApiError) -> dict[str, Any]:
-        """Return the object that is sent."""
-        return error.body
+        """See `ErrorForm`."""
+        body = error.body
+        if error.param is not None and error.param in self.names:
+            field = self.names[error.param]
+            body["error"] |= {"param": field, "message": re.sub(f"^{error.param}", field, str(error))}
+        return body
 
     def event(self, body: bytes) -> bytes:
-        """Return an error that ends a stream."""
+        """See `ErrorForm`."""
         return b"event: error\ndata: " + body + b"\n\n"
-
-    async def told(self, handle: Handler, exchange: Exchange) -> None:
-        """Answer a request by a route's own handler, and with its errors in this form."""
-        try:
-            await handle(exchange)
-        except ApiError as error:
-            if exchange.status:
-                await exchange.write(self.event(_json(self.body(error))), more=False)
-                return
-            if not error.close:
-                await exchange.drain()
-            await exchange.json(self.body(error), error.status, error.headers)
 
 
 class EventBuilder:
@@ -133,27 +119,31 @@ class TranslatedAnswer(Answer):
 class Translation(Endpoint):
     """A request of another protocol, which is translated once and takes the chat's path.
 
-    names: what the protocol calls the fields of a chat, for errors.
     request, messages: the chat, and its messages without `system`.
     """
 
-    names: Mapping[str, str] = {}
+    request: ChatRequest
+    messages: Messages
 
-    def __init__(self, chat: WideChat, request: Any) -> None:
-        """Translate it. Raises `ApiError`."""
+    def __init__(self, chat: WideChat) -> None:
         super().__init__(chat.prompts, chat.model, chat.limits)
         self.chat = chat
+
+    def of(self, request: Any) -> Self:
+        """See `Endpoint`."""
+        made = copy(self)
         if request.n not in (None, 1):
             raise wrong("n", f"n is {request.n}, but must be 1 here")
         same = {name: getattr(request, name) for name in Generation.__struct_fields__}
         try:
             fields = self.translate(request)
-            self.messages, system = fields["messages"], fields.pop("system", None)
+            made.messages, system = fields["messages"], fields.pop("system", None)
             if system is not None:
-                fields["messages"] = with_system(self.messages, system)
+                fields["messages"] = with_system(made.messages, system)
         except UserError as error:
-            raise wrong(self.names.get("messages", "messages"), str(error)) from None
-        self.request = ChatRequest(**(same | {"stream_options": None} | fields))
+            raise wrong("messages", str(error)) from None
+        made.request = ChatRequest(**(same | {"stream_options": None} | fields))
+        return made
 
     def translate(self, request: Any) -> dict[str, Any]:
         """Return the fields of a chat that a request means, and `system`, a text for its system message.
@@ -169,10 +159,7 @@ class Translation(Endpoint):
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        try:
-            return await self.chat.orders(exchange, self.request, ready)
-        except ApiError as error:
-            raise renamed(error, self.names) from None
+        return await self.chat.orders(exchange, self.request, ready)
 
     def answer(self, exchange: Exchange, request: Any) -> Answer:
         """See `Endpoint`."""
@@ -181,14 +168,4 @@ class Translation(Endpoint):
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`."""
-        return renamed(self.chat.refusal(message, self.request, order), self.names)
-
-
-Kind = Callable[[Any], Translation]
-"""Translates a request."""
-
-
-async def serve(app: App, body: type[Generation], kind: Kind, exchange: Exchange) -> None:
-    """Answer a request for tokens. body: its fields."""
-    request, _ = await app.begin(exchange, body)
-    await app.service.serve(exchange, kind(request), request)
+        return self.chat.refusal(message, self.request, order)
