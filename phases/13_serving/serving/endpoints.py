@@ -41,15 +41,15 @@ class Prompts:
         self.tokenizer, self.defaults = tokenizer, defaults
         self._threads = ThreadPoolExecutor(2, "tokenize")
 
-    async def encode(self, text: str, special: bool = True, ready: Ready | None = None) -> list[int]:
-        """Return the token ids of a text; `ready`: it has to fit the context. Raises `ApiError`."""
+    async def encode(self, text: str, special: bool, ready: Ready) -> list[int]:
+        """Return the token ids of a text, which has to fit the context. Raises `ApiError`."""
         self.fits(len(text), ready, "prompt")
         return await self.make(len(text) > LONG, lambda: self.tokenizer.encode(text, special), "prompt")
 
-    def fits(self, characters: int, ready: Ready | None, param: str) -> None:
+    def fits(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
-        most = self.tokenizer.most_characters(ready.max_len) if ready is not None else None
-        if ready is not None and most is not None and characters > most:
+        most = self.tokenizer.most_characters(ready.max_len)
+        if most is not None and characters > most:
             context = f"more than a context of {ready.max_len} tokens holds"
             raise wrong(param, f"{param} has {characters:,} characters, {context}")
 
@@ -87,7 +87,7 @@ class Endpoint:
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """Make one order a prompt. Raises `ApiError`."""
         prompts = await self.encoded(request.prompt, ready)
-        return self.checked([Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts])
+        return [Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts]
 
     async def encoded(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
         """Return the token ids of each prompt of a request. Raises `ApiError`."""
@@ -127,13 +127,6 @@ class Endpoint:
         except UserError as error:
             raise self.refusal(str(error), request) from None
         return params
-
-    def checked(self, orders: list[Order]) -> list[Order]:
-        """Refuse what is too much together."""
-        choices = sum(order.params.n for order in orders)
-        if choices > self.limits.max_choices:
-            raise too_many("n", choices, self.limits.max_choices, "completions in all")
-        return orders
 
     def refusal(self, message: str, request: Generation, order: Order | None = None) -> ApiError:
         """Return the error about a setting, whose name its message begins with, or about the prompt."""

@@ -36,7 +36,7 @@ class WideCompletions(Endpoint):
         """See `Endpoint`."""
         prompts = await self.encoded(request.prompt, ready, request.add_special_tokens is not False)
         usual, logprobs = USUAL_TOKENS, request.logprobs
-        return self.checked([self.order(request, ids, ready, usual, logprobs=logprobs) for ids in prompts])
+        return [self.order(request, ids, ready, usual, logprobs=logprobs) for ids in prompts]
 
     def order(
         self,
@@ -124,7 +124,7 @@ class WideChat(WideCompletions):
             order.shown |= marks(self.prompts.tokenizer)
         if order.loosened:
             exchange.extra.append((b"x-ladder-loosened", listed(order.loosened)))
-        return self.checked([order])
+        return [order]
 
 
 def listed(names: list[str]) -> bytes:

@@ -70,7 +70,7 @@ class Embeddings(Endpoint):
         exchange.extra.append((b"x-ladder-warning", WARNING))
         one = EmbeddingRequest(input="", max_tokens=1, temperature=0.0)
         prompts = await self.encoded(request.input, ready)
-        return self.checked([Order(ids, self.params(one, ids, ready, 1), wanted=(MEAN,)) for ids in prompts])
+        return [Order(ids, self.params(one, ids, ready, 1), wanted=(MEAN,)) for ids in prompts]
 
 
 class EmbeddingRoute(Extension):
