@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.protocols.translation import EventBuilder, NamedErrors, Translation
+from phases.appendix.protocols.translation import Events, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.app import App
 from serving.completion import Choice
@@ -93,11 +93,11 @@ class Messages(Translation):
             fields["response_format"] = form
         return fields
 
-    def builder(self, request: MessagesRequest) -> EventBuilder:
-        """See `Translation`."""
+    def answer(self, exchange: Exchange, request: Any) -> MessageEvents:
+        """See `Endpoint`."""
         if request.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
-        return MessageEvents(self.model, request.stop_sequences or [], self.prompts.tokenizer)
+        return MessageEvents(self, request.stop_sequences or [])
 
 
 async def count(app: App, messages: Messages, exchange: Exchange) -> None:
@@ -108,22 +108,22 @@ async def count(app: App, messages: Messages, exchange: Exchange) -> None:
     await exchange.json({"input_tokens": len(ids)})
 
 
-class MessageEvents(EventBuilder):
+class MessageEvents(Events):
     """Builds a message of blocks: reasoning, text, calls."""
 
-    def __init__(self, model: str, stops: list[str], tokenizer: Tokenizer) -> None:
-        super().__init__({"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
-        self.value |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {}}
-        self.stops, self.tokenizer, self._arguments = stops, tokenizer, ""
+    def __init__(self, of: Messages, stops: list[str]) -> None:
+        super().__init__(of, {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
+        self.value |= {"model": of.model, "content": [], "stop_reason": None, "stop_sequence": None}
+        self.stops, self._arguments = stops, ""
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         self.value["usage"] = _usage(usage)
         self.say("message_start", message=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         if thought := delta.get("reasoning_content"):
             self._open("thinking", thinking="", signature="")
             self.blocks[-1]["thinking"] += thought
@@ -140,7 +140,7 @@ class MessageEvents(EventBuilder):
             self._add(type="input_json_delta", partial_json=call["function"]["arguments"])
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         self._close()
         stop = stop_string(choice, self.stops, self.tokenizer) if reason == "stop" else None
         ended = {"stop_reason": "stop_sequence" if stop else REASONS[reason], "stop_sequence": stop}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import EventBuilder, NamedErrors, Translation
+from phases.appendix.protocols.translation import Events, NamedErrors, Translation
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import COPIED
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Header
+from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 
 LATEST = ":latest"
@@ -26,6 +25,7 @@ OPTIONS |= {
 }
 """Names of settings of the sampler, and what a chat calls them."""
 NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()} | {"response_format": "format"}
+LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 DETAILS = {"format": "safetensors", "family": "", "parameter_size": "", "quantization_level": ""}
 
 
@@ -93,31 +93,31 @@ class Ollama(Translation):
             fields["chat_template_kwargs"] = {"enable_thinking": request.think}
         return fields | {"tools": request.tools}
 
-    def builder(self, request: OllamaRequest) -> EventBuilder:
-        """See `Translation`."""
-        return OllamaEvents(self.model, talks=self.talks)
+    def answer(self, exchange: Exchange, request: Any) -> OllamaEvents:
+        """See `Endpoint`."""
+        return OllamaEvents(self, {"model": self.model})
 
 
-class OllamaEvents(EventBuilder):
+class OllamaEvents(Events):
     """Builds lines of JSON. A call is told when it is whole.
 
     talks: the text is a message; otherwise it is the field `response`.
     """
 
-    headers: Sequence[Header] = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
+    headers = LINES
 
-    def __init__(self, model: str, *, talks: bool) -> None:
-        super().__init__({"model": model})
-        self.talks = talks
+    def __init__(self, of: Ollama, value: dict[str, Any]) -> None:
+        super().__init__(of, value)
+        self.talks = of.talks
         self._message: dict[str, Any] = {"content": ""}
         self._calls: list[dict[str, Any]] = []
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """See `EventBuilder`."""
+        """See `Events`."""
         return msgspec.json.encode(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self._calls.append({**call["function"]})
@@ -128,7 +128,7 @@ class OllamaEvents(EventBuilder):
                 self.say("", **self._line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         if reason == "tool_calls":
             functions = [call | {"arguments": msgspec.json.decode(call["arguments"])} for call in self._calls]
             self._message["tool_calls"] = [{"function": function} for function in functions]

@@ -1,14 +1,14 @@
 """The seam of this entry: a request becomes a chat's, and the chunks of the chat become events.
 
-A protocol says three things: `translate`, from its request to the fields of a chat; an `EventBuilder`, from
-what is new in the chat to its own events; and its form of errors. Everything between them is the chat's path:
+A protocol says three things: `translate`, from its request to the fields of a chat; its `Events`, from what
+is new in the chat to its own; and its form of errors. Everything between them is the chat's path:
 limits, queue, deadlines, metrics, leavers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer, usage
 from serving.http.errors import ApiError, ErrorForm, wrong
-from serving.http.exchange import EVENTS, Exchange, Header
+from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 from serving.messages import Ready
 
@@ -50,17 +50,16 @@ class NamedErrors(ErrorForm):
         return b"event: error\ndata: " + body + b"\n\n"
 
 
-class EventBuilder:
-    """Builds the events of a stream, and from the same news the answer that is not streamed.
+class Events(Answer):
+    """The answer to a chat as a protocol's events; one that is not streamed is built of the same news.
 
-    headers: of a stream.
     value: the whole answer, as far as it is known.
     """
 
-    headers: Sequence[Header] = EVENTS
-
-    def __init__(self, value: dict[str, Any]) -> None:
-        self.value = value
+    def __init__(self, of: Translation, value: dict[str, Any]) -> None:
+        about = (of.prefix, of.model, of.prompts.tokenizer, of.request)
+        super().__init__(*about)
+        self.chat, self.value = WideChatAnswer(*about), value
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
@@ -82,37 +81,25 @@ class EventBuilder:
         """Add an event, as its parts are now: they change later."""
         self._said.append(self.encode(kind, event))
 
-    def said(self) -> bytes:
-        """Return the events since the last call."""
-        said, self._said = self._said, []
-        return b"".join(said)
-
-
-class TranslatedAnswer(Answer):
-    """The answer to a chat, told by a builder."""
-
-    def __init__(self, chat: WideChatAnswer, builder: EventBuilder) -> None:
-        super().__init__(chat.id, chat.model, chat.tokenizer, chat.request)
-        self.chat, self.builder, self.headers = chat, builder, list(builder.headers)
-
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`."""
         if not piece.start:
-            self.builder.begin(usage(choice.group))
+            self.begin(usage(choice.group))
         for delta in self.chat.deltas(choice, piece, last):
-            self.builder.take(delta)
+            self.take(delta)
         if last:
-            self.builder.finish(choice, self.chat.reason(choice) or "stop", usage(choice.group))
-        return self.builder.said()
+            self.finish(choice, self.chat.reason(choice) or "stop", usage(choice.group))
+        said, self._said = self._said, []
+        return b"".join(said)
 
     async def body(self, group: ChoiceGroup) -> bytes:
         """See `Answer`."""
         (choice,) = group.choices
         self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
-        return _json(self.builder.value)
+        return _json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`. The builder has said all."""
+        """See `Answer`. All is said."""
         return b""
 
 
@@ -153,18 +140,9 @@ class Translation(Endpoint):
         """
         raise NotImplementedError
 
-    def builder(self, request: Any) -> EventBuilder:
-        """Make what builds the answer. Raises `ApiError`."""
-        raise NotImplementedError
-
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
         return await self.chat.orders(exchange, self.request, ready)
-
-    def answer(self, exchange: Exchange, request: Any) -> Answer:
-        """See `Endpoint`."""
-        chat = WideChatAnswer(self.prefix, self.model, self.prompts.tokenizer, self.request)
-        return TranslatedAnswer(chat, self.builder(request))
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`."""
