@@ -79,7 +79,7 @@ class App:
         engine.on_step = self._stepped
         self.bodies: dict[str, type[Generation]] = {}
         self.routes: dict[str, dict[str, Handler]] = {
-            "/health": {"GET": self._health},
+            "/health": {"GET": lambda exchange: exchange.json({"status": "alive"})},
             "/ready": {"GET": self._ready},
         }
         self.add("/v1/completions", Endpoint(self.prompts, model, self.limits))
@@ -159,9 +159,6 @@ class App:
             extension.stepped(step)
 
     # Everything else.
-
-    async def _health(self, exchange: Exchange) -> None:
-        await exchange.json({"status": "alive"})
 
     async def _ready(self, exchange: Exchange) -> None:
         state = self.service.state

@@ -90,9 +90,20 @@ class Endpoint:
         return [Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts]
 
     async def encoded(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
-        """Return the token ids of each prompt of a request. Raises `ApiError`."""
-        prompts, encode = prompts_of(given, ready, self.limits), self.prompts.encode
-        return [await encode(one, special, ready) if isinstance(one, str) else one for one in prompts]
+        """Return the token ids of each prompt of a text, token ids, or a list of these. Raises `ApiError`."""
+        given = [given] if isinstance(given, str) else given
+        if not given:
+            raise wrong("prompt", "prompt is empty, but must have at least 1 token")
+        kind, most = type(given[0]), self.limits.max_prompts
+        most = max(ready.max_len, most) if kind is int else most
+        if len(given) > most:  # it need not be looked through to be refused
+            raise too_many("prompt", len(given), most, "tokens" if kind is int else "prompts")
+        if {type(item) for item in given} != {kind}:
+            mixed = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
+            raise wrong("prompt", mixed)
+        if kind is str:
+            return [await self.prompts.encode(text, special, ready) for text in given]
+        return [given] if kind is int else given
 
     def answer(self, exchange: Exchange, request: Generation) -> Answer:
         """Make what shapes the answer. Raises `ApiError`."""
@@ -137,21 +148,3 @@ class Endpoint:
             error.param = self.source
             error.code = "context_length_exceeded" if "must have at most" in message else None
         return error
-
-
-def prompts_of(
-    given: str | list[str | int | list[int]] | list[int], ready: Ready, limits: Limits
-) -> list[str | list[int]]:
-    """Return the prompts of a request: a text, token ids, or a list of these. Raises `ApiError`."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise wrong("prompt", "prompt is empty, but must have at least 1 token")
-    kind = type(given[0])
-    most = max(ready.max_len, limits.max_prompts) if kind is int else limits.max_prompts
-    if len(given) > most:  # it need not be looked through to be refused
-        raise too_many("prompt", len(given), most, "tokens" if kind is int else "prompts")
-    if {type(item) for item in given} != {kind}:
-        mixed = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
-        raise wrong("prompt", mixed)
-    return [given] if kind is int else given  # type: ignore[list-item,return-value]
