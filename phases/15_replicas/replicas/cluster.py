@@ -148,10 +148,11 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
+        cores = max(1, (os.cpu_count() or 1) // self.options.most)  # of a replica
         return {
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "replicas.gate.middlewares",
             LIMITS: json.dumps(asdict(self.limits)),
-            "OMP_NUM_THREADS": str(self._threads()),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cores),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine is slow, not broken
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica without a GPU sees those that are there
@@ -228,10 +229,3 @@ class Cluster:
             **more,
         )
         return deployment.bind()
-
-    def _threads(self) -> int:
-        """Of a replica's engine: replicas on one processor share its cores."""
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        if given.isdecimal() and int(given):
-            return int(given)
-        return max(1, (os.cpu_count() or 1) // self.options.most)
