@@ -53,12 +53,6 @@ class WideOrder(Order):
     loosened: list[str] = field(default_factory=list)
 
 
-def order_of(choice: Choice) -> WideOrder:
-    """Return the order of a completion, which an endpoint of this appendix has made."""
-    assert isinstance(choice.order, WideOrder)
-    return choice.order
-
-
 class WideAnswer(Answer):
     """`/v1/completions`. request: with the fields of `Wide`, which say what the answer has."""
 
@@ -138,7 +132,8 @@ class WideChatAnswer(WideAnswer):
     def readers(self, choice: Choice) -> tuple[ReasoningReader | None, CallReader | None]:
         """Return what finds reasoning and calls in the text of a completion, if there may be any."""
         if choice.index not in self._readers:
-            order = order_of(choice)
+            order = choice.order
+            assert isinstance(order, WideOrder)  # an endpoint of this appendix has made it
             trigger = "" if order.calls is None else order.calls.trigger
             self._readers[choice.index] = (
                 None if order.reasons is None else ReasoningReader(order.reasons, trigger),

@@ -38,9 +38,8 @@ def picture(engine: object) -> dict[str, Any]:
     owners = np.where(np.asarray(cache.allocator.refs) > 0, CACHED, FREE)  # [N]
     for request in running:
         blocks = cache.blocks_of(request.row)
-        owners[blocks] = np.where(
-            owners[blocks] >= 0, SHARED, np.where(owners[blocks] == SHARED, SHARED, request.row)
-        )
+        taken = (owners[blocks] >= 0) | (owners[blocks] == SHARED)
+        owners[blocks] = np.where(taken, SHARED, request.row)
     stride = -(-count // MOST_CELLS)
     rows = [
         {
