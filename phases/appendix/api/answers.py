@@ -73,6 +73,7 @@ class WideAnswer(Answer):
         made: dict[str, Any] = {"logprobs": self.logprobs(choice, piece)}
         if self.request.return_token_ids:
             made["token_ids"] = choice.tokens[start:stop]
+            made |= {} if self.request.stream else {"prompt_token_ids": choice.order.prompt}
         if self.request.stream and self.request.return_token_marks:
             # Of several tokens that one step brought all but the last were drafts, and right.
             texts, times = choice.texts[start:stop], [*choice.times[start : stop + 1], nan, nan]
@@ -81,11 +82,6 @@ class WideAnswer(Answer):
                 (text, "draft" if now == then else "") for text, now, then in found if text
             ]
         return made
-
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
-        ids = {"prompt_token_ids": choice.order.prompt} if self.request.return_token_ids else {}
-        return super().shape(choice) | ids
 
     async def body(self, group: ChoiceGroup) -> bytes:
         """See `Answer`.
@@ -166,8 +162,6 @@ class WideChatAnswer(WideAnswer):
     def deltas(self, choice: Choice, piece: Piece, last: bool) -> list[dict[str, Any]]:
         """Return what a piece adds to the message: reasoning, text, calls, parts of them."""
         (reasoning, calls), text, deltas = self.readers(choice), piece.text, list[dict[str, Any]]()
-        if reasoning is None and calls is None and text:
-            return [{"content": text}]
         if reasoning is not None:
             thought, text = reasoning.read(text, last)
             deltas += [{"reasoning_content": thought}] if thought else []
@@ -189,8 +183,6 @@ class WideChatAnswer(WideAnswer):
             message["content"] = message["content"] or None
             message["tool_calls"] = calls.calls
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
-        if self.request.return_token_ids:
-            details["prompt_token_ids"] = choice.order.prompt
         return {"message": message} | details | {"finish_reason": self.reason(choice)}
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:

@@ -95,10 +95,9 @@ class Responses(Translation):
 
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""
-        fields: dict[str, Any] = {
-            "messages": self.conversation(request),
-            "system": request.instructions or None,
-        }
+        before = self.kept.find(request.previous_response_id) if request.previous_response_id else []
+        said = [InputItem(content=request.input)] if isinstance(request.input, str) else request.input
+        fields: dict[str, Any] = {"messages": _messages(before, said), "system": request.instructions or None}
         fields["parallel_tool_calls"] = request.parallel_tool_calls
         if request.tools:
             fields["tools"] = [{"type": tool.get("type"), "function": tool} for tool in request.tools]
@@ -107,17 +106,9 @@ class Responses(Translation):
         if request.max_output_tokens is not None:
             fields["max_tokens"] = request.max_output_tokens
         if isinstance(form := (request.text or {}).get("format"), dict):
-            fields["response_format"] = (
-                {"type": form.get("type"), "json_schema": form} if "schema" in form else form
-            )
+            named = {"type": form.get("type"), "json_schema": form}
+            fields["response_format"] = named if "schema" in form else form
         return fields
-
-    def conversation(self, request: ResponsesRequest) -> Messages:
-        """Return the messages so far, without the instructions. Raises `ApiError`."""
-        before = self.kept.find(request.previous_response_id) if request.previous_response_id else []
-        if isinstance(request.input, str):
-            return [*before, {"role": "user", "content": request.input}]
-        return _messages(before, request.input)
 
     def answer(self, exchange: Exchange, request: Any) -> ResponseEvents:
         """See `Endpoint`."""
