@@ -12,7 +12,7 @@ from phases.appendix.access.doors import ANY, Forms, Hosts, Keys, Origins
 from phases.appendix.api.extension import Api
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.connections.parts import BodyParts
-from phases.appendix.embeddings.endpoint import EmbeddingRoute
+from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
@@ -52,8 +52,10 @@ def whole_app(
     extensions += [Origins(allowed_origins)] if allowed_origins else []
     extensions += [Keys(keys), AccessLog(access_log, metrics)]
     extensions += [BodyParts(checked), Api(version)]
-    extensions += [Protocols(), EmbeddingRoute(), Live(), Forms()]
-    return App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
+    extensions += [Protocols(), Live(), Forms()]
+    app = App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
+    app.add("/v1/embeddings", Embeddings(app.prompts, model, checked))
+    return app
 
 
 def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> HttpServer:

@@ -12,7 +12,6 @@ from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import ignore
 from phases.appendix.embeddings.pooling import MEAN
 from phases.appendix.protocols.translation import NamedErrors
-from serving.app import App, Extension
 from serving.completion import Choice, ChoiceGroup, Order
 from serving.endpoints import COPIED, Endpoint
 from serving.http.answers import Answer
@@ -71,11 +70,3 @@ class Embeddings(Endpoint):
         one = EmbeddingRequest(input="", max_tokens=1, temperature=0.0)
         prompts = await self.encoded(request.input, ready)
         return [Order(ids, self.params(one, ids, ready, 1), wanted=(MEAN,)) for ids in prompts]
-
-
-class EmbeddingRoute(Extension):
-    """Adds the route."""
-
-    def install(self, app: App) -> None:
-        """See `Extension`."""
-        app.add("/v1/embeddings", Embeddings(app.prompts, app.model, app.limits))
