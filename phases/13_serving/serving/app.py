@@ -44,9 +44,6 @@ class Extension:
     def ended(self, exchange: Exchange) -> None:
         """Look at a request that has its answer, or has left."""
 
-    def refused(self, status: int, client: str | None, reason: str) -> None:
-        """Look at what never became a request."""
-
 
 class App:
     """Answers HTTP requests with an engine.
