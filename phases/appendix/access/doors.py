@@ -138,9 +138,8 @@ class Keys(Extension):
         """See `Extension`."""
         if not self.keys or exchange.path in OPEN:
             return False
-        given = exchange.headers.get(b"authorization", b"")
-        if not given and b"x-api-key" in exchange.headers:  # as Anthropic's clients send it
-            given = b"bearer " + exchange.headers[b"x-api-key"]
+        other = b"bearer " + exchange.headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+        given = exchange.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
         if scheme.lower() != b"bearer":
             value = b""

@@ -56,9 +56,7 @@ class WideOrder(Order):
 class WideAnswer(Answer):
     """`/v1/completions`. request: with the fields of `Wide`, which say what the answer has."""
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Any) -> None:
-        super().__init__(id, model, tokenizer, request)
-        self.request = request
+    request: Any
 
     def told(self, choice: Choice, piece: Piece) -> Iterator[tuple[int, Logprob, Spell]]:
         """Return the tokens of a piece, their log-probabilities if they were asked for, and a spelling."""
