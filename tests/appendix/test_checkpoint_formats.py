@@ -39,7 +39,7 @@ from quant.formats import FP8, INT4, SCHEMES, Scheme
 from quant.kv import head_scales
 from quant.linear import QuantLinear
 from quant.methods import quantize_model
-from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, exactly, logits
+from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, checked, exactly, logits
 from tests.quant_kit import folders as folders
 
 load: Any = partial(load_engine, phase_named("10"))
@@ -127,7 +127,7 @@ def test_four_bits(kind: Any, zeros: bool, shuffled: bool, less: int) -> None:
     if not zeros:
         found.pop("weight_zero_point", None)
     expect(layout, found)
-    weight = layout.read(found, (16, 64), "w").check("w")
+    weight = checked(layout.read(found, (16, 64), "w"))
     assert (weight.order is not None) == shuffled and (weight.zero is not None) == zeros
     assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
     x, layer = torch.randn(3, 64), QuantLinear(weight)

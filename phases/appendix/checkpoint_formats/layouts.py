@@ -159,7 +159,7 @@ class StoredLinear(nn.Module):
     def understood(self, name: str) -> QuantLinear:
         """The layer that this stands for."""
         weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
-        return QuantLinear(weight.check(name), self.bias)
+        return QuantLinear(weight, self.bias)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
