@@ -5,6 +5,7 @@ A kernel rounds an input to eight bits. Four bits lie in words, in the order in 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -176,13 +177,9 @@ def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype
     return unscaled(x, weight).finished(dtype)
 
 
-_ones: dict[torch.device, Tensor] = {}
-
-
+@cache
 def _one(device: torch.device) -> Tensor:
-    if device not in _ones:
-        _ones[device] = torch.ones((), device=device)
-    return _ones[device]
+    return torch.ones((), device=device)
 
 
 def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:
