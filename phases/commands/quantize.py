@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from common.console import err, out
 from common.device import pick_device
-from common.errors import UserError, choice, integer
+from common.errors import choice, integer
 from common.files import read_text
 from common.models.hub import model_folder
 from common.progress import bar
@@ -16,7 +16,7 @@ from paged_cache.memory import weight_bytes
 from phases import ROOT
 from phases.appendix.checkpoint_formats.export import check_source, check_target, export
 from quant.calibrate import blocks_of, samples
-from quant.formats import GROUPS, SCHEMES
+from quant.formats import SCHEMES
 from quant.kv import KV_DTYPES, head_scales
 from quant.methods import quantize_model
 
@@ -30,10 +30,6 @@ def run(given: SimpleNamespace) -> int:
     model, folder, kv_cache = given.model, given.folder, given.kv_cache
     wanted = SCHEMES[given.scheme]
     if wanted.scales == "group":
-        if given.group_size not in GROUPS:
-            raise UserError(
-                f"group_size is {given.group_size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}"
-            )
         wanted = wanted.with_group(given.group_size)
     choice("kv_cache", kv_cache, ["none", *KV_DTYPES])
     integer("pieces", given.pieces, low=1, high=1 << 16)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from common.errors import UserError, choice, integer
+from common.errors import choice, integer
 from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
-from quant.formats import GROUPS, SCHEMES, Scheme
+from quant.formats import INT4, SCHEMES, Scheme
 from quant.joined import settle
 from quant.kv import KV_DTYPES, kv_format, stored_kind
 from quant.linear import QuantLinear
@@ -56,9 +56,7 @@ class Quant(Feature):
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
         choice("kv_cache", self.kv_cache, [AUTO, PLAIN, *KV_DTYPES])
         integer("group_size", self.group_size)
-        if self.group_size not in GROUPS:
-            sizes = ", ".join(map(str, sorted(GROUPS)))
-            raise UserError(f"group_size is {self.group_size}, but must be one of {sizes}")
+        INT4.with_group(self.group_size)
 
     def prepare(self, parts: Parts) -> None:
         """Let the layers be quantized while the model is loaded."""
