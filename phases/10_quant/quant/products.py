@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quant.formats import BLOCK, DTYPES, LARGEST, Activations
+from quant.formats import BLOCK, DTYPES, LARGEST, Activations, Scheme
 from quant.weights import QuantizedWeight, unpack_nibbles
 from triton_paged_attention.hardware import ADA, TURING, at_least
 
@@ -109,9 +109,9 @@ SPAN = 128
 """Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
 
 
-def words_fit(weight: QuantizedWeight) -> bool:
-    """Return True if a weight can lie in words: its groups are no smaller than a part of a span."""
-    return weight.scheme.group % 32 == 0
+def words_fit(scheme: Scheme) -> bool:
+    """Return True if kernels read a scheme: groups, if it has any, are no smaller than a part of a span."""
+    return scheme.group % 32 == 0
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
