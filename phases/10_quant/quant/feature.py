@@ -12,7 +12,6 @@ from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
 from quant.formats import INT4, SCHEMES, Scheme
-from quant.joined import settle
 from quant.kv import KV_DTYPES, kv_format, stored_kind
 from quant.linear import QuantLinear
 from quant.loading import Quantize
@@ -93,7 +92,9 @@ class Quant(Feature):
             install(parts.own_model())
             parts.reserve.append(lambda whole: unpacked_bytes(whole.model))
         elif parts.model.device.type == "cpu":
-            settle(parts.own_model())
+            for layer in parts.own_model().modules():
+                if isinstance(layer, QuantLinear):
+                    layer.settle()
 
 
 def _pairs(parts: Parts, kind: str) -> bool:
