@@ -38,9 +38,8 @@ def check_source(folder: Path) -> None:
     if "text_config" in raw or raw.get("model_type") == "gpt2":
         kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
         raise UserError(f"{folder} holds {kind}, which `quantize` cannot write")
-    for name in ("quantization_config", "compression_config"):
-        if raw.get(name) is not None:
-            raise UserError(f"{folder} is quantized already: its config.json has a {name}")
+    if raw.get("quantization_config") is not None:
+        raise UserError(f"{folder} is quantized already: its config.json has a quantization_config")
 
 
 def check_target(folder: Path) -> Path:
