@@ -23,7 +23,6 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = Field("weight_map", str)
 _NAMES_SHOWN = 10
-_ROWS = 4096
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _EXACT = {
     "I64": torch.int64,
@@ -115,19 +114,15 @@ def stores_once(
             owner = head.rpartition(".")[0] + "."
             if not any(name is not None and name.startswith(owner) for name in named):
                 continue
-            if embedding in named and not (head in named and _alike(*named[head], *named[embedding])):
+            if embedding in named and not (head in named and _alike(named[head], named[embedding])):
                 return False
     return True
 
 
-def _alike(file: Any, name: str, other_file: Any, other_name: str) -> bool:
-    """Compare two stored matrices some rows at a time, so that those that differ are hardly read."""
-    one, other = file.get_slice(name), other_file.get_slice(other_name)
-    shape, kind = one.get_shape(), one.get_dtype()
-    if shape != other.get_shape() or kind != other.get_dtype() or kind not in _FLOATS or len(shape) != 2:
-        return False
-    starts = range(0, shape[0], _ROWS)
-    return all(torch.equal(one[i : i + _ROWS], other[i : i + _ROWS]) for i in starts)
+def _alike(*stored: tuple[Any, str]) -> bool:
+    """Compare two matrices, which are mapped and not copied; of those that differ little is read."""
+    one, other = (file.get_tensor(name) for file, name in stored)
+    return one.dtype == other.dtype in _FLOATS.values() and torch.equal(one, other)
 
 
 def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
