@@ -11,20 +11,9 @@ from typing import Any
 
 from common.models.fields import Field
 
-FAMILIES = {
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen2_moe": "qwen2_moe",
-    "qwen3_moe": "qwen3_moe",
-    "gpt_oss": "gpt_oss",
-    "gemma3_text": "gemma3",
-    "gemma3": "gemma3",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5": "qwen3_5",
-}
+_DENSE = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5")
+_SPARSE = ("qwen2_moe", "qwen3_moe", "gpt_oss")
+FAMILIES = {name: name for name in _DENSE + _SPARSE} | {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
 """Hugging Face ``model_type`` -> our family name."""
 MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
 

@@ -20,7 +20,6 @@ from quant.linear import QuantLinear
 from quant.loading import plain_layers, replace_layer
 
 Method = Literal["rtn", "gptq", "awq"]
-METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq")
 Progress = Callable[[str], None]
 HALF = torch.bfloat16
 """What scales of groups are kept in."""
