@@ -82,10 +82,6 @@ class Allowed(NamedTuple):
     places: Tensor
 
 
-Masks = Tensor | Allowed | None
-"""`Allowed`, or its words for every place, int32 [B, ceil(V / 32)]; None: every token may be chosen."""
-
-
 class HostSampled:
     """A `Sampled` on its way to the host."""
 
@@ -132,11 +128,11 @@ class Chooser:
             ops.forbid(logits, allowed.words[part], allowed.places[part])
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
     ) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
-        allowed: the masks of the step, which are applied already.
+        masked: True if the step has masks, which are applied already.
         """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
@@ -213,7 +209,7 @@ class Sampler(SamplerRows):
         rows_host: Sequence[int],
         steps: Tensor,
         plan: Plan | None = None,
-        allowed: Masks = None,
+        allowed: Allowed | None = None,
         drafts: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
@@ -225,13 +221,13 @@ class Sampler(SamplerRows):
         is chosen with its own step. For the penalties, `drafts` says what stands between the first of these
         places and each of them. Of the tokens chosen those are counted that stand behind right drafts.
 
-        logits: float32 [B, V]; left as they are, but where `Allowed` is given and no request wants
+        logits: float32 [B, V]; left as they are, but where there are masks and no request wants
             log-probabilities: then they are masked in place.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
         rows_host: the same on the host, for the plan.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: `plan(rows_host)`; made here if missing.
-        allowed: see `Masks`.
+        allowed: the masks; None: every token may be chosen.
         drafts: int64 [B, K] on the device, the tokens guessed before each place, oldest first, then -1. The
             places of one row are neighbours, each with one draft more than the one before it. None: there
             are none; it makes no difference to rows without penalties.
@@ -240,7 +236,7 @@ class Sampler(SamplerRows):
             plan = self.plan(rows_host)
         logits = self.chooser.whole(self, logits, plan, allowed is not None)
         adjusted = self._adjust(logits, rows, steps, plan, allowed, drafts)
-        tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed)
+        tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed is not None)
         if Needs.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
@@ -298,19 +294,14 @@ class Sampler(SamplerRows):
         rows: Tensor,
         steps: Tensor,
         plan: Plan,
-        allowed: Masks,
+        allowed: Allowed | None,
         drafts: Tensor | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
-        if allowed is None and not plan.features & (Needs.EDITS | Needs.PENALTIES):
-            return logits
         edited = bool(plan.features & (Needs.EDITS | Needs.PENALTIES))
-        if edited or plan.wanted is not None or isinstance(allowed, Tensor):
+        if edited or (allowed is not None and plan.wanted is not None):
             logits = logits.clone()
-        if isinstance(allowed, Tensor):
-            for part in self.parts(len(logits)):
-                ops.forbid(logits[part], allowed[part])
-        elif allowed is not None:
+        if allowed is not None:
             self.chooser.forbid(self, logits, allowed)
         if plan.edits is not None:
             tokens, values, until, at = plan.edits

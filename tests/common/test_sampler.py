@@ -277,7 +277,7 @@ def test_only_allowed_tokens_are_chosen_whatever_else_is_asked_for(vocab_size: i
     rows, host = torch.arange(5), list(range(5))
     for step in range(30):
         steps = torch.full((5,), step)
-        sampled = sampler.sample(logits, rows, host, steps, allowed=mask)
+        sampled = sampler.sample(logits, rows, host, steps, allowed=Allowed(mask, rows))
         for token, choices in zip(sampled.tokens.tolist(), allowed, strict=True):
             assert token in choices
         assert sampled.logprobs is not None
@@ -461,11 +461,10 @@ def test_nan_is_told_where_it_may_be_chosen(settings: dict[str, Any], temperatur
         [[-1, -1], [-1, -1], [~(1 << 7), 0]], dtype=torch.int32
     )  # not token 7, nor from 32 on
     rows = torch.arange(3)
-    for allowed in (words, Allowed(words, rows)):
-        given = logits.clone()  # masked in place
-        sampled = sampler.sample(given, rows, range(3), torch.zeros(3, dtype=torch.int64), allowed=allowed)
-        first, second, third = [token for token, _ in sampled.to_host().get()]
-        assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
+    steps, allowed = torch.zeros(3, dtype=torch.int64), Allowed(words, rows)
+    sampled = sampler.sample(logits, rows, range(3), steps, allowed=allowed)
+    first, second, third = [token for token, _ in sampled.to_host().get()]
+    assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
 
 
 EVERYTHING = SamplingParams(

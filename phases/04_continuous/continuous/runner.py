@@ -100,7 +100,7 @@ class Forwarded:
     batch: Batch
     hidden: Tensor
     started: float = 0.0
-    rest: Callable[[Tensor | Allowed | None], Pending] | None = None
+    rest: Callable[[Allowed | None], Pending] | None = None
     logits: Tensor | None = None
 
 
@@ -169,7 +169,7 @@ class Runner:
         return Forwarded(works, batch, hidden)
 
     @torch.inference_mode()
-    def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
+    def sample(self, step: Forwarded, allowed: Allowed | None = None) -> Pending:
         """The second half: from the last hidden states of every work to its takers' next tokens.
 
         allowed: see `Sampler.sample`; None: every token may be chosen.
