@@ -6,7 +6,6 @@ made while the device computes the first half and the host deals out the tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from common.request import Request
@@ -19,10 +18,7 @@ from structured.loop import EarlyMasks
 class EarlyHalves:
     """A `Loop` as `TwoHalves` is, but the second half of a masked step comes with the next call.
 
-    Args:
-        masks: those of the engine.
-        stage: given the works of the next step while masks are being made.
-
+    masks: those of the engine.
     flying: the newest step that is wholly handed to the device.
     half: a step whose second half comes with the next call of `advance`.
     """
@@ -30,10 +26,8 @@ class EarlyHalves:
     flying: Pending | None = None
     half: Forwarded | None = None
 
-    def __init__(
-        self, masks: EarlyMasks, stage: Callable[[Sequence[Work]], object] = lambda works: None
-    ) -> None:
-        self.masks, self.stage = masks, stage
+    def __init__(self, masks: EarlyMasks) -> None:
+        self.masks = masks
 
     @property
     def idle(self) -> bool:
@@ -44,8 +38,6 @@ class EarlyHalves:
         """Launch the next step, or half of it, then wait for the one before."""
         works = engine.schedule()
         if self.half is not None:
-            if works:
-                self.stage(works)
             self._finish(engine)
             works = alive(engine, works)
         step = engine.forward(works)
