@@ -35,11 +35,6 @@ class Matcher(ABC):
         """Give back the last `count` of the tokens that `advance` has taken."""
 
     @property
-    @abstractmethod
-    def accepting(self) -> bool:
-        """The output may end here."""
-
-    @property
     def problem(self) -> str:
         """The limit at which this grammar cannot be followed any further; empty if it can."""
         return ""

@@ -102,11 +102,6 @@ class AutomataMatcher(Matcher):
             del self.places[-count:]
 
     @property
-    def accepting(self) -> bool:
-        """Some stack stands at the end."""
-        return self.machine.may_end(self.places[-1])
-
-    @property
     def problem(self) -> str:
         """The limits of one output."""
         place = self.places[-1]
