@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.errors import UserError
-from common.text.ids import LONG
+from common.text.tokenizer import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
 from phases.appendix.api.reasoning import marks, opened
