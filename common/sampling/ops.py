@@ -250,16 +250,13 @@ def reported(logits: Tensor, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan(), NAN_TOKEN)
 
 
-def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of `tokens`, and the `top` most likely token ids with theirs, best first.
 
-    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]; None,
-    None for top = 0. These sums are rounded as the batch's shape has it: two batches may differ in the last
-    bits.
+    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. These
+    sums are rounded as the batch's shape has it: two batches may differ in the last bits.
     """
     total = logits.logsumexp(1, keepdim=True)  # [B, 1]
     chosen = (logits.gather(1, tokens.unsqueeze(1)) - total).squeeze(1)
-    if top == 0:
-        return chosen, None, None
     values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
     return chosen, ids, values - total
