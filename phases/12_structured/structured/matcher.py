@@ -41,7 +41,7 @@ class Matcher(ABC):
 
 
 class Compiled(ABC):
-    """A grammar made ready for one vocabulary. Many outputs share it, in any threads.
+    """A grammar made ready for one vocabulary. Many outputs share it, in the engine's thread.
 
     bytes: about how much memory it takes.
     """
