@@ -210,22 +210,16 @@ class Tokenizer:
             (found,) = self.backend.encode_batch_fast([_unicode(text)], add_special_tokens=add_special_tokens)
         return list(found.ids)
 
-    def _special(self, name: str) -> str | None:
-        """The text of a special token, if a file names it."""
-        token = _content(self._special_tokens.get(name))
-        if token is not None and not isinstance(token, str):
-            found = (
-                f"{name} of {self.folder / 'tokenizer_config.json'} is {shown(self._special_tokens[name])}"
-            )
-            raise UserError(f"{found}, but must be a string, or an object with a content")
-        return token
-
     def _model_config(self, field: str) -> Any:
         return _read_json(self.folder / "config.json").get(field)
 
     def _bos_token_id(self) -> int | None:
         if "bos_token" in self._special_tokens:
-            token = self._special("bos_token")
+            named = self._special_tokens["bos_token"]
+            token = _content(named)
+            if token is not None and not isinstance(token, str):
+                found = f"bos_token of {self.folder / 'tokenizer_config.json'} is {shown(named)}"
+                raise UserError(f"{found}, but must be a string, or an object with a content")
             return None if token is None else self.backend.token_to_id(token)
         found = self._model_config("bos_token_id")
         return found if isinstance(found, int) else None
