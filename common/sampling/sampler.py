@@ -237,7 +237,7 @@ class Sampler(SamplerRows):
         reported = self.chooser.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
-        some = zip(*(torch.split(each, self.at_once) for each in (logits, tokens)), strict=True)
+        some = zip(torch.split(logits, self.at_once), torch.split(tokens, self.at_once), strict=True)
         parts = zip(*[ops.raw_logprobs(*part, max(plan.wanted)) for part in some], strict=True)
         chosen, ids, values = map(torch.cat, parts)
         return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
