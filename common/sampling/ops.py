@@ -161,11 +161,6 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
     return (high * bins + low).int()
 
 
-def to_integers(weights: Tensor) -> Tensor:
-    """Return float32 weights in [0, 1] as int64 multiples of 2**-40, rounded down."""
-    return (weights * float(1 << WEIGHT_BITS)).long()
-
-
 def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Return `weights` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
 
@@ -184,7 +179,7 @@ def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
         ones = torch.ones(1, 1, dtype=torch.int64, device=keys.device).expand_as(keys)
         weights = torch.where(keys <= threshold(keys, ones, top_k), weights, 0.0)
     if top_p is not None:
-        integers = to_integers(weights)
+        integers = (weights * float(1 << WEIGHT_BITS)).long()  # rounded down
         target = scale(top_p, integers.sum(1, keepdim=True))
         weights = torch.where(keys <= threshold(keys, integers, target), weights, 0.0)
     return weights

@@ -164,21 +164,10 @@ class Sampler(SamplerRows):
 
     The token of a row depends on its logits, its settings and its own past, and on nothing else in the batch.
 
-    chooser: what is done by torch, by kernels, or over ranks.
+    chooser: what is done by torch; in its place a later phase puts kernels, or a choice over ranks.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        vocab_size: int,
-        device: torch.device | str,
-        *,
-        seed: int | None = None,
-        chooser: Chooser = TORCH,
-    ) -> None:
-        """Make rows 0 to rows - 1, all of them greedy; see `SamplerRows`."""
-        super().__init__(rows, vocab_size, device, seed=seed)
-        self.chooser = chooser
+    chooser: Chooser = TORCH
 
     @classmethod
     def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:

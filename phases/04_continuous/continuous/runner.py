@@ -137,7 +137,8 @@ class Runner:
         self, model: Model, attention: BatchAttention, rows: Rows, *, chooser: Chooser = TORCH
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
-        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device, chooser=chooser)
+        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device)
+        self.sampler.chooser = chooser
         self.extra = ONE_TOKEN
 
     def run(self, works: Sequence[Work]) -> Pending:
