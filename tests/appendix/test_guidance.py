@@ -15,7 +15,7 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import PagedEngine
-from phases.appendix.guidance.backend import GuidanceBackend
+from phases.appendix.guidance.backend import FEW, GuidanceBackend
 from phases.appendix.guidance.drafter import GrammarDrafter
 from speculative.control import Control
 from speculative.ngram import NGrams
@@ -51,6 +51,12 @@ from tests.structured_kit import (
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("llguidance")
+
+
+@pytest.fixture(autouse=True)
+def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than four masks are left to other threads, as on a GPU's host, even if there is one alone."""
+    monkeypatch.setattr("phases.appendix.guidance.backend.FEW_ALONE", FEW)
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ NOTHING = "NoExtensionBias"
 FEW = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is taken."""
+FEW_ALONE = 32
+"""The same where a single other thread could make them: with one processor more, nothing is made sooner."""
 SPACING = 0.004
 """Seconds between the beginnings of two compilations. However short each is, threads that compile one after
 the other ask for Python's lock again and again, and the engine has to wait for it as often."""
@@ -89,10 +91,10 @@ class GuidanceBackend(Backend):
         self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
-        self.threads = ll.LLExecutor(threads)
+        self.threads, self._few = ll.LLExecutor(threads), FEW_ALONE if threads == 1 else FEW
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
-        self.lexers = 4 << (threads - 1).bit_length()
+        self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._beginning, self._begun = threading.Lock(), 0.0  # when the last compilation has
 
@@ -144,7 +146,7 @@ class GuidanceBackend(Backend):
             if len(tokens) == 1 and tokens[0] not in matcher.eos and not matcher.effort.watched
         }
         moved: dict[GuidanceMatcher, int] = {}
-        if len(single) > FEW:
+        if len(single) > self._few:
             begun = time.perf_counter()
             counts = self.threads.consume_token_par([(one.inner, token) for one, token in single.items()])
             moved = dict(zip(single, map(int, counts), strict=True))
@@ -160,7 +162,7 @@ class GuidanceBackend(Backend):
         can go on meanwhile. It needs Python's lock for a moment to hand over the matchers. The caller waits
         until it runs: it would get the lock when its turn comes, 5 ms later.
         """
-        if sum(len(drafts) + 1 for _, _, drafts in jobs) <= FEW:
+        if sum(len(drafts) + 1 for _, _, drafts in jobs) <= self._few:
             fill_in_turn(jobs, words)
             return None
         running = threading.Event()

@@ -14,13 +14,14 @@ from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
-from paged_cache import Feature, Parts
+from paged_cache import Feature, PagedEngine, Parts
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import ThreadedMasks
 from phases.appendix.guidance.spelling import Spelling
 from speculative.loops import watched
 from speculative.speculation import verify
+from structured.loop import EarlyMasks
 from structured.masks import GrammarMasks
 from structured.matcher import Backend
 from structured.pool import GrammarPool
@@ -54,9 +55,9 @@ class Guidance(Feature):
         plain = parts.masks
         if not isinstance(plain, GrammarMasks):
             raise UserError("guidance is on, but structured is off: switch it on with structured=True")
-        config, tokenizer = parts.model.config, cast(Tokenizer, parts.recipe.tokenizer)
+        config, on_cpu = parts.model.config, parts.model.device.type == "cpu"
         pool = GrammarPool(
-            lambda: library()(Spelling.of(tokenizer, config.vocab_size, config.eos_token_ids)),
+            partial(guidance, parts.recipe.tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
             cache_bytes=plain.pool.cache_bytes,
             seconds=plain.pool.seconds,
             threads=2 if (os.cpu_count() or 1) < 8 else 4,
@@ -64,12 +65,23 @@ class Guidance(Feature):
         most_forced = self.jump_rows if self.jump_forward else 0
         parts.wrap(self, masks=partial(ThreadedMasks, pool=pool, most_forced=most_forced))
         if "overlap" in parts.features:
-            parts.loops["overlap"] = lambda engine: EarlyHalves(engine.masks)
+            parts.loops["overlap"] = early_halves
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
             parts.stages["connect"].append(lambda whole: verify(whole.engine))
             forced = partial(GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows)
-            parts.wrap(self, drafter=partial(forced, in_turn=parts.model.device.type == "cpu"))
+            parts.wrap(self, drafter=partial(forced, in_turn=on_cpu))
+
+
+def early_halves(engine: PagedEngine) -> EarlyHalves:
+    """Make the loop of an engine whose steps overlap."""
+    return EarlyHalves(cast(EarlyMasks, engine.masks))
+
+
+def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
+    """Make the backend for a model's vocabulary. Raises `UserError` if the library is not installed."""
+    assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
+    return library()(Spelling.of(tokenizer, size, eos))
 
 
 def library() -> Callable[[Spelling], Backend]:

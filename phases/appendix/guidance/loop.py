@@ -10,22 +10,27 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending, Results
 from continuous.work import Work
-from structured.loop import EarlyMasks, TwoHalves
+from structured.loop import EarlyMasks
 
 
-class EarlyHalves(TwoHalves):
+class EarlyHalves:
     """A `Loop` as `TwoHalves` is, but the second half of a masked step comes with the next call.
 
+    masks: those of the engine.
+    flying: the newest step that is wholly handed to the device.
     half: a step whose second half comes with the next call of `advance`.
     """
 
-    masks: EarlyMasks
+    flying: Pending | None = None
     half: Forwarded | None = None
+
+    def __init__(self, masks: EarlyMasks) -> None:
+        self.masks = masks
 
     @property
     def idle(self) -> bool:
         """No step is on its way, nor half of one."""
-        return super().idle and self.half is None
+        return self.flying is None and self.half is None
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step, or half of it, then wait for the one before."""
@@ -45,7 +50,9 @@ class EarlyHalves(TwoHalves):
     def land(self, engine: Engine) -> None:
         """Hand over the half that is left, and wait for what is on its way."""
         self._finish(engine)
-        super().land(engine)
+        landing, self.flying = self.flying, None
+        if landing is not None:
+            engine.collect(landing)
 
     def _begin(self, engine: Engine, step: Forwarded, landing: Pending) -> None:
         """Begin to make the masks of a step, and deal out the tokens of the one before meanwhile.
