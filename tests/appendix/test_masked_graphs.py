@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,12 +15,15 @@ import torch
 
 import cuda_graphs
 import forward
+from common.request import Request
 from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import TORCH, Allowed
+from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
+from phases.appendix.guidance.loop import EarlyHalves
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, must_obey
 from tests.schedules import check
 from tests.structured_kit import PROMPT, SMALL, text_of
@@ -81,7 +85,7 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
         asked = list[object]()
         handle = kind.register_forward_hook(lambda *_, asked=asked: asked.append(_))
         masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
-        half = SimpleNamespace(size=size, hidden=hidden)
+        half = SimpleNamespace(size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64))
         half.machine, half.pad = SimpleNamespace(model=model), lambda: None
         made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
         handle.remove()
@@ -157,7 +161,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
             LogitsGraph, "compute", lambda self: captured.append(self.half.at.tolist()) or first(self)
         )
         patch.setattr(
-            MaskedGraph, "compute", lambda self: captured.append(self.first.half.at.tolist()) or rest(self)
+            MaskedGraph, "compute", lambda self: captured.append(self.first.inputs[1].tolist()) or rest(self)
         )
         engine = engine_of(model, **PLAIN, max_rows=4)
     assert captured and all(set(at) == {-1} for at in captured), f"captured with somebody at {captured}"
@@ -179,6 +183,62 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
     for completion, allowed in zip(found[1:3], ("xyz", "0123456789"), strict=True):
         assert set(text_of(completion)) <= set(allowed), f"{allowed} allow {text_of(completion)!r}"
     check(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("calls")
+def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
+    """With rows that become free, get new owners with nothing but one token to compute, and fail."""
+    options: dict[str, Any] = {**PLAIN, "max_rows": 7, "jump_forward": False, "speculate": False}
+    grammars = [Grammar.regex("[xyz]{30}"), Grammar.regex("[0-9]{30}")]
+    lengths = [7, 3, 6, 7, 5, 7, 7]
+    prompts, late = [[10 + n, 20 + n] for n in range(len(lengths))], [[40], [41]]
+
+    def outputs(staging: bool) -> tuple[list[list[int]], list[int]]:
+        engine = engine_of(model, **options)
+        plan, masks = plan_of(engine), engine.masks
+        staged: list[int] = []
+        if not staging:
+            plan.graphs.clear()
+        else:
+            assert isinstance(engine.loop, EarlyHalves)
+
+            def noted(works: Sequence[Work]) -> None:
+                plan.stage(works)
+                if plan._staged is not None and plan._staged[0] is works:
+                    staged.append(len(works))
+
+            engine.loop.stage = noted
+        requests = []
+        for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
+            params = SamplingParams(
+                max_tokens=most, temperature=number % 2, seed=number, grammar=grammars[number % 2]
+            )
+            masks.settle(params)
+            requests += engine.add(prompt, params)
+        take_failed = masks.take_failed
+
+        def failed() -> list[tuple[Request, Exception]]:
+            if len(requests[4].output_ids) == 2 and requests[4].finish_reason is None:
+                return [*take_failed(), (requests[4], RuntimeError("this one"))]
+            return take_failed()
+
+        masks.take_failed = failed  # type: ignore[method-assign]
+        waiting = list(late)
+        while not engine.idle:
+            engine.step()
+            if requests[1].finish_reason is not None and waiting:
+                params = SamplingParams(max_tokens=3, temperature=1.0, seed=5, grammar=grammars[0])
+                requests += [one for prompt in waiting for one in engine.add(prompt, params)]
+                waiting.clear()
+        check(engine)
+        assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] + ["length"] * 4
+        return [request.output_ids for request in requests], staged
+
+    (found, staged), (wanted, _) = outputs(True), outputs(False)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one == other, f"request {number}: {one} where steps are staged early, else {other}"
+    assert len(staged) >= 3, f"steps that were staged early, by requests: {staged}"
 
 
 @pytest.mark.gpu

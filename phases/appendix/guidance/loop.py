@@ -6,6 +6,8 @@ made while the device computes the first half and the host deals out the tokens 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending, Results
@@ -16,7 +18,10 @@ from structured.loop import EarlyMasks
 class EarlyHalves:
     """A `Loop` as `TwoHalves` is, but the second half of a masked step comes with the next call.
 
-    masks: those of the engine.
+    Args:
+        masks: those of the engine.
+        stage: given the works of the next step while masks are being made.
+
     flying: the newest step that is wholly handed to the device.
     half: a step whose second half comes with the next call of `advance`.
     """
@@ -24,8 +29,10 @@ class EarlyHalves:
     flying: Pending | None = None
     half: Forwarded | None = None
 
-    def __init__(self, masks: EarlyMasks) -> None:
-        self.masks = masks
+    def __init__(
+        self, masks: EarlyMasks, stage: Callable[[Sequence[Work]], object] = lambda works: None
+    ) -> None:
+        self.masks, self.stage = masks, stage
 
     @property
     def idle(self) -> bool:
@@ -36,6 +43,8 @@ class EarlyHalves:
         """Launch the next step, or half of it, then wait for the one before."""
         works = engine.schedule()
         if self.half is not None:
+            if works:
+                self.stage(works)
             self._finish(engine)
             works = alive(engine, works)
         step = engine.forward(works)

@@ -7,18 +7,19 @@ not need them is done before: a `LogitsGraph` belongs to the first half.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.sampling.sampler import Allowed, Needs, Plan, Sampled
+from continuous.batch import Ints
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
-from cuda_graphs.buckets import decode_sizes
+from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED, DecodeGraph, captured, logits_dtype, narrow_logits
-from cuda_graphs.plans import DecodePlan
+from cuda_graphs.plans import DecodePlan, decodes
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.step_kernels import scatter_tokens
 from forward.model import Model
@@ -30,6 +31,7 @@ class MaskInputs:
 
     words: `[most, ceil(V / 32)]` int32; places: `[most]` int64, -1: padding. See `Allowed`.
     logits: `[most, V]`, in the precision of `narrow_logits`.
+    requests: `[3 * most]` int64, the `inputs` of decode graphs, one behind the other.
     """
 
     def __init__(self, most: int, model: Model) -> None:
@@ -37,6 +39,15 @@ class MaskInputs:
         self.words = torch.zeros(most, -(-vocab_size // 32), dtype=torch.int32, device=device)
         self.places = torch.full((most,), -1, dtype=torch.int64, device=device)
         self.logits = torch.zeros(most, vocab_size, dtype=logits_dtype(model), device=device)
+        self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
+
+    def put(self, allowed: Allowed | None, size: int) -> None:
+        """Copy a step's masks, for a graph of `size` requests: a few microseconds of the device."""
+        count = 0 if allowed is None else len(allowed.places)
+        if allowed is not None:
+            self.words[:count].copy_(allowed.words)
+            self.places[:count].copy_(allowed.places)
+        self.places[count:size].fill_(-1)
 
 
 class LogitsGraph:
@@ -45,16 +56,20 @@ class LogitsGraph:
     Args:
         half: the graph that is replayed right before.
         masks: where its logits go, of `half.size` places or more.
+
+    inputs: `[3, size]` int64, a copy of the half's: in those the next step's may be while masks are made.
     """
 
     def __init__(self, half: DecodeGraph, masks: MaskInputs, capturer: Capturer) -> None:
         self.half, self.masks = half, masks
         self.logits = masks.logits[: half.size]
+        self.inputs = masks.requests[: 3 * half.size].view(3, half.size)
         half.pad()
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
         """Run what is captured."""
+        self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
         if isinstance(model.lm_head, FusedLinear) and model.config.final_soft_cap is None:
             model.lm_head.write(hidden, self.logits)
@@ -83,26 +98,37 @@ class MaskedGraph:
 
     @torch.inference_mode()
     def run(self, allowed: Allowed | None) -> None:
-        """Copy a step's masks, which takes the device microseconds, and replay; None: no request has one."""
-        words, places = self._allowed
-        count = 0 if allowed is None else len(allowed.places)
-        if allowed is not None:
-            words[:count].copy_(allowed.words)
-            places[:count].copy_(allowed.places)
-        places[count:].fill_(-1)
+        """The half step, under these masks; None: no request has one."""
+        self.first.masks.put(allowed, self.first.half.size)
         self.replay()
 
     def compute(self) -> None:
         """The half step; what is captured."""
-        half, logits = self.first.half, self.first.logits
-        on, (rows, at, steps) = half.machine, half.inputs
+        on, (rows, at, steps) = self.first.half.machine, self.first.inputs
+        logits = self.first.logits
         sampled = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed)
         self.for_host = sampled.for_host
         scatter_tokens(rows, at, sampled.tokens, on.rows.tokens)
 
 
+@dataclass(frozen=True)
+class Half:
+    """The second half of a step, that has a graph; see `Forwarded.rest`."""
+
+    runner: GraphRunner
+    works: Sequence[Work]
+    graph: MaskedGraph
+
+    def __call__(self, allowed: Allowed | None) -> Pending:
+        """Sample under these masks."""
+        self.graph.run(allowed)
+        return Pending(self.works, Sampled(self.graph.for_host[: len(self.works)]), self.runner.extra)
+
+
 class MaskedPlan:
     """Decode steps whose samples are masked: phase 09's graph to the hidden states, then two more.
+
+    While the masks of a step are being made, the host has time: it then sends what the next step reads.
 
     graphs: by size and kind of sampling.
     """
@@ -111,6 +137,7 @@ class MaskedPlan:
         self.runner, self.decodes = runner, runner.plan(DecodePlan)
         self.graphs: dict[tuple[int, Needs], MaskedGraph] = {}
         self.count = len(self.decodes.sizes) * (1 + len(CAPTURED))
+        self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
         """See `GraphPlan`."""
@@ -122,24 +149,42 @@ class MaskedPlan:
                 part(f"{size} requests, masked")
                 self.graphs[size, kind] = MaskedGraph(first, kind, capturer)
 
-    def takes(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
-        """Take what phase 09's graphs take."""
-        return self.decodes.takes(works, masked) if masked else None
+    @torch.inference_mode()
+    def stage(self, works: Sequence[Work]) -> None:
+        """Send what the next step reads, before the second half of this one.
 
-    def run(self, works: Sequence[Work], ticket: tuple[int, bool]) -> Forwarded:
-        """The first half of a step, whose second half is a graph where its kind of sampling has one."""
-        step = self.decodes.run(works, ticket)
-        plan = self.runner.sampler.plan(step.batch.host.sample_rows.tolist())
-        graph = self.graphs.get((ticket[0], plan.features)) if captured(plan) else None
-        if graph is not None:
-            graph.first.replay()
-            step.rest = partial(self._sample, works, graph)
-        return step
+        Not if a request is new: the row may have had an owner whose last token is yet to be written.
+        """
+        size = smallest(self.decodes.sizes, len(works)) if decodes(works) else None
+        last = self.runner.last
+        half_done = last is not None and isinstance(last.rest, Half)
+        if size is not None and half_done and not self.runner.rows.fresh:
+            self._staged = works, self.decodes.stage(works, size)
 
-    def _sample(self, works: Sequence[Work], graph: MaskedGraph, allowed: Allowed | None) -> Pending:
-        """Run the second half of a step, under these masks."""
-        graph.run(allowed)
-        return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.extra)
+    def takes(self, works: Sequence[Work], masked: bool) -> int | None:
+        """The size of the graphs."""
+        if not masked:
+            return None
+        return smallest(self.decodes.sizes, len(works)) if decodes(works) else None
+
+    def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
+        """The first half of a step."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged[0] is works:
+            rows = staged[1]
+        else:
+            self.runner.refresh(works)
+            rows = self.decodes.stage(works, ticket)
+        plan = self.runner.sampler.plan(rows.tolist())
+        graph = self.decodes.graphs[ticket, None]
+        self.runner.replays += 1
+        graph.replay()
+        rest = self.graphs.get((ticket, plan.features)) if captured(plan) else None
+        if rest is None:
+            return Forwarded(works, graph.sampled(rows), graph.hidden)
+        rest.first.replay()
+        half = Half(self.runner, works, rest)
+        return Forwarded(works, graph.batch, graph.hidden, rest=half)
 
 
 PER_HALF = 1 << 20
@@ -149,5 +194,5 @@ PER_HALF = 1 << 20
 def masked_bytes(model: Model, rows: int) -> int:
     """Estimate from above what second halves of up to `rows` requests take, with their inputs."""
     vocab_size = model.config.vocab_size
-    row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8
+    row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8 + 3 * 8
     return rows * row + len(decode_sizes(rows)) * (1 + len(CAPTURED)) * PER_HALF
