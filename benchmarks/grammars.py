@@ -190,7 +190,9 @@ def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, di
         rng, times, moves = random.Random(1), list[float](), list[float]()
         for _ in range(steps):
             begun = time.perf_counter()
-            backend.fill([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+            done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+            if done is not None:
+                done.result()
             times.append(1e3 * (time.perf_counter() - begun))
             chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
             begun = time.perf_counter()

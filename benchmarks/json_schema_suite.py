@@ -42,6 +42,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
@@ -175,7 +176,13 @@ class Search:
 
     def takes(self, value: Any) -> bool:
         """Whether there is one, as far as `MOST_TRIES` go."""
-        return any(self._goes(text) and self._matcher.accepting for text in self._after("", value))
+        return any(self._goes(text) and self._may_end() for text in self._after("", value))
+
+    def _may_end(self) -> bool:
+        """Whether the mask allows token 0, which ends a text."""
+        words = np.zeros(9, np.int32)
+        self._matcher.fill(words)
+        return bool(words[0] & 1)
 
     def _goes(self, text: str) -> bool:
         """Whether a text is taken, by a matcher that goes back to where it parts from the one before."""

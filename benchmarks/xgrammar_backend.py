@@ -61,11 +61,6 @@ class XGrammarMatcher(Matcher):
             self.inner.rollback(count)
 
     @property
-    def accepting(self) -> bool:
-        """Whether an end-of-sequence token may come."""
-        return bool(self.inner.is_completed())
-
-    @property
     def problem(self) -> str:
         """The budget that is used up."""
         return self.effort.problem

@@ -161,11 +161,6 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
     return (high * bins + low).int()
 
 
-def to_integers(weights: Tensor) -> Tensor:
-    """Return float32 weights in [0, 1] as int64 multiples of 2**-40, rounded down."""
-    return (weights * float(1 << WEIGHT_BITS)).long()
-
-
 def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Return `weights` with 0 for the tokens that top-k, and then top-p of what is left, do not keep.
 
@@ -184,29 +179,27 @@ def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
         ones = torch.ones(1, 1, dtype=torch.int64, device=keys.device).expand_as(keys)
         weights = torch.where(keys <= threshold(keys, ones, top_k), weights, 0.0)
     if top_p is not None:
-        integers = to_integers(weights)
+        integers = (weights * float(1 << WEIGHT_BITS)).long()  # rounded down
         target = scale(top_p, integers.sum(1, keepdim=True))
         weights = torch.where(keys <= threshold(keys, integers, target), weights, 0.0)
     return weights
 
 
-def forbid(logits: Tensor, allowed: Tensor, places: Tensor | None = None) -> Tensor:
+def forbid(logits: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
     """Put every token whose bit is not set at minus infinity, in place, and return `logits`.
 
     logits: float32 [B, V]; allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i; places:
-        int64 [M], the rows that are masked; None: all, in order.
+        int64 [M], the rows that are masked.
     """
     if allowed.device.type == "cpu":  # numpy takes all bits out in one pass, and no row is copied
         octets = allowed.numpy().view(np.uint8)
         every = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
-        for row, some in zip(range(len(every)) if places is None else places.tolist(), every, strict=True):
+        for row, some in zip(places.tolist(), every, strict=True):
             logits[row].masked_fill_(torch.from_numpy(some == 0), float("-inf"))
         return logits
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     barred = (allowed.unsqueeze(2) >> bits) & 1 == 0  # [B, words, 32]
     barred = barred.flatten(1)[:, : logits.shape[1]]  # [M, V]
-    if places is None:
-        return logits.masked_fill_(barred, float("-inf"))
     logits[places] = logits[places].masked_fill_(barred, float("-inf"))
     return logits
 
@@ -252,16 +245,13 @@ def reported(logits: Tensor, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan(), NAN_TOKEN)
 
 
-def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of `tokens`, and the `top` most likely token ids with theirs, best first.
 
-    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]; None,
-    None for top = 0. These sums are rounded as the batch's shape has it: two batches may differ in the last
-    bits.
+    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. These
+    sums are rounded as the batch's shape has it: two batches may differ in the last bits.
     """
     total = logits.logsumexp(1, keepdim=True)  # [B, 1]
     chosen = (logits.gather(1, tokens.unsqueeze(1)) - total).squeeze(1)
-    if top == 0:
-        return chosen, None, None
     values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
     return chosen, ids, values - total

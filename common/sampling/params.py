@@ -27,10 +27,6 @@ from common.sampling.grammar import Grammar
 GREEDY_BELOW: Final = 1e-5
 """Temperatures under this one mean greedy: dividing by them says nothing that the argmax does not."""
 
-MAX_TEMPERATURE: Final = 100.0
-MIN_REPETITION_PENALTY: Final = 0.01  # a product with what is forbidden, minus infinity, must stay so
-MAX_REPETITION_PENALTY: Final = 100.0
-MAX_PENALTY: Final = 2.0
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 100.0
 SEED_BITS: Final = 64
@@ -60,12 +56,12 @@ INTEGERS: Final = {
     "n": (1, MAX_N),
 }
 NUMBERS: Final = {
-    "temperature": (0.0, MAX_TEMPERATURE),
+    "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": (0.01, 100.0),  # a product with minus infinity must stay so
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
 }
 """Fields with their least and largest value."""
 
@@ -79,15 +75,15 @@ class SamplingParams:
     min_tokens: this many tokens, at most max_tokens, are generated before an end-of-sequence token, a stop
         token or a stop string may end the request.
     temperature: 0 (in fact anything below `GREEDY_BELOW`) is greedy: the most likely token, exactly. At most
-        `MAX_TEMPERATURE`.
+        100.
     top_k: keep the k most likely tokens; 0 or -1 keeps all. At most `MAX_INT`.
     top_p: keep the most likely tokens until their probabilities reach p; the token that crosses p is kept.
         0 to 1; 0 is greedy.
     min_p: keep the tokens at least min_p times as likely as the most likely one. 0 to 1.
-    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. At least
-        `MIN_REPETITION_PENALTY`, at most `MAX_REPETITION_PENALTY`.
-    presence_penalty: subtracted from the logit of every token that stands in the output. At most
-        `MAX_PENALTY`, at least its negative.
+    repetition_penalty: above 1 makes every token of the prompt and of the output so far less likely. From
+        0.01 to 100.
+    presence_penalty: subtracted from the logit of every token that stands in the output. From -2
+        to 2.
     frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
         Of a larger number, or one below 0, the lowest `SEED_BITS` bits count.
@@ -219,10 +215,7 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
 MODEL, NEUTRAL = "model", "neutral"
 """Where defaults come from: the model's file, or nowhere."""
 FILE = "generation_config.json"
-FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+FIELDS = ("top_k", *NUMBERS)
 """Taken, by their names in the file and in `SamplingParams`. `do_sample` is not looked at, as in vLLM."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -96,13 +96,8 @@ class Plan:
         those of the batch that was planned.
         """
         everywhere = slice(None)
-        return Plan(
-            self.features,
-            (Draw(everywhere, self.features),) if Needs.RANDOM in self.features else (),
-            self.wanted,
-            self.edits,
-            (everywhere,) if Needs.PENALTIES in self.features else (),
-        )
+        draws = (Draw(everywhere, self.features),) if Needs.RANDOM in self.features else ()
+        return replace(self, draws=draws, penalties=(everywhere,) if Needs.PENALTIES in self.features else ())
 
 
 class SamplerRows:
@@ -125,9 +120,7 @@ class SamplerRows:
             raise UserError(f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB} to be sampled from")
         self.rows, self.vocab_size, self.device = rows, vocab_size, torch.device(device)
         self._seeds = random.Random(seed)
-        self._at_once = self.at_once(vocab_size, self.device)
-        # Selection by radix has its histograms, too.
-        self._radix_at_once = self.at_once(max(vocab_size, 1 << ops.DIGIT_BITS), self.device)
+        self.at_once = self.rows_at_once(vocab_size, self.device)
         self._features = np.zeros(rows, dtype=np.int64)
         self._wanted = np.full(rows, -1, dtype=np.int64)
         self._floats = np.zeros((rows, 5), dtype=np.float32)
@@ -145,12 +138,12 @@ class SamplerRows:
         self.ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)  # [V]
 
     @staticmethod
-    def at_once(vocab_size: int, device: torch.device) -> int:
+    def rows_at_once(vocab_size: int, device: torch.device) -> int:
         """Return for how many rows the steps with large temporary tensors are done at once.
 
-        These tensors are several times as large as the logits: two rows of 49,152 fit a CPU's cache, where
-        16 rows took three to five times as long a row, and on a GPU this saves memory: 8 million logits fill
-        it, and take 0.4 GB.
+        These tensors are several times as large as the logits. Two rows of 49,152 fit a CPU's cache, where 16
+        rows took three to five times as long a row. On a GPU this saves memory: 8 million logits fill it, and
+        take 0.4 GB, and histograms of selection by radix (0.26 MB a row) little beside.
         """
         elements = 1 << (17 if device.type == "cpu" else 23)
         return max(1, elements // vocab_size)
@@ -221,19 +214,15 @@ class SamplerRows:
             tuple(self._draws(features)) if Needs.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
             self._edited(wanted_rows) if Needs.EDITS in union else None,
-            tuple(self._penalized(features)) if Needs.PENALTIES in union else (),
+            tuple(places for _, places in self._parts(features & int(Needs.PENALTIES) != 0)),
         )
         self._planned = wanted_rows, plan
         return plan
 
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
         random, radix = features & int(Needs.RANDOM) != 0, features & int(RADIX) != 0
-        for chosen, at_once in (
-            (~random, self._at_once),
-            (random & ~radix, self._at_once),
-            (radix, self._radix_at_once),
-        ):
-            for part, places in self._parts(chosen, at_once):
+        for chosen in (~random, random & ~radix, radix):
+            for part, places in self._parts(chosen):
                 yield Draw(places, Needs(int(np.bitwise_or.reduce(features[part]))))
 
     def _edited(self, rows: Sequence[int]) -> Edits:
@@ -243,15 +232,11 @@ class SamplerRows:
         tokens, values, until = (self._upload(np.concatenate(column)) for column in columns)
         return Edits(tokens, values, until, self._upload(places))
 
-    def _penalized(self, features: NDArray[np.int64]) -> Iterator[Places]:
-        for _, places in self._parts(features & int(Needs.PENALTIES) != 0, self._at_once):
-            yield places
-
-    def _parts(self, chosen: NDArray[np.bool_], at_once: int) -> Iterator[tuple[NDArray[np.int64], Places]]:
+    def _parts(self, chosen: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], Places]]:
         """Yield the chosen places of the batch, `at_once` at a time, on the host and for the device."""
         places = np.flatnonzero(chosen)
-        for first in range(0, len(places), at_once):
-            part = places[first : first + at_once]
+        for first in range(0, len(places), self.at_once):
+            part = places[first : first + self.at_once]
             begin, end = int(part[0]), int(part[-1]) + 1
             neighbours = end - begin == len(part)
             yield part, slice(begin, end) if neighbours else self._upload(part)

@@ -6,7 +6,7 @@ docs/sampling.md tells what happens to a row of logits, in which order and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,17 +35,15 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled(NamedTuple):
     """The chosen tokens and, if a row asked, log-probabilities before temperature and penalties.
 
-    tokens: int64 [B]. logprobs: float32 [B], of the chosen tokens. top_ids int64 [B, N], top_logprobs float32
-    [B, N]: the most likely tokens, best first, where N is the largest number that a row asked for.
+    tokens: int64 [B]. logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first,
+    int64 [B, N], and theirs, float32 [B, N], where N is the largest number that a row asked for.
     wanted: as in `Plan`.
     reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device reads
     `tokens`, which are all in the vocabulary.
     """
 
     tokens: Tensor
-    logprobs: Tensor | None = None
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None = None
     wanted: tuple[int, ...] | None = None
     reported: Tensor | None = None
 
@@ -56,14 +54,11 @@ class Sampled(NamedTuple):
 
     def logprob(self, place: int) -> Logprob | None:
         """Return what the row at `place` in the batch asked for. Waits for the device; see `to_host`."""
-        if self.wanted is None or self.logprobs is None or self.wanted[place] < 0:
+        if self.wanted is None or self.logprobs is None or (count := self.wanted[place]) < 0:
             return None
-        count = self.wanted[place]
-        top: tuple[tuple[int, float], ...] = ()
-        if count > 0 and self.top_ids is not None and self.top_logprobs is not None:
-            ids, values = self.top_ids[place, :count].tolist(), self.top_logprobs[place, :count].tolist()
-            top = tuple(zip(ids, values, strict=True))
-        return Logprob(float(self.logprobs[place]), top)
+        chosen, ids, values = self.logprobs
+        top = zip(ids[place, :count].tolist(), values[place, :count].tolist(), strict=True)
+        return Logprob(float(chosen[place]), tuple(top))
 
     def to_host(self) -> HostSampled:
         """Start copying to the host, without waiting for it."""
@@ -82,23 +77,20 @@ class Allowed(NamedTuple):
     places: Tensor
 
 
-Masks = Tensor | Allowed | None
-"""`Allowed`, or its words for every place, int32 [B, ceil(V / 32)]; None: every token may be chosen."""
-
-
 class HostSampled:
     """A `Sampled` on its way to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
         """Queue the copies behind the device's work. With CUDA only pinned memory lets the host go on."""
-        _, logprobs, ids, values, wanted, _ = sampled
-        tokens = sampled.for_host
+        tokens, logprobs = sampled.for_host, sampled.logprobs
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
             tokens = pinned_copy(tokens)
-            logprobs, ids, values = (None if t is None else pinned_copy(t) for t in (logprobs, ids, values))
+            if logprobs is not None:
+                chosen, ids, values = map(pinned_copy, logprobs)
+                logprobs = chosen, ids, values
             self._arrived = torch.cuda.current_stream(sampled.tokens.device).record_event()
-        self._sampled = Sampled(tokens, logprobs, ids, values, wanted)
+        self._sampled = Sampled(tokens, logprobs, sampled.wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
         """Wait for the copies; returns the token and the log-probabilities of each place in the batch.
@@ -128,15 +120,15 @@ class Chooser:
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
         """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
-        for part in sampler.parts(len(allowed.places)):
-            ops.forbid(logits, allowed.words[part], allowed.places[part])
+        for part in zip(*(torch.split(some, sampler.at_once) for some in allowed), strict=True):
+            ops.forbid(logits, *part)
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
     ) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
-        allowed: the masks of the step, which are applied already.
+        masked: True if the step has masks, which are applied already.
         """
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
@@ -172,38 +164,21 @@ class Sampler(SamplerRows):
 
     The token of a row depends on its logits, its settings and its own past, and on nothing else in the batch.
 
-    chooser: what is done by torch, by kernels, or over ranks.
+    chooser: what is done by torch; in its place a later phase puts kernels, or a choice over ranks.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        vocab_size: int,
-        device: torch.device | str,
-        *,
-        seed: int | None = None,
-        chooser: Chooser = TORCH,
-    ) -> None:
-        """Make rows 0 to rows - 1, all of them greedy; see `SamplerRows`."""
-        super().__init__(rows, vocab_size, device, seed=seed)
-        self.chooser = chooser
+    chooser: Chooser = TORCH
 
     @classmethod
     def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:
         """Return the most bytes of temporary tensors that choosing tokens for so many places takes at a time.
 
-        That is a copy of the logits to edit, and the widest moment of one part of the batch: selection by
-        radix (48 bytes a logit and a histogram), or penalties or a draw (20). The logits themselves
-        are not in it, and neither is a prompt that comes with penalties (12 bytes a token, one at a time).
+        That is a copy of the logits to edit, and the widest moment of one part of the batch, selection by
+        radix: 48 bytes a logit and a histogram. The logits themselves are not in it, and neither is a prompt
+        that comes with penalties (12 bytes a token, one at a time).
         """
-
-        def at_once(size: int) -> int:
-            return min(batch, cls.at_once(size, device))
-
-        bins = 1 << ops.DIGIT_BITS
-        radix = at_once(max(vocab_size, bins)) * (48 * vocab_size + 8 * bins)
-        others = at_once(vocab_size) * 20 * vocab_size
-        return 4 * batch * vocab_size + max(radix, others) + 512 * batch
+        part = min(batch, cls.rows_at_once(vocab_size, device))
+        return batch * (4 * vocab_size + 512) + part * (48 * vocab_size + (8 << ops.DIGIT_BITS))
 
     @torch.inference_mode()
     def sample(
@@ -213,7 +188,7 @@ class Sampler(SamplerRows):
         rows_host: Sequence[int],
         steps: Tensor,
         plan: Plan | None = None,
-        allowed: Masks = None,
+        allowed: Allowed | None = None,
         drafts: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
@@ -225,13 +200,13 @@ class Sampler(SamplerRows):
         is chosen with its own step. For the penalties, `drafts` says what stands between the first of these
         places and each of them. Of the tokens chosen those are counted that stand behind right drafts.
 
-        logits: float32 [B, V]; left as they are, but where `Allowed` is given and no request wants
+        logits: float32 [B, V]; left as they are, but where there are masks and no request wants
             log-probabilities: then they are masked in place.
         rows: int64 [B] on the device, the row of the request at each place in the batch.
         rows_host: the same on the host, for the plan.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: `plan(rows_host)`; made here if missing.
-        allowed: see `Masks`.
+        allowed: the masks; None: every token may be chosen.
         drafts: int64 [B, K] on the device, the tokens guessed before each place, oldest first, then -1. The
             places of one row are neighbours, each with one draft more than the one before it. None: there
             are none; it makes no difference to rows without penalties.
@@ -240,7 +215,7 @@ class Sampler(SamplerRows):
             plan = self.plan(rows_host)
         logits = self.chooser.whole(self, logits, plan, allowed is not None)
         adjusted = self._adjust(logits, rows, steps, plan, allowed, drafts)
-        tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed)
+        tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed is not None)
         if Needs.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
@@ -251,20 +226,10 @@ class Sampler(SamplerRows):
         reported = self.chooser.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
-        logprobs = self._logprobs(logits, tokens, max(plan.wanted))
-        return Sampled(tokens, *logprobs, plan.wanted, reported)
-
-    def parts(self, count: int) -> Iterator[slice]:
-        """Cut so many rows into parts whose temporary tensors are not too large."""
-        return (slice(first, first + self._at_once) for first in range(0, count, self._at_once))
-
-    def _logprobs(
-        self, logits: Tensor, tokens: Tensor, top: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`ops.raw_logprobs`, a few rows at a time."""
-        parts = zip(torch.split(logits, self._at_once), torch.split(tokens, self._at_once), strict=True)
-        chosen, ids, values = zip(*[ops.raw_logprobs(*part, top) for part in parts], strict=True)
-        return torch.cat(chosen), torch.cat(ids) if top else None, torch.cat(values) if top else None
+        some = zip(torch.split(logits, self.at_once), torch.split(tokens, self.at_once), strict=True)
+        parts = zip(*[ops.raw_logprobs(*part, max(plan.wanted)) for part in some], strict=True)
+        chosen, ids, values = map(torch.cat, parts)
+        return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
 
     def weigh(self, logits: Tensor, rows: Tensor, features: Needs) -> Tensor:
         """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
@@ -298,19 +263,14 @@ class Sampler(SamplerRows):
         rows: Tensor,
         steps: Tensor,
         plan: Plan,
-        allowed: Masks,
+        allowed: Allowed | None,
         drafts: Tensor | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
-        if allowed is None and not plan.features & (Needs.EDITS | Needs.PENALTIES):
-            return logits
         edited = bool(plan.features & (Needs.EDITS | Needs.PENALTIES))
-        if edited or plan.wanted is not None or isinstance(allowed, Tensor):
+        if edited or (allowed is not None and plan.wanted is not None):
             logits = logits.clone()
-        if isinstance(allowed, Tensor):
-            for part in self.parts(len(logits)):
-                ops.forbid(logits[part], allowed[part])
-        elif allowed is not None:
+        if allowed is not None:
             self.chooser.forbid(self, logits, allowed)
         if plan.edits is not None:
             tokens, values, until, at = plan.edits

@@ -73,9 +73,7 @@ def _several(prompts: object) -> list[Prompt]:
     """Return the prompts, one by one; a text or a conversation stands for itself."""
     if isinstance(prompts, str) or _conversation(prompts):
         return [cast(Prompt, prompts)]
-    if isinstance(prompts, Mapping):
-        raise UserError(f"prompts is a message, {prompts!r}, but must be a list of messages: put it into one")
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise UserError(
             f"prompts is {shown(prompts)}, but must be a text, a list of messages, or a list of these"
         )

@@ -10,7 +10,6 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from common.errors import UserError
-from common.text.ids import ids_of
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
 """Characters that no text has: Unicode keeps the first 32 from interchange, and the others are not in use."""
@@ -65,8 +64,8 @@ class SpecialGuard:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text in which users' special tokens are hidden, and no other special tokens added."""
-        ids = ids_of(self._blind, text, add_special_tokens=False)
-        return [self._renumbered.get(index, index) for index in ids]
+        (found,) = self._blind.encode_batch_fast([text], add_special_tokens=False)
+        return [self._renumbered.get(index, index) for index in found.ids]
 
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -16,9 +17,15 @@ from common.errors import UserError, shown
 from common.files import read_text
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
-from common.text.ids import ids_of, text_of
 from common.text.special_guard import SpecialGuard
 from common.text.template_sandbox import SOURCE_CHARACTERS
+
+# The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
+# thread for seconds, the event loop of a server among them. Threads of its own would gain nothing there.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+LONG = 2000
+"""Characters of a text above which a server lets another thread encode it."""
 
 
 class Tokenizer:
@@ -74,7 +81,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
-        text = text_of(self.backend, ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
             # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.
@@ -200,24 +207,19 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _named("the text"):
-            return ids_of(self.backend, _unicode(text), add_special_tokens=add_special_tokens)
-
-    def _special(self, name: str) -> str | None:
-        """The text of a special token, if a file names it."""
-        token = _content(self._special_tokens.get(name))
-        if token is not None and not isinstance(token, str):
-            found = (
-                f"{name} of {self.folder / 'tokenizer_config.json'} is {shown(self._special_tokens[name])}"
-            )
-            raise UserError(f"{found}, but must be a string, or an object with a content")
-        return token
+            (found,) = self.backend.encode_batch_fast([_unicode(text)], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def _model_config(self, field: str) -> Any:
         return _read_json(self.folder / "config.json").get(field)
 
     def _bos_token_id(self) -> int | None:
         if "bos_token" in self._special_tokens:
-            token = self._special("bos_token")
+            named = self._special_tokens["bos_token"]
+            token = _content(named)
+            if token is not None and not isinstance(token, str):
+                found = f"bos_token of {self.folder / 'tokenizer_config.json'} is {shown(named)}"
+                raise UserError(f"{found}, but must be a string, or an object with a content")
             return None if token is None else self.backend.token_to_id(token)
         found = self._model_config("bos_token_id")
         return found if isinstance(found, int) else None

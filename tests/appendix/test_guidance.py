@@ -119,7 +119,9 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
     words = np.zeros((len(rows), known.words), np.int32)
     for step in range(8):
         words[:] = -1
-        backend.fill([(matcher, row, ()) for row, matcher in enumerate(rows)], words)
+        done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(rows)], words)
+        if done is not None:
+            done.result()
         for row in range(1, len(rows)):
             assert (words[row] == words[0]).all(), f"token {step} of the output: mask {row} is another one"
         assert len({tuple(matcher.forced()) for matcher in rows}) == 1, f"token {step}: forced differs"

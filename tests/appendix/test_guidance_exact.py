@@ -18,7 +18,7 @@ from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import DATE, exact
 from structured.matcher import Backend
 from tests.guidance_kit import backend_named, vocabulary
-from tests.structured_kit import tokenizer
+from tests.structured_kit import EOS, mask, tokenizer
 
 BIG = 1157442765409226769
 
@@ -32,7 +32,7 @@ def takes(schema: Any, text: str, name: str = "llguidance") -> bool:
     """Whether a text may be the whole output."""
     matcher = backend(name).compile(Grammar("json_schema", json.dumps(schema))).matcher()
     tokens = list(tokenizer().encode(text))
-    return matcher.advance(tokens) == len(tokens) and matcher.accepting
+    return matcher.advance(tokens) == len(tokens) and EOS in mask(matcher)
 
 
 @pytest.mark.parametrize(

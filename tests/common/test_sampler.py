@@ -277,12 +277,12 @@ def test_only_allowed_tokens_are_chosen_whatever_else_is_asked_for(vocab_size: i
     rows, host = torch.arange(5), list(range(5))
     for step in range(30):
         steps = torch.full((5,), step)
-        sampled = sampler.sample(logits, rows, host, steps, allowed=mask)
+        sampled = sampler.sample(logits, rows, host, steps, allowed=Allowed(mask, rows))
         for token, choices in zip(sampled.tokens.tolist(), allowed, strict=True):
             assert token in choices
         assert sampled.logprobs is not None
         raw = logits.log_softmax(1).gather(1, sampled.tokens[:, None])[:, 0]
-        torch.testing.assert_close(sampled.logprobs, raw)
+        torch.testing.assert_close(sampled.logprobs[0], raw)
         # The same as if the model had put all others at minus infinity.
         barred = torch.ones(5, vocab_size, dtype=torch.bool)
         for place, choices in enumerate(allowed):
@@ -461,11 +461,10 @@ def test_nan_is_told_where_it_may_be_chosen(settings: dict[str, Any], temperatur
         [[-1, -1], [-1, -1], [~(1 << 7), 0]], dtype=torch.int32
     )  # not token 7, nor from 32 on
     rows = torch.arange(3)
-    for allowed in (words, Allowed(words, rows)):
-        given = logits.clone()  # masked in place
-        sampled = sampler.sample(given, rows, range(3), torch.zeros(3, dtype=torch.int64), allowed=allowed)
-        first, second, third = [token for token, _ in sampled.to_host().get()]
-        assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
+    steps, allowed = torch.zeros(3, dtype=torch.int64), Allowed(words, rows)
+    sampled = sampler.sample(logits, rows, range(3), steps, allowed=allowed)
+    first, second, third = [token for token, _ in sampled.to_host().get()]
+    assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
 
 
 EVERYTHING = SamplingParams(
@@ -503,11 +502,8 @@ def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> N
 
 def test_sampling_has_no_loop_over_rows() -> None:
     greedy, warm = replace(EVERYTHING, temperature=0.0), replace(EVERYTHING, top_k=0, top_p=1)
-    for same in (greedy, warm):
+    for same in (greedy, warm, EVERYTHING):
         assert operations([same] * 30) == operations([same] * 2)
-    # Draws that select by radix take a few rows at a time, so that their temporary tensors stay in the cache.
-    assert operations([EVERYTHING] * 4) == operations([EVERYTHING] * 2)
-    assert len(operations([EVERYTHING] * 30)) < 10 * len(operations([EVERYTHING] * 2))
 
 
 def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:

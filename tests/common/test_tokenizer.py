@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as Backend
 from common.errors import UserError
 from common.models.config import ModelConfig
 from common.models.gguf_import import import_gguf
-from common.text.ids import LONG, ids_of
 from common.text.tokenizer import Tokenizer
 from tests.common import tiny_gguf
 
@@ -175,12 +174,11 @@ def test_unusable_files_are_named(llama_folder):
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_long_texts_have_the_ids_and_the_words_that_the_library_gives_short_ones(made, kind, text):
     tokenizer = Tokenizer(made[kind])
-    assert len(text) > LONG
     text = f"<|im_start|>{text}<bos>{text}"
     for either in (True, False):
-        found = ids_of(tokenizer.backend, text, add_special_tokens=either)
+        found = tokenizer.encode(text, either)
         assert found == tokenizer.backend.encode(text, add_special_tokens=either).ids
-        assert len(found) > LONG
+        assert len(found) > 2000
         assert tokenizer.decode(found, either) == tokenizer.backend.decode(found, skip_special_tokens=either)
 
 

@@ -67,7 +67,8 @@ def test_the_kernels_sampler_is_torchs_with_every_setting(alone: bool) -> None:
     logits[1, 7] = float("nan")
     tokens = []
     for chooser in (TORCH, TritonChooser()):
-        sampler = Sampler(6, 300, DEVICE, seed=0, chooser=chooser)
+        sampler = Sampler(6, 300, DEVICE, seed=0)
+        sampler.chooser = chooser
         for row, one in enumerate(settings):
             sampler.set_row(row, SamplingParams(**{"temperature": 0.9, "seed": row, **one}), prompt_ids=[1])
         for part in [[row] for row in range(6)] if alone else [list(range(6))]:

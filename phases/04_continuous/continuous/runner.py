@@ -94,7 +94,7 @@ class Forwarded:
     works: Sequence[Work]
     batch: Batch
     hidden: Tensor
-    rest: Callable[[Tensor | Allowed | None], Pending] | None = None
+    rest: Callable[[Allowed | None], Pending] | None = None
     logits: Tensor | None = None
 
 
@@ -129,7 +129,8 @@ class Runner:
         self, model: Model, attention: BatchAttention, rows: Rows, *, chooser: Chooser = TORCH
     ) -> None:
         self.model, self.attention, self.rows = model, attention, rows
-        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device, chooser=chooser)
+        self.sampler = Sampler(rows.count, model.config.vocab_size, model.device)
+        self.sampler.chooser = chooser
         self.extra = ONE_TOKEN
 
     def run(self, works: Sequence[Work]) -> Pending:
@@ -161,7 +162,7 @@ class Runner:
         return Forwarded(works, batch, hidden)
 
     @torch.inference_mode()
-    def sample(self, step: Forwarded, allowed: Tensor | Allowed | None = None) -> Pending:
+    def sample(self, step: Forwarded, allowed: Allowed | None = None) -> Pending:
         """The second half: from the last hidden states of every work to its takers' next tokens.
 
         allowed: see `Sampler.sample`; None: every token may be chosen.

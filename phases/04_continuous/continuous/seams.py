@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from common.errors import UserError
 from common.request import Request
 from common.rules import NO_GRAMMARS
@@ -123,7 +121,7 @@ class Masks(Protocol):
         """Return True if any taker of these works is constrained; then `fill` must know all tokens before."""
         return False
 
-    def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
+    def fill(self, works: Sequence[Work]) -> Allowed | None:
         """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
         return None
 

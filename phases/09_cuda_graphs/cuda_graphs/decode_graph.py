@@ -118,13 +118,10 @@ class DecodeGraph:
         self.tokens, self.for_host = sampled.tokens, sampled.for_host
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
-    def sampled(self, rows: Ints, inputs: Tensor | None = None) -> PagedBatch:
-        """The batch of requests in these rows with their samples, as `Runner` samples them from `hidden`.
-
-        inputs: what was in `inputs` at the last replay, if other numbers may be there now.
-        """
+    def sampled(self, rows: Ints) -> PagedBatch:
+        """The batch of requests in these rows with their samples, as `Runner` samples them from `hidden`."""
         own = slice(len(rows))
-        device_rows, at, steps = self.inputs if inputs is None else inputs
+        device_rows, at, steps = self.inputs
         return replace(
             self.batch,
             host=replace(self.batch.host, sample_rows=rows),

@@ -22,7 +22,7 @@ from triton.language.extra import libdevice
 
 from common.sampling.ops import HASH_1, HASH_2, NAN_TOKEN, NOISE_UNIT
 from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, Needs
-from common.sampling.sampler import Chooser, Masks, Plan, Sampler
+from common.sampling.sampler import Chooser, Plan, Sampler
 
 CHUNK = 4096
 _INF = tl.constexpr(float("inf"))
@@ -279,13 +279,13 @@ class TritonChooser(Chooser):
     """The tokens of `Chooser`. What top-k, top-p and min-p keep is found by torch."""
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
     ) -> Tensor:
         """See `Chooser.choose`; without truncation `logits` may have the model's own dtype."""
         if not plan.draws:
             return argmax_rows(logits)
         if plan.features & TRUNCATION:
-            return super().choose(sampler, logits, rows, steps, plan, allowed)
+            return super().choose(sampler, logits, rows, steps, plan, masked)
         return draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:

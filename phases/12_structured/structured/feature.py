@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from common.errors import integer, number
 from common.options import option
@@ -13,7 +12,6 @@ from paged_cache import Feature, Parts
 from structured.automata.backend import AutomataBackend
 from structured.loop import TwoHalves
 from structured.masks import GrammarMasks
-from structured.matcher import Backend
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 
@@ -44,18 +42,12 @@ class Structured(Feature):
             refusal = "grammar is set, but must be None for an engine that has no tokenizer"
         elif not config.eos_token_ids:
             refusal = "grammar is set, but must be None for a model without an end-of-sequence token"
+        size, eos = config.vocab_size, config.eos_token_ids
         pool = GrammarPool(
-            partial(automata, tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
+            lambda: AutomataBackend(Vocabulary.of(cast(Tokenizer, tokenizer), size, eos)),
             cache_bytes=self.grammar_cache_bytes,
             seconds=self.grammar_seconds,
         )
-        about = config.vocab_size, config.eos_token_ids, parts.model.device
-        parts.bring(self, masks=GrammarMasks(pool, *about, refusal=refusal))
+        parts.bring(self, masks=GrammarMasks(pool, size, eos, parts.model.device, refusal=refusal))
         if "overlap" in parts.features:
             parts.loops["overlap"] = lambda engine: TwoHalves(engine.masks)
-
-
-def automata(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
-    """Make the backend for a model's vocabulary."""
-    assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
-    return AutomataBackend(Vocabulary.of(tokenizer, size, eos))

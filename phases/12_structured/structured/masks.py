@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,12 +112,8 @@ class GrammarMasks:
         assert isinstance(request.constraint, Compilation)
         compiled = request.constraint.get()
         if compiled is not None:
-            request.constraint = self.place(compiled.matcher())
+            request.constraint = Constraint(compiled.matcher())
         return compiled is not None
-
-    def place(self, matcher: Matcher) -> Constraint:
-        """Make the place of a new output."""
-        return Constraint(matcher)
 
     def settle(self, params: SamplingParams) -> None:
         """Wait for a grammar."""
@@ -139,21 +135,15 @@ class GrammarMasks:
         found: list[Words] = []
         places: list[int] = []
         held: list[tuple[int, int]] = []
-        place = 0
-        for work in works:
-            count = len(work.drafts) + 1
-            for request in work.takers:
-                constraint = request.constraint
-                if isinstance(constraint, Constraint) and request.finish_reason is None:
-                    problem = constraint.follow(request)
-                    if not problem:
-                        found.append(constraint.masks(work.drafts, -(-self.vocab_size // 32)))
-                        held += self.held(request, len(places), count)
-                        places += range(place, place + count)
-                        problem = constraint.matcher.problem
-                    if problem:
-                        self._fail(request, problem)
-                place += count
+        for place, drafts, request, constraint in constrained(works):
+            problem = constraint.follow(request)
+            if not problem:
+                found.append(constraint.masks(drafts, -(-self.vocab_size // 32)))
+                held += self.held(request, len(places), len(drafts) + 1)
+                places += range(place, place + len(drafts) + 1)
+                problem = constraint.matcher.problem
+            if problem:
+                self._fail(request, problem)
         if not places:
             return None
         words = np.concatenate(found)
@@ -183,6 +173,16 @@ class GrammarMasks:
     def _fail(self, request: Request, problem: str) -> None:
         error = UserError(f"grammar ({request.params.grammar}) cannot be followed: {problem}")
         self._failed.append((request, error))
+
+
+def constrained(works: Sequence[Work]) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
+    """Find the outputs that follow a grammar; the first number is the place of their first sample."""
+    place = 0
+    for work in works:
+        for request in work.takers:
+            if isinstance(request.constraint, Constraint) and request.finish_reason is None:
+                yield place, work.drafts, request, request.constraint
+            place += len(work.drafts) + 1
 
 
 def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:

@@ -35,18 +35,13 @@ class Matcher(ABC):
         """Give back the last `count` of the tokens that `advance` has taken."""
 
     @property
-    @abstractmethod
-    def accepting(self) -> bool:
-        """The output may end here."""
-
-    @property
     def problem(self) -> str:
         """The limit at which this grammar cannot be followed any further; empty if it can."""
         return ""
 
 
 class Compiled(ABC):
-    """A grammar made ready for one vocabulary. Many outputs share it, in any threads.
+    """A grammar made ready for one vocabulary. Many outputs share it, in the engine's thread.
 
     bytes: about how much memory it takes.
     """

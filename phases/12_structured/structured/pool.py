@@ -115,9 +115,8 @@ class GrammarPool:
             entry.bytes = REFUSED_BYTES + 2 * len(entry.grammar.source)
             entry.future.set_exception(error)
         with self._lock:
-            self.bytes += entry.bytes
-            if self._known.get(entry.grammar) is not entry:  # asked again meanwhile, and forgotten
-                self.bytes -= entry.bytes
+            if self._known.get(entry.grammar) is entry:  # else it was asked again meanwhile
+                self.bytes += entry.bytes
             while self.bytes > self.cache_bytes:
                 # Not a list of all: thousands are known, and that would take as long as a third of a step.
                 done = (grammar for grammar, known in self._known.items() if known.future.done())

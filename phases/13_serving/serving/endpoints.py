@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from common.errors import UserError
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
-from common.text.ids import LONG
-from common.text.tokenizer import Tokenizer
+from common.text.tokenizer import LONG, Tokenizer
 from serving.completion import Order
 from serving.http.answers import Answer
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.sampling import ops
 from common.sampling.rows import KEY, TRUNCATION, Needs
-from common.sampling.sampler import Allowed, Chooser, Masks, Plan, Sampler
+from common.sampling.sampler import Allowed, Chooser, Plan, Sampler
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 
@@ -53,13 +53,13 @@ class RanksChooser(Chooser):
         self.inner.forbid(sampler, logits, allowed)
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Masks
+        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
     ) -> Tensor:
         """See `Chooser.choose`. Masks are rank 0's alone, and with masks so is the choice."""
         if logits.shape[1] == self.room:
             return self.winners(sampler, logits, rows, steps, plan)
-        tokens = self.inner.choose(sampler, logits, rows, steps, plan, allowed)
-        return tokens if allowed is None else self.ranks.first(tokens)
+        tokens = self.inner.choose(sampler, logits, rows, steps, plan, masked)
+        return self.ranks.first(tokens) if masked else tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
         """See `Chooser.report`; nothing is known of a part."""

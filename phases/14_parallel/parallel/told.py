@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -120,7 +119,7 @@ class FirstMasks(EarlyMasks):
         self.inner.begin(works, landed)
         return False
 
-    def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
+    def fill(self, works: Sequence[Work]) -> Allowed | None:
         """Return the masks of the step; `nothing` if no request has a grammar."""
         found = self.inner.fill(works)
         for request, error in self.inner.take_failed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.text.ids import LONG
+from common.text.tokenizer import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
 from phases.appendix.api.reasoning import marks, opened

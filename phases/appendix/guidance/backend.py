@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from itertools import count
 from typing import Any
-from weakref import WeakSet
 
 import llguidance as ll
 
@@ -70,17 +70,12 @@ class GuidanceGrammar(Compiled):
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
         self._starts, self._eos, self.bytes = starts, eos, size
-        self._users = [WeakSet[GuidanceMatcher]() for _ in starts]
-        self._lock = threading.Lock()
+        self._made = count()
 
     def matcher(self) -> GuidanceMatcher:
-        """Copy a parser at its start, whose lexer has few outputs."""
-        with self._lock:
-            counts = [len(users) for users in self._users]
-            number = next((n for n, count in enumerate(counts) if count < FEW), counts.index(min(counts)))
-            made = GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
-            self._users[number].add(made)
-            return made
+        """Copy a parser at its start. `FEW` outputs share its lexer, and the next ones have another."""
+        number = next(self._made) // FEW % len(self._starts)
+        return GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
 
 
 class GuidanceBackend(Backend):
@@ -179,12 +174,6 @@ class GuidanceBackend(Backend):
         done = self.asker.submit(ask)
         running.wait()
         return done
-
-    def fill(self, jobs: Sequence[Job], words: Words) -> None:
-        """Begin, and wait."""
-        done = self.begin(jobs, words)
-        if done is not None:
-            done.result()
 
     def _fill_together(self, jobs: Sequence[Job], words: Words) -> None:
         """Fill masks by several threads, without Python's lock.

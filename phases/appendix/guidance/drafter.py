@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from common.request import Request
 from continuous.seams import Drafter
 from continuous.work import Work
-from phases.appendix.guidance.masks import EarlyConstraint
 from speculative.loops import NO_GUESSES, Watcher
 from speculative.stats import SpeculationStats
+from structured.masks import Constraint
+
+if TYPE_CHECKING:  # the library is imported when the first grammar comes
+    from phases.appendix.guidance.matcher import GuidanceMatcher
 
 FEW_IN_TURN = 2
 """Running requests, at most, for which a host drafts what is forced. With more a step saved is worth little,
@@ -85,30 +88,25 @@ class GrammarDrafter(Watcher):
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
         constraint = request.constraint
+        if not isinstance(constraint, Constraint):
+            return () if request.placeholders else self.inner.propose(request, most)
+        matcher = cast("GuidanceMatcher", constraint.matcher)
         if request.placeholders:
-            ready = self.looks_ahead and isinstance(constraint, EarlyConstraint)
-            return self.behind(request, cast(EarlyConstraint, constraint), most) if ready else ()
-        if not isinstance(constraint, EarlyConstraint):
-            return self.inner.propose(request, most)
+            # Behind a token that is on its way, and forced itself. The matcher may be busy with its mask, so
+            # this is what was seen before that began.
+            known = self.looks_ahead and constraint.taken == len(request.tokens) - request.prompt_len
+            drafts = matcher.certain[request.placeholders :][:most] if known else ()
+            self.forced += len(drafts)
+            return drafts
         if constraint.follow(request):  # the masks will say what is wrong
             return ()
         # Other steps that run ahead have no drafts.
         jumping = self.looks_ahead or (self._jumping and self.waits)
-        forced = constraint.matcher.forced()[:most] if jumping else ()
+        forced = matcher.forced()[:most] if jumping else ()
         guess = self.inner.propose(request, most)
-        count = constraint.matcher.agrees(guess) if guess else 0
+        count = matcher.agrees(guess) if guess else 0
         self.refused += len(guess) - count
         if len(forced) >= count:
             self.forced += len(forced)
             return forced
         return guess[:count]
-
-    def behind(self, request: Request, constraint: EarlyConstraint, most: int) -> Sequence[int]:
-        """Return what is forced behind a token that is on its way, and forced itself.
-
-        The matcher may be busy with its mask, so this is what was seen before that began.
-        """
-        known = constraint.taken == len(request.tokens) - request.prompt_len
-        drafts = constraint.forced[request.placeholders :][:most] if known else ()
-        self.forced += len(drafts)
-        return drafts

@@ -7,7 +7,6 @@ made while the device computes the first half and the host deals out the tokens 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 from common.request import Request
 from continuous.engine import Engine
@@ -105,7 +104,7 @@ def alive(engine: Engine, works: list[Work]) -> list[Work]:
 
 
 def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the tokens of a step, without their log-probabilities, up to one that is none (NaN)."""
-    takers = [request for work in pending.works for request in work.takers]
-    known = [[token for token, _ in takewhile(lambda found: found[0] >= 0, given)] for given in results]
-    return dict(zip(takers, known, strict=True))
+    """Return the tokens of a step, without their log-probabilities and without those that are none (NaN)."""
+    takers = (request for work in pending.works for request in work.takers)
+    pairs = zip(takers, results, strict=True)
+    return {request: [token for token, _ in given if token >= 0] for request, given in pairs}

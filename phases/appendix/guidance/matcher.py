@@ -47,7 +47,10 @@ class GuidanceMatcher(Matcher):
     lexer: the number of the lexer, which one thread at a time may use, and which some outputs share.
     eos: the tokens that end an output.
     effort: the processor time of masks and tokens.
+    certain: what `forced` said when masks were last made, if a drafter may ask for it.
     """
+
+    certain: Sequence[int] = ()
 
     def __init__(self, inner: ll.LLMatcher, lexer: int, eos: Sequence[int]) -> None:
         self.inner, self.lexer, self.eos, self.effort = inner, lexer, eos, Effort()
@@ -66,11 +69,6 @@ class GuidanceMatcher(Matcher):
         """The parser keeps its rows."""
         if count:
             self.inner.rollback(count)
-
-    @property
-    def accepting(self) -> bool:
-        """Asks the parser."""
-        return self.inner.is_accepting()
 
     @property
     def problem(self) -> str:

@@ -113,22 +113,16 @@ class MaskedGraph:
 
 @dataclass(frozen=True)
 class Half:
-    """The second half of a step, of the requests in `rows`, that has a graph; see `Forwarded.rest`."""
+    """The second half of a step, that has a graph; see `Forwarded.rest`."""
 
     runner: GraphRunner
     works: Sequence[Work]
-    rows: Ints
     graph: MaskedGraph
-    hidden: Tensor
 
-    def __call__(self, allowed: Tensor | Allowed | None) -> Pending:
+    def __call__(self, allowed: Allowed | None) -> Pending:
         """Sample under these masks."""
-        if not isinstance(allowed, Tensor):
-            self.graph.run(allowed)
-            return Pending(self.works, Sampled(self.graph.for_host[: len(self.works)]), self.runner.extra)
-        first = self.graph.first
-        batch = first.half.sampled(self.rows, first.inputs)
-        return self.runner.sample(Forwarded(self.works, batch, self.hidden), allowed)
+        self.graph.run(allowed)
+        return Pending(self.works, Sampled(self.graph.for_host[: len(self.works)]), self.runner.extra)
 
 
 class MaskedPlan:
@@ -189,7 +183,7 @@ class MaskedPlan:
         if rest is None:
             return Forwarded(works, graph.sampled(rows), graph.hidden)
         rest.first.replay()
-        half = Half(self.runner, works, rows, rest, graph.hidden)
+        half = Half(self.runner, works, rest)
         return Forwarded(works, graph.batch, graph.hidden, rest=half)
 
 

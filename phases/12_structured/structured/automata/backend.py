@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,7 +58,6 @@ class AutomataGrammar(Compiled):
     def __init__(self, machine: Machine, backend: AutomataBackend) -> None:
         self.machine, self.backend = machine, backend
         self.masks = MaskMaker(machine, backend.trie)
-        self.lock = threading.Lock()
         masks = 4 * backend.vocabulary.words * len(machine.table)
         self.bytes = machine.table.nbytes + min(MOST_MASK_BYTES, masks)
 
@@ -78,8 +76,7 @@ class AutomataMatcher(Matcher):
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
         place = self.places[-1]
-        with self.grammar.lock:
-            words[:] = self.grammar.masks.mask(place)
+        words[:] = self.grammar.masks.mask(place)
         if self.machine.may_end(place):
             for token in self.grammar.backend.vocabulary.eos:
                 words[token >> 5] |= np.uint32(1 << (token & 31)).view(np.int32)
@@ -100,11 +97,6 @@ class AutomataMatcher(Matcher):
         """Return to a place that is kept."""
         if count:
             del self.places[-count:]
-
-    @property
-    def accepting(self) -> bool:
-        """Some stack stands at the end."""
-        return self.machine.may_end(self.places[-1])
 
     @property
     def problem(self) -> str:

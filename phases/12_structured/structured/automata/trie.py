@@ -23,37 +23,20 @@ class Trie:
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        self.vocab_size = len(tokens)
-        token_nodes = np.full(len(tokens), -1, np.int64)
-        parents, letters, levels = [0], [0], [(0, 1)]
-        first_child: list[int] = []
-        # All tokens that begin alike stand together when they are sorted; each level splits them by a byte.
-        order = sorted((token, number) for number, token in enumerate(tokens) if token)
-        spans = [(0, len(order))]  # of each node of the level before, its tokens in `order`
-        depth = 0
-        while spans:
-            begin, below = len(parents), list[tuple[int, int]]()
-            for node, (at, end) in enumerate(spans, start=levels[-1][0]):
-                first_child.append(len(parents))
-                while at < end and len(order[at][0]) == depth:
-                    token_nodes[order[at][1]] = node
-                    at += 1
-                while at < end:
-                    letter, first = order[at][0][depth], at
-                    while at < end and order[at][0][depth] == letter:
-                        at += 1
-                    parents.append(node)
-                    letters.append(letter)
-                    below.append((first, at))
-            spans, depth = below, depth + 1
-            levels.append((begin, len(parents)))
-        first_child.append(len(parents))
-        self.size = len(parents)
-        self.parents, self.bytes = np.array(parents, np.int32), np.array(letters, np.int32)
-        self.levels = levels[1:-1]
-        self.children = first_child
-        self.letters = letters
-        self.token_nodes = np.where(token_nodes < 0, self.size, token_nodes)
+        nodes, rest, depth = {b"": 0}, tokens, 0
+        self.levels: list[tuple[int, int]] = []
+        while rest := [token for token in rest if len(token) > depth]:
+            begin, depth = len(nodes), depth + 1
+            for text in sorted({token[:depth] for token in rest}):  # so those of one parent are neighbours
+                nodes[text] = len(nodes)
+            self.levels.append((begin, len(nodes)))
+        self.size = len(nodes)
+        self.parents = np.array([nodes[text[:-1]] for text in nodes], np.int32)
+        self.letters = [text[-1] if text else 0 for text in nodes]
+        self.bytes = np.array(self.letters, np.int32)
+        first_child = 1 + np.searchsorted(self.parents[1:], np.arange(self.size + 1))
+        self.children: list[int] = first_child.tolist()
+        self.token_nodes = np.array([nodes[token] if token else self.size for token in tokens])
 
     def walk(self, table: Ints, state: int) -> Ints:
         """Follow all tokens at once, a byte of each at a time: the state in which every node ends, `[N]`.
@@ -69,7 +52,7 @@ class Trie:
     def mask(self, reached: Bools) -> Words:
         """Return the tokens whose nodes are `reached [N]`, as the words of a mask."""
         allowed = np.append(reached, False)[self.token_nodes]
-        words = np.zeros(-(-self.vocab_size // 32), np.int32)
+        words = np.zeros(-(-len(allowed) // 32), np.int32)
         packed = np.packbits(allowed, bitorder="little")
         words.view(np.uint8)[: len(packed)] = packed
         return words
