@@ -23,7 +23,7 @@ from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import attend_lone
 from phases.appendix.latency.lone_few import attend_few
-from phases.appendix.latency.tables import HeadsConfig, LoneConfig, LoneFewConfig
+from phases.appendix.latency.tables import HeadsConfig, LoneConfig
 from phases.appendix.latency.ways import LatencyBlock, add_way
 from phases.appendix.latency.ways import install as latency
 from tests.compiling import spilled
@@ -197,7 +197,7 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     parts = attend_few(
         walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
         batch.query_starts, slots, workspace=workspace,
-        config=LoneFewConfig(block_n=16, splits=4, min_tiles=2), meet=meet,
+        config=LoneConfig(block_n=16, num_stages=2, splits=4, min_tiles=2), meet=meet,
     )  # fmt: skip
     what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
     assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"

@@ -194,9 +194,10 @@ def starts_early(layer: LayerSpec) -> bool:
 
 
 class LoneParts(NamedTuple):
-    """Attention's output of a lone token.
+    """Attention's output of a lone request's token, or of a few: these have `query_starts`.
 
-    out: `[1, H D]`, if attention has combined its splits; otherwise `workspace` holds them.
+    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, those of a few
+        tokens by split, token and head.
     """
 
     out: Tensor
@@ -204,6 +205,7 @@ class LoneParts(NamedTuple):
     context_lens: Tensor
     workspace: Workspace
     config: LoneConfig
+    query_starts: Tensor | None = None
 
 
 def attend_lone(

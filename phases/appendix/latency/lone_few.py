@@ -3,12 +3,10 @@
 `lone.py` for two to eight tokens, where a step is as much a chain of kernels as with one. The keys of the
 new tokens are a tile of their own, which comes from registers; what is in the cache does not depend on them
 and is being loaded before the wait. Its splits are combined as a lone token's are: by every program of the
-output projection (a `CombinesFewHeads`), or by the last of them to arrive.
+output projection (a `CombinesHeads`), or by the last of them to arrive.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
-from phases.appendix.latency.lone import norm_and_turn
-from phases.appendix.latency.tables import LoneFewConfig
+from phases.appendix.latency.lone import LoneParts, norm_and_turn
+from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace, combine_rows
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -175,21 +173,6 @@ def fits(tokens: int, layer: LayerSpec) -> bool:
     return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
 
-class FewParts(NamedTuple):
-    """Attention's output of a few tokens of a lone request.
-
-    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, numbers of a
-    split, token and head one after the other.
-    """
-
-    out: Tensor
-    layer: LayerSpec
-    context_lens: Tensor
-    query_starts: Tensor
-    workspace: Workspace
-    config: LoneFewConfig
-
-
 def attend_few(
     qkv: Tensor,  # [T, (H + 2 KH) D]
     cos_sin: tuple[Tensor, Tensor],  # T D numbers each, float32
@@ -202,12 +185,12 @@ def attend_few(
     slots: Tensor,  # [T] int64; negative: not stored
     *,
     workspace: Workspace,
-    config: LoneFewConfig,
+    config: LoneConfig,
     meet: bool,
-) -> FewParts:
+) -> LoneParts:
     """Attention's output for the tokens of one request; rows of padding are left as they are.
 
-    With `meet` false, its splits stay apart in the workspace for a `CombinesFewHeads`.
+    With `meet` false, its splits stay apart in the workspace for a `CombinesHeads`.
 
     Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
     """
@@ -232,4 +215,4 @@ def attend_few(
         num_warps=config.num_warps, num_stages=config.num_stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return FewParts(out, layer, context_lens, query_starts, workspace, config)
+    return LoneParts(out, layer, context_lens, workspace, config, query_starts)
