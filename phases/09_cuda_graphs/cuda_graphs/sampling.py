@@ -169,7 +169,7 @@ def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     return reported
 
 
-class Draw(NamedTuple):
+class DrawSettings(NamedTuple):
     """Settings of a draw: `[B]` int64 each request's row and its output tokens before this one, and the
     settings of all rows as in `common.sampling.rows.SamplerRows`, `[rows, 5]` float32 and `[rows, 3]` int64.
     """
@@ -191,7 +191,7 @@ class Winners(NamedTuple):
     ids: Tensor
 
 
-def best_of_chunks(logits: Tensor, draw: Draw | None = None, first: int = 0) -> Winners:
+def best_of_chunks(logits: Tensor, draw: DrawSettings | None = None, first: int = 0) -> Winners:
     """Find the best of each chunk of `[B, V]` logits. first: the token id of the first column."""
     batch, vocab = logits.shape
     # Few rows take more programs, to fill the multiprocessors. A word of a mask has 32 tokens (phase 12).
@@ -211,7 +211,7 @@ def best_of_chunks(logits: Tensor, draw: Draw | None = None, first: int = 0) -> 
     return Winners(best, races, ids)
 
 
-def best_of_rows(found: Winners, draw: Draw | None = None) -> Tensor:
+def best_of_rows(found: Winners, draw: DrawSettings | None = None) -> Tensor:
     """Return the token of each row, `[B]` int64, from the best of its chunks."""
     batch, chunks = found.ids.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
@@ -230,7 +230,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     return best_of_rows(best_of_chunks(logits))
 
 
-def draw_rows(logits: Tensor, draw: Draw) -> Tensor:
+def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
     """One token per row, `[B]` int64: the sampler's, drawn from all tokens whose logit is above -inf.
 
     A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
@@ -251,7 +251,7 @@ class TritonChooser(Chooser):
             return argmax_rows(logits)
         if plan.features & TRUNCATION:
             return super().choose(sampler, logits, rows, steps, plan, allowed)
-        return draw_rows(logits, Draw(rows, steps, sampler.floats, sampler.ints))
+        return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """See `Chooser.report`."""
@@ -261,4 +261,4 @@ class TritonChooser(Chooser):
         """See `Chooser.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
         if features & TRUNCATION:
             logits = logits.masked_fill(sampler.weigh(logits, rows, features) == 0, float("-inf"))
-        return draw_rows(logits, Draw(rows, steps, sampler.floats, sampler.ints))
+        return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))

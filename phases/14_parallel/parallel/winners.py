@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.sampling.rows import Needs
 from common.sampling.sampler import Plan, Sampler
-from cuda_graphs.sampling import Draw, Winners, best_of_chunks, best_of_rows
+from cuda_graphs.sampling import DrawSettings, Winners, best_of_chunks, best_of_rows
 from parallel.sampler import RanksChooser
 
 
@@ -20,7 +20,7 @@ class KernelRanksChooser(RanksChooser):
             logits = logits.clone()
             logits[:, self.own_tokens :] = float("-inf")
         random = Needs.RANDOM in plan.features
-        draw = Draw(rows, steps, sampler.floats, sampler.ints) if random else None
+        draw = DrawSettings(rows, steps, sampler.floats, sampler.ints) if random else None
         return best_of_rows(self._all(best_of_chunks(logits, draw, self.first_token)), draw)
 
     def _all(self, own: Winners) -> Winners:
