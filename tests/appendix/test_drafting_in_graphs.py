@@ -76,7 +76,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     few, seen = attention.attend_few, []
     monkeypatch.setattr(
-        attention, "attend_few", lambda qkv, *rest, **more: seen.append(len(qkv)) or few(qkv, *rest, **more)
+        attention, "attend_few", lambda given, **more: seen.append(len(given.qkv)) or few(given, **more)
     )
     prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=6, ignore_eos=True)]
     right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)

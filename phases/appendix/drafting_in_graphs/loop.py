@@ -19,7 +19,7 @@ from continuous.seams import Loop
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import CAPTURED
+from cuda_graphs.decode_graph import CAPTURED, captured
 from cuda_graphs.memory import PER_GRAPH
 from cuda_graphs.plans import SMALL_BATCH
 from cuda_graphs.runner import GraphRunner
@@ -216,7 +216,7 @@ class Ahead(Source):
         if self.engine.masks.wants(works):
             return None
         plan = self.runner.sampler.plan([request.row for request in running])
-        return plan.features if plan.features in CAPTURED and plan.wanted is None else None
+        return plan.features if captured(plan) else None
 
     def _enter(self, running: Sequence[Request]) -> int:
         """Guess as before an ordinary step, and put the guesses where the graph reads them."""

@@ -14,7 +14,7 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
-from phases.appendix.latency.lone import LoneParts, attend_lone, starts_early
+from phases.appendix.latency.lone import LoneInputs, LoneParts, attend_lone, starts_early
 from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, attend_few, fits
 from phases.appendix.latency.tables import LONE, LoneKey, heads_config, lone_few_config
 from triton_paged_attention.attention import TritonPagedAttention
@@ -67,14 +67,12 @@ class LatencyAttention(TritonPagedAttention):
         few: whether the request has more than one token. meet: see `attend_lone`.
         """
         batch, cache = self.batch, self.pool.layers[layer.index]
-        given = qkv, cos_sin, norms, layer, cache, batch.block_tables, batch.context_lens
+        where = batch.block_tables, batch.context_lens, batch.slots
+        given = LoneInputs(qkv, cos_sin, norms, layer, cache, *where)
         if few:
-            room, config = self._few_workspace, self._few_config
-            where = batch.query_starts, batch.slots
-            return attend_few(*given, *where, workspace=room, config=config, meet=meet)
-        return attend_lone(
-            *given, batch.slots, workspace=self._workspace, config=self._lone_config, meet=meet
-        )
+            given = given._replace(query_starts=batch.query_starts)
+            return attend_few(given, workspace=self._few_workspace, config=self._few_config, meet=meet)
+        return attend_lone(given, workspace=self._workspace, config=self._lone_config, meet=meet)
 
 
 class LatencyWay:
