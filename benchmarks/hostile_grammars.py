@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from common.collector import kept_out
+from benchmarks.measure import kept_out
 from common.errors import UserError
 from common.request import Request
 from common.sampling.grammar import Grammar

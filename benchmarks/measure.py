@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
 from benchmarks.workloads import Item, Workload
-from common.collector import kept_out
-from common.device import peak_memory, reset_peak_memory, synchronize
+from common.collector import keep_out
+from common.device import synchronize
 from common.events import Completion, Streams, generate
 from common.neighbours import LEAST_SECONDS, share, usage
 
@@ -284,6 +284,18 @@ def time_call(
     return times
 
 
+@contextmanager
+def kept_out() -> Iterator[None]:
+    """Keep the collector out as a server does, for a while."""
+    before = gc.get_threshold()
+    keep_out()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
 @dataclass
 class Memory:
     """Filled in when the `memory` block ends: the peak, in bytes, or None where it cannot be known."""
@@ -299,11 +311,13 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Memory]:
     cannot, a CPU has no peak here, because the mark of the whole process's life says nothing about the block.
     """
     device, used = torch.device(device), Memory()
-    reset_peak_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     resettable = device.type == "cpu" and _reset_resident_peak()
     yield used
-    used.peak = peak_memory(device)
-    if resettable:
+    if device.type == "cuda":
+        used.peak = torch.cuda.max_memory_allocated(device)
+    elif resettable:
         used.peak = _resident_peak()
 
 
@@ -336,6 +350,6 @@ def _switches() -> float:
 
 def _line(name: str, repeat: int, sample: Sample, noise: Noise) -> str:
     rate = sample.get("output_tokens_per_s")
-    value = f"{rate:,.1f} tokens/s" if rate else f"{sample.get('seconds', float('nan')):.3f} s"
+    value = f"{rate:,.1f} tokens/s" if rate else "{}: {:,.3f}".format(*next(iter(sample.items())))
     state = f"  (dirty: {noise.other_cpu:.0%} other processes)" if noise.dirty else ""
     return f"{name} #{repeat + 1}: {value}{state}"

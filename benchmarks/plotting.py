@@ -74,7 +74,7 @@ def panels(
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in axes[count:]:
-        unused.set_visible(False)
+        unused.remove()
     return figure, axes[:count]
 
 

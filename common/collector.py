@@ -24,18 +24,6 @@ def keep_out() -> None:
 
 
 @contextmanager
-def kept_out() -> Iterator[None]:
-    """The same for a while."""
-    before = gc.get_threshold()
-    keep_out()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
-
-
-@contextmanager
 def paused() -> Iterator[None]:
     """Collect nothing inside, where freeing an object would do harm."""
     enabled = gc.isenabled()

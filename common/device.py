@@ -66,35 +66,14 @@ def synchronize(device: torch.device | str) -> None:
         torch.mps.synchronize()
 
 
-def memory_allocated(device: torch.device | str) -> int | None:
-    """Bytes that tensors occupy on `device` now, or None for the CPU, whose allocator keeps no count."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return int(torch.mps.current_allocated_memory()) if device.type == "mps" else None
-
-
 def free_memory(device: torch.device | str) -> tuple[int, int]:
     """Bytes that are free and bytes in all; what PyTorch keeps of a GPU's memory for later is free."""
     if torch.device(device).type != "cuda":
         memory = psutil.virtual_memory()
         return memory.available, memory.total
     free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - (memory_allocated(device) or 0)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + kept, total
-
-
-def peak_memory(device: torch.device | str) -> int | None:
-    """The most bytes that tensors occupied on a CUDA `device` since `reset_peak_memory`; None elsewhere."""
-    device = torch.device(device)
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
-
-
-def reset_peak_memory(device: torch.device | str) -> None:
-    """Start a new measurement for `peak_memory`; does nothing where there is no such count."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_name(device: torch.device) -> str:

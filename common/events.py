@@ -64,7 +64,6 @@ class Streams(Protocol):
         The events of one completion come in order; completions may interleave. Each of a prompt's n
         completions ends with exactly one event that has a finish reason.
         """
-        ...
 
 
 @dataclass

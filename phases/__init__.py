@@ -45,125 +45,75 @@ class Phase:
         return ROOT / "phases" / self.name
 
 
-PHASES: tuple[Phase, ...] = (
-    Phase(
-        1,
-        "forward",
-        "Forward pass",
-        "the transformer from scratch; every token recomputes everything",
-    ),
-    Phase(
-        2,
-        "kv_cache",
-        "KV cache",
-        "keys and values are kept, so a step computes one token",
-        headline_runs={"cuda": {"model": "qwen3-0.6b"}},
-    ),
-    Phase(
-        3,
-        "batching",
-        "Static batching",
-        "several prompts share one pass over the weights",
-        headline_runs={"cuda": {"model": "qwen3-0.6b"}},
-    ),
-    Phase(4, "continuous", "Continuous batching", "requests join and leave the batch at every step"),
-    Phase(
-        5,
-        "paged_cache",
-        "Paged cache",
-        "the cache is blocks handed out on demand, not one row a request",
-        headline="requests_in_flight",
-    ),
-    Phase(
-        6,
+_CONTENTS = (
+    ("forward", "Forward pass", "the transformer from scratch; every token recomputes everything"),
+    ("kv_cache", "KV cache", "keys and values are kept, so a step computes one token"),
+    ("batching", "Static batching", "several prompts share one pass over the weights"),
+    ("continuous", "Continuous batching", "requests join and leave the batch at every step"),
+    ("paged_cache", "Paged cache", "the cache is blocks handed out on demand, not one row a request"),
+    (
         "triton_paged_attention",
         "Triton kernels",
         "attention reads the blocks where they lie; small operators are fused",
-        needs="cuda",
     ),
-    Phase(
-        7,
-        "chunked_prefill",
-        "Chunked prefill",
-        "long prompts are cut so that decodes never wait for one",
-        headline="itl_ms_p99",
-        headline_runs={"cuda": {"model": "qwen3-0.6b", "budget": 512}},
-    ),
-    Phase(
-        8,
-        "prefix_cache",
-        "Prefix cache",
-        "requests that begin alike share the blocks of what they share",
-        headline="ttft_ms_p50",
-    ),
-    Phase(
-        9,
-        "cuda_graphs",
-        "CUDA graphs and overlap",
-        "a step is one launch, and the next is scheduled meanwhile",
-        headline_before=("08_prefix_cache, kernels of 06", "08_prefix_cache"),
-    ),
-    Phase(
-        10,
-        "quant",
-        "Quantization",
-        "weights and keys of 8 and 4 bits: fewer bytes a token",
-        headline_variants=("10_quant fp8", "10_quant int8"),
-    ),
-    Phase(
-        11,
+    ("chunked_prefill", "Chunked prefill", "long prompts are cut so that decodes never wait for one"),
+    ("prefix_cache", "Prefix cache", "requests that begin alike share the blocks of what they share"),
+    ("cuda_graphs", "CUDA graphs and overlap", "a step is one launch, and the next is scheduled meanwhile"),
+    ("quant", "Quantization", "weights and keys of 8 and 4 bits: fewer bytes a token"),
+    (
         "speculative",
         "Speculative decoding",
         "tokens are guessed ahead and checked in one step; the text stays the same",
-        headline_variants=("11_speculative", "11_speculative, head"),
     ),
-    Phase(
-        12,
-        "structured",
-        "Structured output",
-        "tokens that leave the grammar are masked: it always parses",
-    ),
-    Phase(
-        13,
-        "serving",
-        "Serving",
-        "the engine behind the API that every client speaks",
-        headline_before=("13_serving, phase 02 one at a time", "09_cuda_graphs, no server"),
-    ),
-    Phase(
-        14,
-        "parallel",
-        "More than one GPU",
-        "a model split over GPUs: each reads a part of the weights",
-        headline_runs={"cuda": {"ranks": 2, "part": "offline"}},
-    ),
-    Phase(
-        15,
+    ("structured", "Structured output", "tokens that leave the grammar are masked: it always parses"),
+    ("serving", "Serving", "the engine behind the API that every client speaks"),
+    ("parallel", "More than one GPU", "a model split over GPUs: each reads a part of the weights"),
+    (
         "replicas",
         "Replicas",
         "servers copied over GPUs and machines; a request goes where its prefix is cached",
-        headline="cache_hit_fraction",
-        headline_runs={"cpu": {"route": "prefix"}, "cuda": {"route": "prefix"}},
-        headline_before=("13_serving, copies",),
     ),
-    Phase(
-        16,
+    (
         "experts",
         "Mixture of experts",
         "a token goes through a few of many MLPs: a model of more weights reads fewer of them",
-        headline_runs={"cpu": {"active_experts": 4}},
-        headline_before=("13_serving", "dense of equal activity"),
     ),
-    Phase(
-        17,
+    (
         "hybrid_cache",
         "Hybrid cache",
         "layers that remember less keep less: windows give blocks back, states are one block",
-        headline="requests_in_flight",
-        headline_runs={"cpu": {"context": 8192}, "cuda": {"context": 8192}},
-        headline_before=("08_prefix_cache",),
     ),
 )
+"""Package, title and summary of each phase, in order."""
+_MORE: dict[int, dict[str, Any]] = {
+    2: {"headline_runs": {"cuda": {"model": "qwen3-0.6b"}}},
+    3: {"headline_runs": {"cuda": {"model": "qwen3-0.6b"}}},
+    5: {"headline": "requests_in_flight"},
+    6: {"needs": "cuda"},
+    7: {"headline": "itl_ms_p99", "headline_runs": {"cuda": {"model": "qwen3-0.6b", "budget": 512}}},
+    8: {"headline": "ttft_ms_p50"},
+    9: {"headline_before": ("08_prefix_cache, kernels of 06", "08_prefix_cache")},
+    10: {"headline_variants": ("10_quant fp8", "10_quant int8")},
+    11: {"headline_variants": ("11_speculative", "11_speculative, head")},
+    13: {"headline_before": ("13_serving, phase 02 one at a time", "09_cuda_graphs, no server")},
+    14: {"headline_runs": {"cuda": {"ranks": 2, "part": "offline"}}},
+    15: {
+        "headline": "cache_hit_fraction",
+        "headline_runs": {"cpu": {"route": "prefix"}, "cuda": {"route": "prefix"}},
+        "headline_before": ("13_serving, copies",),
+    },
+    16: {
+        "headline_runs": {"cpu": {"active_experts": 4}},
+        "headline_before": ("13_serving", "dense of equal activity"),
+    },
+    17: {
+        "headline": "requests_in_flight",
+        "headline_runs": {"cpu": {"context": 8192}, "cuda": {"context": 8192}},
+        "headline_before": ("08_prefix_cache",),
+    },
+}
+"""What else is to be said of some, by number: the fields of `Phase`."""
+PHASES = tuple(Phase(n, *names, **_MORE.get(n, {})) for n, names in enumerate(_CONTENTS, start=1))
 """The phases, in order."""
 
 

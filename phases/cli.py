@@ -180,9 +180,6 @@ def quantize(
     group_size: Annotated[int, flag("inputs that share a scale in int4")] = 128,
     pieces: Annotated[int, flag("pieces of the text that are read, from its end")] = 32,
     length: Annotated[int, flag("tokens in a piece")] = 512,
-    kv_cache: Annotated[
-        str, flag("scales for keys and values too: none, fp8 or int8, from the same text")
-    ] = "none",
     device: a.DeviceName = "auto",
 ) -> None:
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""

@@ -100,7 +100,7 @@ class FakePending:
     def __init__(
         self, works: Sequence[Work], tokens: list[list[int]], fails: Callable[[], NoReturn] | None
     ) -> None:
-        self.works, self.tokens, self.fails, self.started = works, tokens, fails, 0.0
+        self.works, self.tokens, self.fails = works, tokens, fails
 
     def get(self) -> list[list[tuple[int, None]]]:
         if self.fails is not None:
@@ -235,6 +235,9 @@ class FakeDrafter(Drafter):
     def __init__(self, seed: int, most: int = 4) -> None:
         self.rng, self.most = random.Random(seed), most
 
+    def begin(self, running: Sequence[Request]) -> bool:
+        return True
+
     def propose(self, request: Request, most: int) -> list[int]:
         must(most > 0, f"request {request.id}: drafts are asked for where there is room for none")
         if request.placeholders:  # what follows a token on its way would have to be certain
@@ -260,7 +263,7 @@ class OddOnly(NoMasks):
     def wants(self, works: Sequence[Work]) -> bool:
         return True
 
-    def fill(self, works: Sequence[Work]) -> Tensor:  # type: ignore[override]
+    def fill(self, works: Sequence[Work]) -> Tensor:
         takers = [taker for work in works for taker in work.takers]
         for work in works:
             for taker in work.takers:

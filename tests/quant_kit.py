@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from forward.surgery import clone
+from quant.formats import DTYPES
 from quant.linear import QuantLinear
+from quant.weights import QuantizedWeight
 from tests.oracles import logits_of
 
 SMALL = {"max_rows": 4, "max_len": 64, "step_tokens": 64, "block_size": 4, "cache_bytes": 1 << 20}
@@ -89,4 +91,15 @@ def matrix(n: int, k: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(n, k, generator=generator)
     weight[:, 0] *= 8  # an outlier, as real layers have them
+    return weight
+
+
+def checked(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight, whose tensors are what its scheme says."""
+    assert weight.data.dtype == DTYPES[weight.scheme.weights]
+    assert weight.scale.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    assert weight.scale.shape == weight.scheme.scale_shape(*weight.shape)
+    assert bool(torch.isfinite(weight.scale).all()) and not bool((weight.scale < 0).any())
+    if weight.zero is not None:
+        assert weight.zero.dtype == torch.uint8 and weight.zero.shape == weight.scale.shape
     return weight

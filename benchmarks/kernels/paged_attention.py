@@ -39,7 +39,7 @@ from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
+from triton_paged_attention.tables import PrefillKey, for_keys, prefill_default
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
@@ -232,7 +232,8 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros)
     heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
     layer = LayerSpec(0, heads, kv_heads, d, case.scale)
-    pool: Any = SimpleNamespace(data=case.k_cache[None, None], exact=True)
+    cache = LayerBlocks(case.k_cache, case.v_cache)
+    pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)
     attentions = {}
     for table in case.tables:
         batch = replace(
@@ -247,8 +248,7 @@ def gather_call(case: Case) -> Call:
         attentions[table.data_ptr()] = attention
 
     def call(table: Tensor) -> Tensor:
-        k, v = case.k_cache, case.v_cache
-        return attentions[table.data_ptr()].attend(layer, case.q, k, v, LayerBlocks(k, v))
+        return attentions[table.data_ptr()].attend(layer, case.q, cache.k, cache.v, cache)
 
     return call
 
@@ -300,7 +300,7 @@ def block_loop_call(case: Case) -> Call:
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, block_size, kv_heads, d = case.k_cache.shape
-    config = PREFILL.lookup(PrefillKey(d, case.q.element_size()), case.q.device)
+    config = prefill_default(PrefillKey(d, case.q.element_size()), case.q.device)
     config = for_keys(config, max(case.contexts), block_size)
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)

@@ -1,10 +1,13 @@
-"""vLLM on the very requests of benchmarks/workloads.py: tokens, lengths and temperature come from requests.json."""
+"""vLLM on the very requests of benchmarks/workloads.py: tokens, lengths and temperature come from requests.json.
+
+python vllm_same.py MODEL [MORE]     MORE: more arguments of `vllm.LLM`, as JSON
+"""
 import json, os, sys, time
 HERE = os.path.dirname(os.path.abspath(__file__))
 if __name__ == "__main__":
     name = sys.argv[1]
     from vllm import LLM, SamplingParams
-    llm = LLM(model=os.path.join(HERE, "cfg", name), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096 + 64, gpu_memory_utilization=0.85, max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=False)
+    llm = LLM(model=os.path.join(HERE, "cfg", name), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096 + 64, gpu_memory_utilization=0.85, max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=False, **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
     works = json.load(open(os.path.join(HERE, "requests.json")))
     def run(work, first, tag):
         prompts = [dict(prompt_token_ids=p) for p in work["prompts"][:first]]

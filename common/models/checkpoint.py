@@ -23,20 +23,9 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = Field("weight_map", str)
 _NAMES_SHOWN = 10
-_ROWS = 4096
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_EXACT = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""The file's name of a format -> ours. Of the first kind any can be rounded to any other. The second kind
-means something only to the module that asks for exactly it: packed integers, or eight bits with a scale.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Any of these can be rounded to any other. Other formats mean something only to the module that asks for
+exactly them: packed integers, or eight bits with a scale.
 """
 
 
@@ -92,7 +81,7 @@ def load_weights(
             tensor = tensor.reshape(tensor.shape or (1,))  # one number by itself is a vector of one
             # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
             wanted = expected[target]
-            rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS.values()
+            rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS
             kept = dtype if rounded else tensor.dtype
             put(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
     for target, source in tied.items():
@@ -115,19 +104,15 @@ def stores_once(
             owner = head.rpartition(".")[0] + "."
             if not any(name is not None and name.startswith(owner) for name in named):
                 continue
-            if embedding in named and not (head in named and _alike(*named[head], *named[embedding])):
+            if embedding in named and not (head in named and _alike(named[head], named[embedding])):
                 return False
     return True
 
 
-def _alike(file: Any, name: str, other_file: Any, other_name: str) -> bool:
-    """Compare two stored matrices some rows at a time, so that those that differ are hardly read."""
-    one, other = file.get_slice(name), other_file.get_slice(other_name)
-    shape, kind = one.get_shape(), one.get_dtype()
-    if shape != other.get_shape() or kind != other.get_dtype() or kind not in _FLOATS or len(shape) != 2:
-        return False
-    starts = range(0, shape[0], _ROWS)
-    return all(torch.equal(one[i : i + _ROWS], other[i : i + _ROWS]) for i in starts)
+def _alike(*stored: tuple[Any, str]) -> bool:
+    """Compare two matrices, which are mapped and not copied; of those that differ little is read."""
+    one, other = (file.get_tensor(name) for file, name in stored)
+    return one.dtype == other.dtype in _FLOATS and torch.equal(one, other)
 
 
 def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -208,7 +193,7 @@ def _match(
             have = tuple(transform(target, torch.empty(have, device="meta")).shape)
         if have != want:
             misshapen.append(f"{target} {list(have)} instead of {list(want)}")
-        elif problem := _other_format(expected[target].dtype, header.get_dtype()):
+        elif problem := _other_format(expected[target].dtype, file.get_tensor(source).dtype):
             misshapen.append(f"{target} {problem}")
     missing = [name for name in expected if name not in sources and name not in tied]
     found = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
@@ -219,11 +204,11 @@ def _match(
     return sources
 
 
-def _other_format(expected: torch.dtype, stored: str) -> str | None:
-    """Why a tensor `stored` in that format cannot be what the model has as `expected`, or None."""
-    if expected in _FLOATS.values():
-        return None if stored in _FLOATS else f"of type {stored} instead of floating point"
-    return None if _EXACT.get(stored) == expected else f"of type {stored} instead of {expected}"
+def _other_format(expected: torch.dtype, stored: torch.dtype) -> str:
+    """Why a tensor `stored` in that format cannot be what the model has as `expected`, or nothing."""
+    fits = stored in _FLOATS if expected in _FLOATS else stored == expected
+    wanted = "floating point" if expected in _FLOATS else expected
+    return "" if fits else f"of type {str(stored).removeprefix('torch.')} instead of {wanted}"
 
 
 def _some(names: list[str]) -> str:

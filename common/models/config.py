@@ -16,7 +16,7 @@ import torch
 
 from common.errors import UserError
 from common.models import hf_fields as hf
-from common.models.fields import Field, agree, read_object, shown
+from common.models.fields import Field, read_object, shown
 from common.text.tokenizer import eos_of_tokenizer
 
 
@@ -259,15 +259,13 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str = "") -> None:
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The object that names a method of quantization, if there is one."""
-    names = ("quantization_config", "compression_config")
-    found = {name: raw[name] for name in names if raw.get(name) is not None}
-    agree(found)
-    for name, given in found.items():
-        method = given.get("quant_method") if isinstance(given, dict) else given
-        if not isinstance(given, dict) or not isinstance(method, str):
-            raise UserError(f"{name} names the method {shown(method)}, but must be an object with a method")
-        return given
-    return None
+    given = raw.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if given is not None and not (isinstance(given, dict) and isinstance(method, str)):
+        raise UserError(
+            f"quantization_config names the method {shown(method)}, but must be an object with a method"
+        )
+    return given
 
 
 def _even_share(hidden: int, heads: int) -> int:
@@ -292,7 +290,6 @@ def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     heads, context = values["num_heads"], values["max_position_embeddings"]
     head_dim = values["head_dim"] or _even_share(values["hidden_size"], heads)
-    share = _rotary_share(raw) if family == "qwen3_5" else 1.0
     rope, rope_local = _ropes(raw, family, context)
     if rope.kind == "yarn":  # model cards add the scaling and leave the length as it was
         context = max(context, int(rope.factor * rope.original_max_position))
@@ -301,7 +298,7 @@ def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any])
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "attention_scale": (hf.QUERY_SCALE.read(raw) if family == "gemma3" else head_dim) ** -0.5,
-        "rope": replace(rope, share=share),
+        "rope": rope,
         "delta": _delta(raw, values["num_layers"]) if family == "qwen3_5" else None,
         "rope_local": rope_local,
         "sliding_windows": _sliding_windows(family, raw, values["num_layers"]),
@@ -329,15 +326,6 @@ def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
         linear = [field.check(kind, f"layer_types[{i}]") == field.choices[0] for i, kind in enumerate(types)]
     sizes = {ours: field.read(raw) for ours, field in hf.DELTA.items()}
     return DeltaConfig(**sizes, layers=tuple(linear))
-
-
-def _rotary_share(raw: Mapping[str, Any]) -> float:
-    """The part of a head's dimensions that turn, which may stand among the facts of RoPE or beside them."""
-    facts = (raw, hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw))
-    share: float = hf.ROTARY_SHARE.read(
-        _merged(*({hf.ROTARY_SHARE.names: given.get(hf.ROTARY_SHARE.names)} for given in facts))
-    )
-    return share
 
 
 def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -370,7 +358,7 @@ def _ropes(raw: Mapping[str, Any], family: str, context: int) -> tuple[RopeConfi
         kinds = [kind for kind in hf.LAYER_TYPE.choices if kind in given]
         if kinds and not (gemma and given is parameters):
             raise UserError(f"{name} has a part for {kinds[0]}, which only Gemma 3's rope_parameters have")
-    around = {name: raw.get(name) for name in ("rope_theta", hf.ORIGINAL.names)}
+    around = {name: raw.get(name) for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")}
     if gemma:
         full, sliding = (
             Field(kind, dict).read(parameters) if parameters else {} for kind in hf.LAYER_TYPE.choices
@@ -386,7 +374,7 @@ def _ropes(raw: Mapping[str, Any], family: str, context: int) -> tuple[RopeConfi
         everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full, scaling)
         return _rope(everywhere, family, context), _rope(local, family, context)
     parameters = _replaceable(parameters, scaling)
-    usual = {"rope_theta": 10_000.0}
+    usual = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
     taken = usual | _merged(around, scaling or parameters)
     for name, value in (usual | _merged(around, parameters, scaling)).items():
         if taken.get(name) != value:

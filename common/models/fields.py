@@ -61,16 +61,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def agree(found: Mapping[str, Any]) -> None:
-    """Refuse values of one fact that differ; ``found`` has each under the name that it has in the file."""
-    for name, value in found.items():
-        first = next(iter(found))
-        if value != found[first]:
-            raise UserError(
-                f"{first} is {shown(found[first])}, but {name} {shown(value)} means the same field"
-            )
-
-
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
@@ -108,9 +98,13 @@ class Field:
         """
         names = self.names.split()
         found = {name: raw[name] for name in names if raw.get(name) is not None}
-        agree(found)
-        for name, value in found.items():
-            return self.check(value, name)
+        for first, value in found.items():
+            for name, other in found.items():
+                if other != value:
+                    raise UserError(
+                        f"{first} is {shown(value)}, but {name} {shown(other)} means the same field"
+                    )
+            return self.check(value, first)
         if self.null_counts and any(name in raw for name in names):
             return None
         if self.default is _REQUIRED:

@@ -27,28 +27,23 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-_SHARED_NAMES = {
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER_NAMES = {
-    "llama": {**_SHARED_NAMES, "ffn_norm": "post_attention_layernorm"},
-    "gemma3": {
-        **_SHARED_NAMES,
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-}
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+_FFN_NORM = {"llama": "post_attention_layernorm", "gemma3": "pre_feedforward_layernorm"}
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # GGUF's tokenizer.ggml.token_type
 
 
@@ -132,12 +127,9 @@ def hf_name(name: str, architecture: str) -> str:
 
     `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
     """
-    stem, _, kind = name.rpartition(".")
-    block, _, rest = stem.partition(".")
-    if block != "blk":
-        return f"{_TOP_NAMES[stem]}.{kind}"
-    layer, _, part = rest.partition(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[architecture][part]}.{kind}"
+    *block, part, kind = name.split(".")
+    found = _FFN_NORM[architecture] if part == "ffn_norm" else _NAMES[part]
+    return f"model.layers.{block[1]}.{found}.{kind}" if block else f"{found}.{kind}"
 
 
 def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.float32]:

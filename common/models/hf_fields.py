@@ -7,23 +7,13 @@ enough that no table made from them is a surprise.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from common.models.fields import Field
 
-FAMILIES = {
-    "gpt2": "gpt2",
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen2_moe": "qwen2_moe",
-    "qwen3_moe": "qwen3_moe",
-    "gpt_oss": "gpt_oss",
-    "gemma3_text": "gemma3",
-    "gemma3": "gemma3",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5": "qwen3_5",
-}
+_DENSE = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5")
+_SPARSE = ("qwen2_moe", "qwen3_moe", "gpt_oss")
+FAMILIES = {name: name for name in _DENSE + _SPARSE} | {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
 """Hugging Face ``model_type`` -> our family name."""
 MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
 
@@ -41,7 +31,13 @@ _SIZES = {
     "activation": Field("hidden_act", str, default="silu"),
     "tie_word_embeddings": Field("tie_word_embeddings", bool, default=False),
 }
-_ATTENTION_BIAS = Field("attention_bias", bool, default=False)
+_BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=False)}
+
+
+def _defaults(**values: Any) -> dict[str, Field]:
+    """Return fields of `_BIASED` with a family's own defaults."""
+    return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
+
 
 FIELDS: dict[str, dict[str, Field]] = {
     "gpt2": {
@@ -56,49 +52,22 @@ FIELDS: dict[str, dict[str, Field]] = {
         "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
         "scale_by_layer": Field("scale_attn_by_inverse_layer_idx", bool, default=False),
     },
-    "llama": {
-        **_SIZES,
-        "attention_bias": _ATTENTION_BIAS,
-        "mlp_bias": Field("mlp_bias", bool, default=False),
-    },
+    "llama": {**_BIASED, "mlp_bias": Field("mlp_bias", bool, default=False)},
     "mistral": {**_SIZES, "num_kv_heads": Field("num_key_value_heads", int, 1, 1 << 12, 8, null_counts=True)},
     "qwen2": _SIZES,
-    "qwen3": {
-        **_SIZES,
-        "attention_bias": _ATTENTION_BIAS,
-        "head_dim": Field("head_dim", int, 1, 1 << 12, 128),
-    },
-    "qwen2_moe": {**_SIZES, "num_kv_heads": replace(_SIZES["num_kv_heads"], default=16)},
-    "qwen3_moe": {
-        **_SIZES,
-        "attention_bias": _ATTENTION_BIAS,
-        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=4),
-    },
-    "gpt_oss": {
-        **_SIZES,
-        "attention_bias": replace(_ATTENTION_BIAS, default=True),
-        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=8),
-        "head_dim": Field("head_dim", int, 1, 1 << 12, 64),
-        "norm_eps": replace(_SIZES["norm_eps"], default=1e-5),
-    },
+    "qwen3": {**_BIASED, **_defaults(head_dim=128)},
+    "qwen2_moe": {**_SIZES, **_defaults(num_kv_heads=16)},
+    "qwen3_moe": {**_BIASED, **_defaults(num_kv_heads=4)},
+    "gpt_oss": {**_BIASED, **_defaults(attention_bias=True, num_kv_heads=8, head_dim=64, norm_eps=1e-5)},
     "gemma3": {
-        **_SIZES,
+        **_BIASED,
         # Google's own files of the larger sizes leave out what transformers has as its default.
-        "vocab_size": replace(_SIZES["vocab_size"], default=262_208),
-        "num_heads": replace(_SIZES["num_heads"], default=8),
-        "num_kv_heads": replace(_SIZES["num_kv_heads"], default=4),
-        "max_position_embeddings": replace(_SIZES["max_position_embeddings"], default=131_072),
+        **_defaults(vocab_size=262_208, max_position_embeddings=131_072, tie_word_embeddings=True),
+        **_defaults(num_heads=8, num_kv_heads=4, head_dim=256),
         "activation": Field("hidden_activation", str, default="gelu_pytorch_tanh"),
-        "attention_bias": _ATTENTION_BIAS,
         "final_soft_cap": Field("final_logit_softcapping", float, 1e-3, 1e6, None),
-        "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
-        "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
     },
-    "qwen3_5": {
-        **_SIZES,
-        "attention_bias": _ATTENTION_BIAS,
-        "head_dim": Field("head_dim", int, 1, 1 << 12, 256),
-    },
+    "qwen3_5": {**_BIASED, **_defaults(head_dim=256)},
 }
 """Of each family, the fields that are one of `ModelConfig`'s each, under its name there."""
 
@@ -145,7 +114,9 @@ ROPE = {
     "beta_slow": Field("beta_slow", float, 1e-3, 1e6, 1.0),
     "truncate": Field("truncate", bool, default=True),
     "attention_factor": Field("attention_factor", float, 1e-3, 1e3, None),
+    "share": Field("partial_rotary_factor", float, 1e-3, 1.0, 1.0),
 }
+ROPE_DEFAULTS = {"qwen3_5": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}}
 WINDOW = Field("sliding_window", int, 1, _LONGEST, 4096, null_counts=True)
 QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "qwen3_5")
 WINDOW_PATTERN = Field("sliding_window_pattern _sliding_window_pattern", int, 1, 1 << 10, 6)
@@ -160,7 +131,6 @@ DELTA = {
     "value_dim": Field("linear_value_head_dim", int, 1, 1 << 12, 128),
     "conv_width": Field("linear_conv_kernel_dim", int, 2, 1 << 6, 4),
 }
-ROTARY_SHARE = Field("partial_rotary_factor", float, 1e-3, 1.0, 0.25)
 
 SAME_ACTIVATIONS = {
     "swish": "silu",
@@ -179,15 +149,16 @@ ONLY = {
     "use_sliding_window": False,
     "mscale": None,
     "mscale_all_dim": None,
+    "compression_config": None,  # what quantization_config was called first
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
 ONLY_IN = {
     "qwen3_5": {
-        **{name: value for name, value in ONLY.items() if name != ROTARY_SHARE.names},
+        **{name: value for name, value in ONLY.items() if name != "partial_rotary_factor"},
         "attn_output_gate": True,
     },
 }
 """The same of families that compute some of these."""
-OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config", "compression_config")
+OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config")
 """Fields of a multimodal model that say something of the language model inside."""

@@ -143,7 +143,9 @@ class Bench:
     def compare(self, work: Workload, variants: Sequence[str]) -> list[Run]:
         """Variants on one workload, all requests at once."""
         made = {name: partial(self.generation, self.engine(name), work) for name in variants}
-        return [self.with_roofline(name, work, kept, ROWS) for name, kept in self.take(made).items()]
+        short = work.first(len(work.items), tokens=4)
+        warm = {name: partial(self.generation, self.engine(name), short, 0) for name in variants}
+        return [self.with_roofline(name, work, kept, ROWS) for name, kept in self.take(made, warm).items()]
 
     def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
         """One sample."""
@@ -227,7 +229,7 @@ class Bench:
         scheduler.step_tokens = scheduler.chunk_tokens = 512
         names = (BEFORE, NO_OVERLAP, PHASE)
         made = {name: partial(self.replayed, name, work) for name in names}
-        kept = self.take(made, repeats=1)  # each once before: an eager step's kernels are compiled when met
+        kept = self.take(made, repeats=1)  # each once before: eager kernels are compiled when first met
         scheduler.step_tokens, scheduler.chunk_tokens = before
         return [
             self.summarize(name, work, samples, options={"budget": 512}) for name, samples in kept.items()
@@ -260,10 +262,13 @@ class Bench:
     # Small helpers.
 
     def take(
-        self, variants: Mapping[str, Callable[[int], Sample]], repeats: int | None = None
+        self,
+        variants: Mapping[str, Callable[[int], Sample]],
+        warm: Mapping[str, Callable[[], object]] | None = None,
+        repeats: int | None = None,
     ) -> dict[str, Samples]:
-        """Samples of all variants in alternating order."""
-        return alternate(variants, repeats or self.options.repeats, log=print)
+        """Samples of all variants in alternating order; see `alternate` for `warm`."""
+        return alternate(variants, repeats or self.options.repeats, warm=warm, log=print)
 
     def summarize(self, variant: str, work: Workload, kept: Samples, **more: Any) -> Run:
         """Evidence of one variant."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paged_cache.parts import Feature
 
 FEATURES: tuple[str, ...] = (
-    "phases.appendix.rehearsal.feature:Rehearsal",
+    "phases.appendix.rehearsal.rehearsal:Rehearsal",
     "phases.appendix.latency.feature:Latency",
     "phases.appendix.cpu_step.feature:CpuStep",
     "phases.appendix.checkpoint_formats.feature:CheckpointFormats",

@@ -10,31 +10,17 @@ from typing import Any
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.doors import ANY, Forms, Hosts, Keys, Origins
 from phases.appendix.api.extension import Api
-from phases.appendix.api.schema import ChatRequest, CompletionRequest
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.connections.parts import BodyParts
-from phases.appendix.embeddings.endpoint import EmbeddingRequest, EmbeddingRoute
+from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
-from phases.appendix.protocols.anthropic import MessagesRequest
 from phases.appendix.protocols.extension import Protocols
-from phases.appendix.protocols.ollama import OllamaRequest
-from phases.appendix.protocols.responses import ResponsesRequest
 from serving.app import App, Extension
 from serving.client import EngineClient
 from serving.http.limits import Limits
 from serving.http.server import HttpServer
-
-BODIES: dict[str, type] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/embeddings": EmbeddingRequest,
-    "/v1/responses": ResponsesRequest,
-    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), MessagesRequest),
-    **dict.fromkeys(("/api/chat", "/api/generate", "/api/show"), OllamaRequest),
-}
-"""The fields of requests, by route."""
 
 
 def whole_app(
@@ -65,9 +51,11 @@ def whole_app(
     extensions: list[Extension] = [metrics, Hosts(hosts)]
     extensions += [Origins(allowed_origins)] if allowed_origins else []
     extensions += [Keys(keys), AccessLog(access_log, metrics)]
-    extensions += [BodyParts(checked), Api(version, BODIES)]
-    extensions += [Protocols(), EmbeddingRoute(), Live(), Forms()]
-    return App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
+    extensions += [BodyParts(checked), Api(version)]
+    extensions += [Protocols(), Live(), Forms()]
+    app = App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
+    app.add("/v1/embeddings", Embeddings(app.prompts, model, checked))
+    return app
 
 
 def whole_server(app: App, on_ready: Callable[[], None] = lambda: None) -> HttpServer:

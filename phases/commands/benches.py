@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -187,12 +186,4 @@ def _module(name: str) -> ModuleType:
     path = extras().get(name) or next((p.folder / "bench.py" for p in PHASES if p.name == name), None)
     if path is None or not path.is_file():
         raise UserError(f"{name} has no benchmark yet: {path or 'no such file'} does not exist")
-    label = f"bench_{name}"
-    if label in sys.modules:
-        return sys.modules[label]
-    spec = importlib.util.spec_from_file_location(label, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[label] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    return import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))

@@ -72,10 +72,7 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
     """The exercises meant by `05.3`, by `05`, or by nothing. Raises `UserError`."""
     if wanted is None:
         return list(copy.exercises)
-    prefix = wanted if "." in wanted else wanted.rjust(2, "0") + "."
-    chosen = [
-        one for one in copy.exercises if one.id == wanted or (prefix != wanted and one.id.startswith(prefix))
-    ]
+    chosen = [one for one in copy.exercises if wanted == one.id or wanted.rjust(2, "0") == one.id[:2]]
     if not chosen:
         raise UserError(
             f"exercise is {wanted!r}, but this copy has {', '.join(one.id for one in copy.exercises)}"

@@ -20,7 +20,7 @@ from continuous.engine import Engine
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase, phase_named
-from phases.registry import import_phase, load_engine, missing_for
+from phases.registry import load_engine, missing_for
 
 FOLDER = ROOT / "build" / "profile"
 """Where traces go unless told otherwise; not part of the checkout's files."""
@@ -60,7 +60,6 @@ def run(given: SimpleNamespace) -> int:
     if missing and model is None:
         err.print(f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
     name = model or ("random:tiny" if missing else "smollm2")
-    import_phase(rung)  # before a model is made
     source = name if name.startswith("random:") else str(model_folder(name))
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     if size.context + size.steps + 1 > loaded.max_len:

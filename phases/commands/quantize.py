@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from common.console import err, out
 from common.device import pick_device
-from common.errors import UserError, choice, integer
+from common.errors import integer
 from common.files import read_text
 from common.models.hub import model_folder
 from common.progress import bar
@@ -16,8 +16,7 @@ from paged_cache.memory import weight_bytes
 from phases import ROOT
 from phases.appendix.checkpoint_formats.export import check_source, check_target, export
 from quant.calibrate import blocks_of, samples
-from quant.formats import GROUPS, SCHEMES
-from quant.kv import KV_DTYPES, head_scales
+from quant.formats import SCHEMES
 from quant.methods import quantize_model
 
 TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
@@ -27,20 +26,15 @@ LONGEST_TEXT = 1 << 24
 
 def run(given: SimpleNamespace) -> int:
     """Quantize a model and write it to a folder, as the arguments say; then say what it takes."""
-    model, folder, kv_cache = given.model, given.folder, given.kv_cache
+    model, folder = given.model, given.folder
     wanted = SCHEMES[given.scheme]
     if wanted.scales == "group":
-        if given.group_size not in GROUPS:
-            raise UserError(
-                f"group_size is {given.group_size}, but must be one of {', '.join(map(str, sorted(GROUPS)))}"
-            )
         wanted = wanted.with_group(given.group_size)
-    choice("kv_cache", kv_cache, ["none", *KV_DTYPES])
     integer("pieces", given.pieces, low=1, high=1 << 16)
     integer("length", given.length, low=16, high=1 << 16)
     where = pick_device(given.device)
     check_target(folder)  # now, not after an hour of work
-    reads = given.method != "rtn" or kv_cache != "none"
+    reads = given.method != "rtn"
     text = read_text(given.calibration or TEXT, "--calibration", LONGEST_TEXT) if reads else ""
     source = model_folder(model)
     check_source(source)
@@ -48,10 +42,9 @@ def run(given: SimpleNamespace) -> int:
     tokens = Tokenizer(source).encode(text) if reads else []
     texts = samples(tokens, given.pieces, min(given.length, loaded.max_len)) if reads else []
     before = weight_bytes(loaded)
-    kv = None if kv_cache == "none" else (kv_cache, head_scales(loaded, texts, kv_cache))
     with bar(f"{model} to {given.scheme} by {given.method}", len(blocks_of(loaded))) as part:
         quantize_model(loaded, wanted, given.method, texts, part)
-    export(loaded, source, folder, kv)
+    export(loaded, source, folder)
     err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {weight_bytes(loaded) / 1e6:,.0f} MB")
     out.out(str(folder), highlight=False)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,6 @@ from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.plain import version
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
-from replicas.cluster import Cluster, Share, serve_until_signal
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
@@ -70,8 +69,8 @@ def run(given: SimpleNamespace) -> int:
     make = partial(make_app, given, rung, options, server)
     if copies.replicas:
         _folder_of(given.model)  # fetched once, before all of them ask
-        share = Share.of(where.type, int(options.get("tensor_parallel") or 1))
-        return _serve_replicas(Cluster(make, copies, share, checked, host=given.host, port=given.port))
+        gpus = int(options.get("tensor_parallel") or 1) if where.type == "cuda" else 0
+        return _serve_replicas(make, copies, gpus, checked, given)
     return _serve(make(), given, bool(keys), begun if where.type == "cpu" else None)
 
 
@@ -123,10 +122,15 @@ def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
     return keys
 
 
-def _serve_replicas(cluster: Cluster) -> int:
-    """Serve copies of the same server under Ray (phase 15)."""
+def _serve_replicas(
+    make: Callable[[], App], copies: ReplicaOptions, gpus: int, limits: Limits, given: SimpleNamespace
+) -> int:
+    """Serve copies of the same server under Ray (phase 15), which is imported here."""
+    from replicas.cluster import Cluster
+
+    cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)
     try:
-        return serve_until_signal(cluster, lambda: _say_ready(cluster.host, cluster.port))
+        return cluster.serve(lambda: _say_ready(cluster.host, cluster.port))
     except CannotStart as error:
         err.print(f"error: the replicas cannot be started: {error}", markup=False)
         return 1

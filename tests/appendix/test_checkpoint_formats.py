@@ -36,10 +36,9 @@ from phases.cli import main
 from phases.registry import load_engine
 from quant import rtn
 from quant.formats import FP8, INT4, SCHEMES, Scheme
-from quant.kv import head_scales
 from quant.linear import QuantLinear
 from quant.methods import quantize_model
-from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, exactly, logits
+from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, checked, exactly, logits
 from tests.quant_kit import folders as folders
 
 load: Any = partial(load_engine, phase_named("10"))
@@ -127,7 +126,7 @@ def test_four_bits(kind: Any, zeros: bool, shuffled: bool, less: int) -> None:
     if not zeros:
         found.pop("weight_zero_point", None)
     expect(layout, found)
-    weight = layout.read(found, (16, 64), "w").check("w")
+    weight = checked(layout.read(found, (16, 64), "w"))
     assert (weight.order is not None) == shuffled and (weight.zero is not None) == zeros
     assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
     x, layer = torch.randn(3, 64), QuantLinear(weight)
@@ -394,6 +393,9 @@ def test_fp8_by_tensor_with_scales_of_keys_and_values(
     assert pool.layers[1].v_scale.tolist() == pytest.approx([0.01] * 2)
     plain = load(str(tmp_path), device="cpu", kv_cache="none", **SMALL).runner.attention.pool
     assert not plain.layers[0].scaled
+    other = load(str(tmp_path), device="cpu", kv_cache="int8", **SMALL).runner.attention.pool
+    assert other.data.dtype == torch.int8, "it is made of the file's kind"
+    assert other.layers[1].k_scale.tolist() != pytest.approx([0.02] * 2)
     for value, says in ((float("nan"), "holds NaN"), (0.0, "is 0, but must be above 0")):
         tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([value])
         save_file(tensors, tmp_path / "model.safetensors")
@@ -475,7 +477,6 @@ def test_the_command_refuses_before_the_work(
         (tmp_path / "out", ["--scheme", "int3"], "scheme is 'int3', but must be one of"),
         (tmp_path / "out", ["--method", "hqq"], "method is 'hqq', but must be one of rtn, gptq, awq"),
         (tmp_path / "out", ["--group-size", "7"], "group_size is 7, but must be one of 16"),
-        (tmp_path / "out", ["--kv-cache", "int4"], "kv_cache is 'int4', but must be one of none, fp8, int8"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["quantize", str(folders["llama"]), str(out), "--device", "cpu", *flags])
@@ -491,23 +492,6 @@ def test_the_command_writes_a_checkpoint(folders: dict[str, Path], tmp_path: Pat
     assert config["format"] == "int-quantized" and config["ignore"] == ["lm_head"]
     engine = load(str(out), device="cpu", **SMALL)
     assert len(list(engine.stream([[1, 2]], PARAMS[:1]))) == 6
-
-
-def test_the_command_writes_scales_of_keys_and_values(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = load_model(str(folders["llama"]), device="cpu", dtype="float32")
-    scales = head_scales(model, [list(range(1, 60))], "int8")
-    quantize_model(model, SCHEMES["int8"])
-    export(model, folders["llama"], tmp_path / "out", ("int8", scales))
-    engine = load(str(tmp_path / "out"), device="cpu", **SMALL)
-    for layer, cache in enumerate(engine.runner.attention.pool.layers):
-        assert cache.k.dtype == torch.int8 and cache.k_scale is not None and cache.v_scale is not None
-        largest = scales[layer].amax(-1)
-        assert cache.k_scale.tolist() == pytest.approx([float(largest[0])] * 2), (
-            f"layer {layer}: a file has one scale for all heads, the largest, or keys of another do not fit"
-        )
-        assert cache.v_scale.tolist() == pytest.approx([float(largest[1])] * 2)
-    fresh = load(str(tmp_path / "out"), device="cpu", kv_cache="fp8", **SMALL)
-    assert fresh.runner.attention.pool.data.dtype == torch.float8_e4m3fn, "it is made of the file's kind"
 
 
 def test_a_full_disk_is_an_error_with_a_name(

@@ -153,7 +153,7 @@ def test_the_output_projection_combines_splits(scheme: Scheme, d: int, rng: torc
     found = combine(given, residual)
     weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]
     mixed = (parts.float() * weights).sum(0).to(DTYPE).view(1, -1)
-    wanted = layered(QuantLinear(layer.quantized(), layer.bias))(mixed, residual=residual)
+    wanted = layered(QuantLinear(layer.weight, layer.bias))(mixed, residual=residual)
     assert_close(found, wanted, f"{scheme.name}, combined")
 
 

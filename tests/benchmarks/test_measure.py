@@ -6,7 +6,8 @@ import gc
 
 import pytest
 
-from benchmarks.measure import Noise, Sample, alternate, request_metrics
+from benchmarks.measure import Noise, Sample, alternate, kept_out, request_metrics
+from common.collector import SELDOM
 from common.events import Completion, TokenEvent
 
 CLEAN, DIRTY, WORSE = Noise(), Noise(other_cpu=0.5), Noise(other_cpu=0.9)
@@ -120,3 +121,14 @@ def test_a_sample_that_fails_leaves_nothing_frozen():
     with pytest.raises(RuntimeError, match="no memory left"):
         alternate({"one": fails}, 1, warm={})
     assert gc.get_freeze_count() == 0, "objects stay out of the collector's sight for ever"
+
+
+def test_the_collector_is_kept_out_for_a_while_and_no_longer() -> None:
+    gc.unfreeze()
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), kept_out():
+        assert gc.get_freeze_count() > 1000, "what is there is looked at again"
+        assert gc.get_threshold() == (*before[:2], SELDOM), "everything is looked through as often as ever"
+        raise KeyError
+    assert gc.get_freeze_count() == 0, "objects stay out of the collector's sight for ever"
+    assert gc.get_threshold() == before

@@ -15,8 +15,6 @@ from common.errors import UserError
 from phases import PHASES
 
 UNKNOWN = {
-    "cpu/02_kv_cache",
-    "cpu/13_serving",
     "cpu/json_schema_bench",
 }
 """Files whose commit is not in this history. All these lists hold evidence from before 2026-11-27, without
@@ -27,12 +25,8 @@ DIRTY = {"cpu/quality"}
 HASHED = "2026-11-28"
 """From this day on evidence without `sources` counts as dirty."""
 FEW = {
-    *(f"cpu/{name}" for name in ("02_kv_cache", "13_serving")),
-    *(
-        f"h200/{name}"
-        for name in ("03_batching", "04_continuous", "05_paged_cache", "06_triton_paged_attention")
-    ),
-    *(f"h200/{name}" for name in ("09_cuda_graphs", "12_structured", "14_parallel")),
+    *(f"h200/{name}" for name in ("04_continuous", "05_paged_cache", "09_cuda_graphs")),
+    *(f"h200/{name}" for name in ("12_structured", "14_parallel")),
 }
 """Files with a side of their headline that has fewer than three samples."""
 

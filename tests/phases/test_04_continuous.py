@@ -19,7 +19,7 @@ import continuous
 import continuous.attention
 from common.errors import UserError
 from common.events import generate
-from common.interrupts import Uninterrupted
+from common.interrupts import uninterrupted
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.attention import group
@@ -490,7 +490,7 @@ def test_ctrl_c_in_a_step_loses_nobody_elses_tokens(at: str, overlap: bool) -> N
 
 def test_ctrl_c_is_the_main_threads_affair() -> None:
     def work() -> None:
-        with Uninterrupted():
+        with uninterrupted():
             pass
 
     with ThreadPoolExecutor(1) as pool:

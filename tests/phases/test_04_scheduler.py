@@ -277,6 +277,9 @@ class Guess(Drafter):
         self.coming, self.most = coming, most
         self.left: list[tuple[int, int]] = []
 
+    def begin(self, running: Sequence[Request]) -> bool:
+        return True
+
     def propose(self, request: Request, most: int) -> Sequence[int]:
         done = len(request.output_ids)
         return self.coming[done : done + min(self.most, most)]

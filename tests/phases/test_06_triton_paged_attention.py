@@ -52,12 +52,12 @@ from triton_paged_attention.layers import optimize
 from triton_paged_attention.linear import FusedLinear, gated
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import (
-    PREFILL,
     DecodeConfig,
     DecodeKey,
     PrefillConfig,
     PrefillKey,
     decode_default,
+    prefill_default,
 )
 
 GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
@@ -296,7 +296,7 @@ def test_attention_on_the_gpu_over_random_shapes(dtype: torch.dtype, d: int, see
     batch = make(contexts, queries, heads=heads, d=d, block=block, dtype=dtype, seed=seed)
     group = heads[0] // heads[1]
     key = PrefillKey(triton.next_power_of_2(d), batch.q.element_size())
-    chosen = PREFILL.lookup(key, torch.device("cuda"))
+    chosen = prefill_default(key, torch.device("cuda"))
     out = prefill(batch, chosen, **features)
     assert error(out, expected(batch, **features)) < TOLERANCE[dtype], (group, chosen)
 

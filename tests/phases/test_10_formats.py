@@ -11,10 +11,10 @@ from torch import Tensor
 from common.errors import UserError
 from quant import cpu
 from quant.formats import FP8, FP8_BLOCK, INT4, INT8, SCHEMES, W8A8, Scheme
-from quant.linear import QuantLinear, end_to_end, joinable
+from quant.linear import QuantLinear
 from quant.rtn import quantize, quantize_tokens, rounded
 from quant.weights import QuantizedWeight, pack_nibbles, unpack_nibbles
-from tests.quant_kit import matrix
+from tests.quant_kit import checked, matrix
 
 INT4_ZEROS = Scheme("int4, zeros", "int4", "group", group=32, zeros=True)
 TENSOR = Scheme("fp8, tensor", "fp8", "tensor")
@@ -47,9 +47,8 @@ def made(name: str, n: int = 24, k: int = 64, seed: int = 0) -> QuantizedWeight:
 def test_a_weight_comes_back_within_a_step(name: str, shape: tuple[int, int]) -> None:
     n, k = shape
     weight, found = matrix(n, k), made(name, n, k)
-    assert found.check("w") is found and found.shape == shape
-    assert found.scale.shape == found.scheme.scale_shape(n, k), f"scales of {name} at {shape}"
-    back = found.dequantize()
+    assert found.shape == shape
+    back = checked(found).dequantize()
     assert back.shape == shape and back.dtype == torch.float32
     worst = float((back - weight).abs().max() / weight.abs().max())
     assert worst <= STEP[found.scheme.weights], f"{name} at {shape}: off by {worst:.3f} of the largest weight"
@@ -101,7 +100,7 @@ def test_parts_that_do_not_go_together_stay_apart() -> None:
     turned = QuantizedWeight(made("int4").scheme, made("int4").data, made("int4").scale, order=order)
     assert not turned.joins(made("int4")) and turned.joins(turned)
     plain = torch.nn.Linear(64, 8)
-    assert not joinable([QuantLinear(made("int8")), plain])
+    assert QuantLinear.joined(QuantLinear(made("int8")), plain) is None
 
 
 # Products.
@@ -178,8 +177,10 @@ def test_layers_end_to_end_with_biases() -> None:
     layers = [QuantLinear(made("int8", n, 64, n), torch.randn(n)) for n in (16, 8)]
     x = torch.randn(3, 64)
     want = torch.cat([layer(x) for layer in layers], dim=-1)
-    assert torch.allclose(end_to_end(layers)(x), want, atol=1e-5)
-    assert not joinable([layers[0], QuantLinear(made("int8", 8, 64))]), "one has a bias, one has none"
+    joined = QuantLinear.joined(*layers)
+    assert joined is not None and torch.allclose(joined(x), want, atol=1e-5)
+    one_bias = QuantLinear.joined(layers[0], QuantLinear(made("int8", 8, 64)))
+    assert one_bias is None, "one has a bias, one has none"
 
 
 def test_schemes_that_no_layer_can_have() -> None:

@@ -37,7 +37,7 @@ def test_a_product_is_that_of_the_dequantized_weight(
     x = torch.randn(tokens, k, device=DEVICE, generator=rng).to(DTYPE)
     layer = KernelLinear(plain)
     assert_close(layer(x), plain.exact(x), f"{scheme.name}, {tokens} tokens times [{n}, {k}]")
-    kept = layer.quantized()
+    kept = layer.weight
     for name, tensor in plain.weight.per_channel().tensors().items():
         assert torch.equal(kept.tensors()[name].float(), tensor.float()), f"{name} is kept as it was"
 

@@ -28,7 +28,7 @@ from quant.kv import KV_DTYPES, head_scales, sample
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 from quant.methods import quantize_model
-from tests.quant_kit import PARAMS, PROMPTS, SMALL, exactly, logits
+from tests.quant_kit import PARAMS, PROMPTS, SMALL, checked, exactly, logits
 from tests.quant_kit import folders as folders
 
 
@@ -191,7 +191,7 @@ def test_gptq_loses_less_than_rounding_to_nearest(zeros: bool, k: int) -> None:
     scheme = quant.Scheme("x", "int4", "group", group=32, zeros=zeros)
     nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
     kept = weight.clone(), hessian.clone()
-    found = gptq.quantize(weight, hessian, scheme).check("w")
+    found = checked(gptq.quantize(weight, hessian, scheme))
     assert torch.equal(weight, kept[0]) and torch.equal(hessian, kept[1]), "its inputs were changed"
     got = loss(weight, found.dequantize(), x)
     assert got < nearest / 2, f"GPTQ loses {got:.4f}, rounding to nearest {nearest:.4f}"
@@ -205,7 +205,7 @@ def test_gptq_of_eight_bits(name: str) -> None:
     weight, x, hessian = problem(k=256)
     scheme = SCHEMES[name]
     nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
-    found = gptq.quantize(weight, hessian, scheme).check("w")
+    found = checked(gptq.quantize(weight, hessian, scheme))
     got = loss(weight, found.dequantize(), x)
     assert got < nearest / 2, f"{name}: GPTQ loses {got:.5f}, rounding to nearest {nearest:.5f}"
 

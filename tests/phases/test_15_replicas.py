@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -263,11 +265,10 @@ def test_wrong_options(given, says):
 
 
 def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
-    from replicas import cluster
-
-    monkeypatch.setitem(__import__("sys").modules, "ray.serve", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "replicas.cluster", raising=False)
     with pytest.raises(UserError, match="pip install 'inference-ladder\\[replicas\\]'"):
-        cluster.require_ray()
+        importlib.import_module("replicas.cluster")
 
 
 # The gate.

@@ -37,7 +37,6 @@ class Attention(Protocol):
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` -> ``[..., H, D]``."""
-        ...
 
 
 def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:

@@ -23,11 +23,12 @@ class Generator:
     Args:
         model: computes the hidden states.
         tokenizer: needed for stop strings only.
+        rows: requests whose tokens are sampled together.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, *, rows: int = 1) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.sampler = Sampler(1, model.config.vocab_size, model.device)
+        self.sampler = Sampler(rows, model.config.vocab_size, model.device)
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
@@ -39,7 +40,7 @@ class Generator:
         each = params_per_prompt(prompts, params)
         for prompt, settings in zip(prompts, each, strict=True):
             self.check(prompt, settings)
-        return self._stream(prompts, each)
+        return self._stream([list(map(int, prompt)) for prompt in prompts], each)  # also numpy's arrays
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raise `UserError` for a request that cannot be served."""

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from batching.attention import PaddedAttention
 from common.errors import UserError
-from common.events import FinishReason, Params, TextStream, TokenEvent, params_per_prompt
-from common.rules import check_prompt, finish_reason, output_limit
+from common.events import FinishReason, TextStream, TokenEvent
+from common.rules import finish_reason, output_limit
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Sampled, Sampler
+from common.sampling.sampler import Sampled
 from common.text.tokenizer import Tokenizer
+from forward.generator import Generator
 from forward.model import Model
 from kv_cache.cache import KVCache
 
@@ -56,7 +57,7 @@ class Row:
     reason: FinishReason | None = None
 
 
-class BatchGenerator:
+class BatchGenerator(Generator):
     """Serves requests in batches of ``batch_size``, each to its end before the next begins.
 
     Args:
@@ -72,22 +73,9 @@ class BatchGenerator:
     ) -> None:
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, but must be at least 1")
-        self.model, self.tokenizer = model, tokenizer
+        super().__init__(model, tokenizer, rows=batch_size)
         self.batch_size, self.compact = batch_size, compact
-        self.sampler = Sampler(batch_size, model.config.vocab_size, model.device)
         self.waste = Waste()
-
-    def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for all prompts; the events of a batch interleave. See `common.events.Streams`.
-
-        Raises:
-            UserError: a prompt or its parameters cannot be served; before anything is computed.
-        """
-        each = params_per_prompt(prompts, params)
-        vocab_size, max_len = self.model.config.vocab_size, self.model.max_len
-        for prompt, settings in zip(prompts, each, strict=True):
-            check_prompt(prompt, vocab_size, max_len, settings, has_tokenizer=self.tokenizer is not None)
-        return self._stream([list(map(int, prompt)) for prompt in prompts], each)  # also numpy's arrays
 
     def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
         rows = []

@@ -29,7 +29,7 @@ key in 0.1 microseconds, a call costs 12)."""
 class Group:
     """Requests whose attention is computed in one call, padded to the longest query and context among them.
 
-    members: `[G]`, their places in the batch.
+    members: `[G]`, their places in the batch. host: the batch.
     queries, context: the longest query and context.
     gather: which tokens of the batch are the group's queries: a slice if they are adjacent and need no
         padding, or `[G, queries]` int64 on the device, where padding repeats a request's last token.
@@ -38,6 +38,7 @@ class Group:
     """
 
     members: Ints
+    host: HostBatch
     queries: int
     context: int
     gather: slice | Tensor
@@ -56,18 +57,30 @@ class Group:
         queries, context = int(lens.max()), int(host.context_lens[members].max())
         padded = bool((lens != queries).any()) or (meant is not None and not meant.all())
         if not padded and (len(members) == 1 or bool((np.diff(starts) == queries).all())):
-            return cls(
-                members, queries, context, slice(int(starts[0]), int(starts[0]) + len(members) * queries)
-            )
+            adjacent = slice(int(starts[0]), int(starts[0]) + len(members) * queries)
+            return cls(members, host, queries, context, adjacent)
         columns = np.arange(queries)
         gather = starts[:, None] + np.minimum(columns, lens[:, None] - 1)  # [G, queries]
-        plan = cls(members, queries, context, torch.from_numpy(gather).to(device))
+        plan = cls(members, host, queries, context, torch.from_numpy(gather).to(device))
         if padded:
             filled = columns < lens[:, None]  # [G, queries]
             real = (filled if meant is None else filled & meant[:, None]).ravel()
             where = (torch.from_numpy(x).to(device) for x in (gather.ravel()[real], np.flatnonzero(real)))
             plan.scatter = (next(where), next(where))
         return plan
+
+    def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
+        """`[G, 1, queries, columns]`, made once a step and kind of layer; None if every query sees all."""
+        if window not in self.masks:
+            contexts, lens = self.host.context_lens[self.members], self.host.query_lens[self.members]
+            if self.queries == 1 and contexts.min() == columns and (window is None or columns <= window):
+                self.masks[window] = None
+            else:
+                first = torch.from_numpy(contexts - lens).to(device)  # [G], the first query's position
+                positions = first[:, None] + torch.arange(self.queries, device=device)  # [G, queries]
+                seen = causal_mask(positions, torch.arange(columns, device=device), window)
+                self.masks[window] = seen.unsqueeze(1)
+        return self.masks[window]
 
     def take(self, x: Tensor) -> Tensor:
         """The group's tokens of `x [T, heads, D]`, heads first: `[G, heads, queries, D]`."""
@@ -217,22 +230,10 @@ class RowAttention:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, rows in self._decodes:
             past_k, past_v = keys[rows, :, : plan.context], values[rows, :, : plan.context]  # views
-            plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, self._mask(plan, layer)))
+            mask = plan.mask(layer.sliding_window, plan.context, q.device)
+            plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, mask))
         return out
 
     def wipe(self, row: int) -> None:
         """Zeros again, as at the start; see `RowStore`."""
         self.store.data[:, :, row] = 0
-
-    def _mask(self, plan: Group, layer: LayerSpec) -> Tensor | None:
-        """`[G, 1, 1, context]`, which keys each decode sees; None if all. Once a step and kind of layer."""
-        window = layer.sliding_window
-        if window not in plan.masks:
-            contexts = self.batch.host.context_lens[plan.members]
-            if contexts.min() == plan.context and (window is None or plan.context <= window):
-                plan.masks[window] = None
-            else:
-                last = torch.from_numpy(contexts[:, None] - 1).to(self.batch.positions.device)  # [G, 1]
-                columns = torch.arange(plan.context, device=last.device)
-                plan.masks[window] = causal_mask(last, columns, window).unsqueeze(1)
-        return plan.masks[window]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous.rows import Rows
 from continuous.work import Work
+
+if TYPE_CHECKING:
+    from continuous.rows import Rows
 
 Ints = NDArray[np.int64]
 
@@ -120,53 +121,41 @@ class Batch:
     def of(cls, host: HostBatch, rows: Rows, **more: NDArray[np.integer[Any]]) -> Self:
         """Move a batch's layout to the device in one transfer and read its tokens from the rows.
 
-        more: fields of a subclass that lie on the host as well; those of type int32 arrive as int32.
+        more: fields of a subclass that lie on the host as well.
         """
-        wide: dict[str, NDArray[np.integer[Any]]] = {name: getattr(host, name) for name in WIDE}
-        narrow: dict[str, NDArray[np.integer[Any]]] = {name: getattr(host, name) for name in NARROW}
-        for name, array in more.items():
-            (narrow if array.dtype == np.int32 else wide)[name] = array
-        moved = upload(rows.tokens.device, wide, narrow)
+        arrays = {name: getattr(host, name) for name in WIDE}
+        arrays |= {name: getattr(host, name).astype(np.int32) for name in NARROW}
+        moved = upload(rows.tokens.device, arrays | more)
         return cls(host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved)
 
 
 WIDE = ("positions", "token_rows", "rows", "sample_at", "sample_rows", "sample_positions", "sample_steps")
 NARROW = ("query_starts", "context_lens")
 """The fields of a batch that are int64 and int32 on the device."""
+ALIGNED = 16
+TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
-def upload(
-    device: torch.device,
-    wide: Mapping[str, NDArray[np.integer[Any]]],
-    narrow: Mapping[str, NDArray[np.integer[Any]]] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """Copy integer arrays of any shapes to the device in one transfer: one int64 or int32 tensor for each.
+def upload(device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]]) -> dict[str, Tensor]:
+    """Copy arrays of int64 and int32, of any shapes, to the device in one transfer: a tensor for each.
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16
     bytes: a kernel that was compiled for such an address would have to be compiled again for another.
     """
-    kinds: list[tuple[np.dtype[Any], torch.dtype, Mapping[str, NDArray[np.integer[Any]]]]]
-    kinds = [(np.dtype(np.int64), torch.int64, wide), (np.dtype(np.int32), torch.int32, narrow)]
-    places: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+    places: dict[str, slice] = {}
     end = 0
-    for host, kind, arrays in kinds:
-        for name, array in arrays.items():
-            size = array.size * host.itemsize
-            places[name] = end, end + size, kind, array.shape
-            end += -(-size // ALIGNED) * ALIGNED
+    for name, array in arrays.items():
+        places[name] = slice(end, end + array.nbytes)
+        end += -(-array.nbytes // ALIGNED) * ALIGNED
     flat = np.zeros(max(end, ALIGNED), np.uint8)  # not none at all, of which there is no view
-    for host, _, arrays in kinds:
-        for name, array in arrays.items():
-            first, last, *_ = places[name]
-            flat[first:last].view(host)[:] = array.ravel()
+    for name, array in arrays.items():
+        flat[places[name]].view(array.dtype)[:] = array.ravel()
     packed = torch.from_numpy(flat)
     if device.type == "cuda":
         packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)
     return {
-        name: packed[first:last].view(kind).view(shape) for name, (first, last, kind, shape) in places.items()
+        name: packed[places[name]].view(TYPES[array.dtype]).view(array.shape)
+        for name, array in arrays.items()
     }
-
-
-ALIGNED = 16

@@ -22,15 +22,12 @@ class CacheManager(Protocol):
 
     def holds(self, tokens: int) -> bool:
         """Return True if a request could keep this many tokens if it had the cache for itself."""
-        ...
 
     def fits(self, request: Request) -> bool:
         """Return True if there is room now to admit `request` with all the tokens it has."""
-        ...
 
     def lookup(self, request: Request) -> int:
         """Return how many of the request's first tokens are cached, at most all but one. Changes nothing."""
-        ...
 
     def reserve(self, request: Request, upto: int) -> bool:
         """Make room for the request's first `upto` tokens and attach those that `lookup` found.
@@ -38,19 +35,15 @@ class CacheManager(Protocol):
         What was reserved before stays, also if `upto` is less. Returns False, and changes nothing, if there
         is no room.
         """
-        ...
 
     def commit(self, request: Request, upto: int) -> None:
         """The request's first `upto` tokens are known and computed: others may share them from now on."""
-        ...
 
     def release(self, request: Request) -> None:
         """Give back all that `request` holds."""
-        ...
 
     def check(self) -> None:
         """Raise `AssertionError` if the books do not balance."""
-        ...
 
 
 class RowCache:

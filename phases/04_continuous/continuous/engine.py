@@ -7,14 +7,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, final
 
 from common import events
 from common.errors import NotANumber, UserError, integer, text
 from common.events import Completion, FinishReason, Params, TextStream, TokenEvent
-from common.interrupts import Uninterrupted
+from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
@@ -79,7 +79,7 @@ class Engine:
         self._held: deque[list[Request]] = deque()  # not in line yet: what they need is being made
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
-        self._whole, self._marks = Uninterrupted(), ExitStack()
+        self._marks = ExitStack()
         self._interrupt: BaseException | None = None
         self._landed = 0.0  # when the newest results came
         self._last_check = time.monotonic()
@@ -198,7 +198,7 @@ class Engine:
 
         Ctrl-C is raised at its end, when the books balance: what has come out is returned by the next step.
         """
-        with self._whole, self._marks:
+        with uninterrupted(), self._marks:
             self.take_in()
             self.loop.advance(self)
             if self._held and self.scheduler.idle and not self.outputs:
@@ -223,42 +223,31 @@ class Engine:
         """Hand the first half of a step to the device. None if there is nothing to do or the step failed."""
         if not works:
             return None
-        started = time.perf_counter()
         self.stats.begin(works, len(self.scheduler.running))
         while works:
-            try:
-                step = self.runner.forward(works, masked=self.masks.wants(works))
-            except RequestError as error:  # the others' step does without this request
-                out = [work for work in works if error.request in (work.request, *work.takers)]
-                self.fail(out, error.__cause__ or error)
-                works = [work for work in works if error.request not in (work.request, *work.takers)]
-            except BaseException as error:
-                self.fail(works, error)
-                if not isinstance(error, Exception):
-                    raise
-                return None
-            else:
-                step.started = started
-                return step
+            with self.failing(works):
+                try:
+                    return self.runner.forward(works, masked=self.masks.wants(works))
+                except RequestError as error:  # the others' step does without this request
+                    out = [work for work in works if error.request in (work.request, *work.takers)]
+                    self.fail(out, error.__cause__ or error)
+                    works = [work for work in works if work not in out]
+                    continue
+            break
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
         """Hand the second half of a step to the device."""
         if step is None:
             return None
-        try:
+        with self.failing(step.works):
             allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
             pending = self.runner.sample(step, allowed)
             for request, why in self.masks.take_failed():  # as if they were aborted now
                 if request.finish_reason is None:
                     self.end(request, "error", why)
-        except BaseException as error:
-            self.fail(step.works, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
-        pending.started = step.started
-        return pending
+            return pending
+        return None
 
     def collect(self, pending: Pending) -> None:
         """Wait for a step and append its tokens to their requests. A step that fails ends only its own."""
@@ -268,18 +257,11 @@ class Engine:
 
     def wait(self, pending: Pending) -> Results | None:
         """Wait for the tokens of a step; None if it failed."""
-        try:
+        with self.failing(pending.works):
             results = pending.get()
-        except BaseException as error:
-            self.fail(pending.works, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
-        now = time.perf_counter()
-        # Where steps overlap, a step's time begins when the one before it has ended.
-        self.stats.end(pending.works, now - max(pending.started, self._landed))
-        self._landed = now
-        return results
+            self._landed = time.perf_counter()
+            return results
+        return None
 
     def deal(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
@@ -336,6 +318,16 @@ class Engine:
                 request.finish_reason, request.finished = reason, now
                 return True
         return False
+
+    @contextmanager
+    def failing(self, works: Sequence[Work]) -> Iterator[None]:
+        """Let a step fail with what the block raises; what is no `Exception` is raised on."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(works, error)
+            if not isinstance(error, Exception):
+                raise
 
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
         """End the requests of a step that raised; what they hold is released and nothing is committed.

@@ -7,12 +7,15 @@ from every request's lists at every step, costs the host more than the GPU needs
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from common.request import NO_ROW, Request
+from continuous.batch import upload
 
 
 class Rows:
@@ -53,33 +56,24 @@ class Rows:
 
         One counts as handed over when the next is asked for. So what its user raises concerns it alone.
         """
-        for first, group in self._neighbours():
-            widest = max(len(request.tokens) for request in group)
-            # From pinned memory, or the copy would wait for the device.
-            known = torch.zeros(len(group), widest, dtype=torch.int64, pin_memory=self.tokens.is_cuda)
-            for line, request in zip(known.numpy(), group, strict=True):
-                line[: len(request.tokens)] = request.ids(0, len(request.tokens))
-            self.tokens[first : first + len(group), :widest].copy_(known, non_blocking=True)
+        if self.fresh:
+            known = ((row, request.ids(0, len(request.tokens))) for row, request in self.fresh.items())
+            write(self.tokens, [(row, 0, ids) for row, ids in known])
         while self.fresh:
             row, request = next(iter(self.fresh.items()))
             yield request
             del self.fresh[row]
 
-    def _neighbours(self) -> list[tuple[int, list[Request]]]:
-        """Fresh requests in rows side by side, which one copy takes along, and the first one's row.
 
-        It copies a rectangle: a request begins another where half of that would be unused.
-        """
-        groups: list[tuple[int, list[Request]]] = []
-        total = widest = 0
-        for row, request in sorted(self.fresh.items()):
-            length = len(request.tokens)
-            total, widest = total + length, max(widest, length)
-            if groups and row == groups[-1][0] + len(groups[-1][1]):
-                group = groups[-1][1]
-                if 2 * total >= widest * (len(group) + 1):
-                    group.append(request)
-                    continue
-            groups.append((row, [request]))
-            total = widest = length
-        return groups
+def write(rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]) -> None:
+    """Write tokens into `rows [R, max_len]`: for each line its row, the first place, and tokens."""
+    of, first, tokens = zip(*lines, strict=True)
+    counts = list(map(len, tokens))
+    ends = np.cumsum(counts)
+    columns = {
+        "rows": np.repeat(of, counts),
+        "places": np.arange(ends[-1]) + np.repeat(first - ends + counts, counts),
+        "tokens": np.concatenate(tokens),
+    }
+    moved = upload(rows.device, columns)
+    rows[moved["rows"], moved["places"]] = moved["tokens"]

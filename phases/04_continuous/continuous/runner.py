@@ -32,15 +32,12 @@ class BatchAttention(Protocol):
 
     def begin(self, batch: Batch) -> None:
         """Plan the step."""
-        ...
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`."""
-        ...
 
     def wipe(self, row: int) -> None:
         """The request in this row ends, and the cache may hold NaN of it, which no later owner may read."""
-        ...
 
 
 class RequestError(Exception):
@@ -73,11 +70,10 @@ class Pending:
     """A step that the device may still be working on. `get` is the only place where the host waits for it.
 
     works: those of the step that the results belong to, in order.
-    started: `time.perf_counter()` when the engine began the step.
     """
 
     def __init__(self, works: Sequence[Work], sampled: Sampled | None, extra: OneToken = ONE_TOKEN) -> None:
-        self.works, self.started, self.extra = works, 0.0, extra
+        self.works, self.extra = works, extra
         self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
 
     def get(self) -> Results:
@@ -91,7 +87,6 @@ class Forwarded:
 
     works: in the order of the batch.
     hidden: `[T, hidden]`.
-    started: `time.perf_counter()` when the engine began the step.
     rest: the second half, where a plan has its own; it takes what `Runner.sample` is given.
     logits: `[S, V]` float32 of the samples, where a plan has computed them.
     """
@@ -99,7 +94,6 @@ class Forwarded:
     works: Sequence[Work]
     batch: Batch
     hidden: Tensor
-    started: float = 0.0
     rest: Callable[[Tensor | Allowed | None], Pending] | None = None
     logits: Tensor | None = None
 
@@ -109,11 +103,9 @@ class StepPlan(Protocol):
 
     def takes(self, works: Sequence[Work], masked: bool) -> Any | None:
         """Return a ticket for `run`, or None to leave the step to the next plan."""
-        ...
 
     def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
         """Refresh, and run the first half of a step that the plan takes."""
-        ...
 
 
 class Runner:

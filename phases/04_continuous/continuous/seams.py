@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from continuous.engine import Engine
 
 
-class Drafter(Protocol):
+class Drafter:
     """Guesses the next tokens of a request, to be verified in the step that computes its newest one.
 
-    A drafter that derives from this class need not have more than `propose`.
+    This one guesses nothing; a later phase's begins and proposes.
     """
 
     def begin(self, running: Sequence[Request]) -> bool:
         """A step is about to be scheduled; returns whether `propose` is to be called in it."""
-        return True
+        return False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """At most `most` token ids that may follow what the request has; none is always right.
@@ -35,15 +35,13 @@ class Drafter(Protocol):
         Where the newest token is still on its way (`Request.placeholders`), drafts follow that one and must
         be certain.
         """
-        ...
+        return ()
 
     def landed(self, work: Work, accepted: int) -> None:
         """A step has ended well for a work, and `accepted` of its drafts were right."""
-        return None
 
     def leave(self, request: Request) -> None:
         """A request gives back its row: it has ended, or it is preempted."""
-        return None
 
 
 class Loop(Protocol):
@@ -52,15 +50,12 @@ class Loop(Protocol):
     @property
     def idle(self) -> bool:
         """True if nothing is in flight."""
-        ...
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step, and collect what is due."""
-        ...
 
     def land(self, engine: Engine) -> None:
         """Collect all that is under way."""
-        ...
 
 
 class InTurn:
@@ -98,7 +93,7 @@ class Journal:
 
 
 class Masks(Protocol):
-    """Says which tokens may be chosen, between the two halves of a step.
+    """Says which tokens may be chosen, between the two halves of a step; by itself, that every token may.
 
     A request whose grammar takes time waits outside of the line, so that no other request waits with it.
     """
@@ -109,7 +104,8 @@ class Masks(Protocol):
         Raises:
             UserError: they ask for what there is not.
         """
-        ...
+        if params.grammar is not None:
+            raise UserError(NO_GRAMMARS)
 
     def ready(self, request: Request) -> bool:
         """Return True if a request may wait in line; else the scheduler asks again at every step.
@@ -117,63 +113,28 @@ class Masks(Protocol):
         Raises:
             UserError: it never will.
         """
-        ...
-
-    def settle(self, params: SamplingParams) -> None:
-        """Wait until all that `check` has begun is done. Raises `UserError` if that cannot be used."""
-        ...
-
-    def wants(self, works: Sequence[Work]) -> bool:
-        """Return True if any taker of these works is constrained; then `fill` must know all tokens before."""
-        ...
-
-    def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
-        """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
-        ...
-
-    def take_failed(self) -> list[tuple[Request, Exception]]:
-        """Requests whose grammar has failed since the last call, and why."""
-        ...
-
-
-class NoDrafts(Drafter):
-    """A `Drafter` that guesses nothing."""
-
-    def begin(self, running: Sequence[Request]) -> bool:
-        """Ask no request."""
-        return False
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """None."""
-        return ()
-
-
-class NoMasks:
-    """`Masks` for an engine in which every token may be chosen."""
-
-    def check(self, params: SamplingParams) -> None:
-        """Refuse grammars."""
-        if params.grammar is not None:
-            raise UserError(NO_GRAMMARS)
-
-    def ready(self, request: Request) -> bool:
-        """Always."""
         return True
 
     def settle(self, params: SamplingParams) -> None:
-        """Nothing to wait for."""
+        """Wait until all that `check` has begun is done. Raises `UserError` if that cannot be used."""
+        return None
 
     def wants(self, works: Sequence[Work]) -> bool:
-        """Never."""
+        """Return True if any taker of these works is constrained; then `fill` must know all tokens before."""
         return False
 
-    def fill(self, works: Sequence[Work]) -> None:
-        """Not asked for."""
+    def fill(self, works: Sequence[Work]) -> Tensor | Allowed | None:
+        """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
+        return None
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
-        """None."""
+        """Requests whose grammar has failed since the last call, and why."""
         return []
 
 
-NO_DRAFTS = NoDrafts()
+class NoMasks(Masks):
+    """`Masks` for an engine in which every token may be chosen."""
+
+
+NO_DRAFTS = Drafter()
 NO_MASKS = NoMasks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.errors import UserError, choice, integer
 from common.options import option
@@ -17,6 +18,13 @@ MOST_TOKENS = 1 << 24
 class Sizes:
     """None: what is usual in a phase. Raises `UserError` for a value out of its limits."""
 
+    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
+        "max_rows": (1, MOST_ROWS),
+        "max_len": (2, MOST_TOKENS),
+        "step_tokens": (1, MOST_TOKENS),
+        "cache_bytes": (0, None),
+    }
+
     max_rows: int | None = option(None, "requests that run at a time")
     max_len: int | None = option(None, "most tokens of a request, prompt and output")
     step_tokens: int | None = option(None, "most tokens computed in a step")
@@ -25,13 +33,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
-        limits = {
-            "max_rows": (1, MOST_ROWS),
-            "max_len": (2, MOST_TOKENS),
-            "step_tokens": (1, MOST_TOKENS),
-            "cache_bytes": (0, None),
-        }
-        for name, (low, high) in limits.items():
+        for name, (low, high) in self.LIMITS.items():
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, integer(name, value, low=low, high=high))

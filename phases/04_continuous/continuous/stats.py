@@ -19,10 +19,6 @@ class Stats:
     steps: int = 0
     decode_steps: int = 0
     computed_tokens: int = 0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
     most_running: int = 0
 
     def begin(self, works: Sequence[Work], running: int) -> None:
@@ -32,16 +28,6 @@ class Stats:
         self.decode_steps += tokens == len(works)
         self.computed_tokens += tokens
         self.most_running = max(self.most_running, running)
-
-    def end(self, works: Sequence[Work], seconds: float) -> None:
-        """A step has taken so long."""
-        tokens = sum(work.count for work in works)
-        if tokens > len(works):
-            self.prefill_tokens += tokens
-            self.prefill_seconds += seconds
-        else:
-            self.decode_tokens += tokens
-            self.decode_seconds += seconds
 
 
 STEP = "step: "

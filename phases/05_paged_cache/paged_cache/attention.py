@@ -19,7 +19,7 @@ from continuous.attention import (
     prompt_groups,
 )
 from continuous.batch import Batch
-from forward.attention import LayerSpec, causal_mask
+from forward.attention import LayerSpec
 from paged_cache.pool import BlockPool, LayerBlocks, encode
 
 
@@ -129,7 +129,7 @@ class TorchPagedAttention(PagedAttention):
             prompt_attention(plan, layer, q, k, v, out)
         for plan, blocks in self._others:
             keys, values = (self._gather(numbers, blocks, plan).to(q.dtype) for numbers in cache[:2])
-            mask = self._mask(plan, layer, keys.shape[2])
+            mask = plan.mask(layer.sliding_window, keys.shape[2], q.device)
             # A head's scales are factors of all its scores and of all its outputs.
             queries = _scaled(plan.take(q), cache.k_scale)
             plan.put(out, _scaled(attend_masked(layer, queries, keys, values, mask), cache.v_scale))
@@ -140,21 +140,6 @@ class TorchPagedAttention(PagedAttention):
         """`numbers [N, P, KH, D]` -> the group's tokens, heads first: `[G, KH, blocks * P, D]`."""
         taken = numbers.index_select(0, blocks)  # [G * blocks, P, KH, D], a copy
         return taken.view(len(plan.members), -1, *numbers.shape[2:]).transpose(1, 2)
-
-    def _mask(self, plan: Group, layer: LayerSpec, columns: int) -> Tensor | None:
-        """`[G, 1, queries, columns]`, made once a step and kind of layer; None if every query sees all."""
-        window = layer.sliding_window
-        if window not in plan.masks:
-            host, device = self.batch.host, self.batch.positions.device
-            contexts, queries = host.context_lens[plan.members], host.query_lens[plan.members]
-            if plan.queries == 1 and contexts.min() == columns and (window is None or columns <= window):
-                plan.masks[window] = None
-            else:
-                first = torch.from_numpy(contexts - queries).to(device)  # [G], the first query's position
-                positions = first[:, None] + torch.arange(plan.queries, device=device)  # [G, queries]
-                mask = causal_mask(positions, torch.arange(columns, device=device), window)
-                plan.masks[window] = mask.unsqueeze(1)
-        return plan.masks[window]
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from common.errors import UserError, integer, number
+from common.errors import UserError, number
 from common.options import option
 from common.sampling.sampler import TORCH, Chooser
 from common.text.tokenizer import Tokenizer
@@ -34,12 +34,13 @@ from paged_cache.scheduler import PagedScheduler
 
 PagedEngine = Engine
 """One over a block pool: its cache is a `PagedCache`."""
-MOST_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class PagedSizes(Sizes):
     """`Sizes`, and those of a paged cache."""
+
+    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {**Sizes.LIMITS, "block_size": (1, 1 << 16)}
 
     block_size: int | None = option(None, "tokens in a block of the cache")
     gpu_memory_utilization: float = option(
@@ -49,10 +50,6 @@ class PagedSizes(Sizes):
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
         super().__post_init__()
-        if self.block_size is not None:
-            object.__setattr__(
-                self, "block_size", integer("block_size", self.block_size, low=1, high=MOST_BLOCK)
-            )
         number("gpu_memory_utilization", self.gpu_memory_utilization, low=0.0, high=1.0, above_low=True)
 
 

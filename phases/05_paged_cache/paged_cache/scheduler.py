@@ -6,8 +6,7 @@ from bisect import insort
 
 from common.errors import UserError
 from common.request import Request
-from continuous.policies import Policy, by_rank, fcfs
-from continuous.rows import Rows
+from continuous.policies import by_rank
 from continuous.scheduler import Scheduler
 from paged_cache.cache import PagedCache
 
@@ -16,9 +15,6 @@ class PagedScheduler(Scheduler):
     """Admits on the blocks that a request needs now, not on all it may ever need; preempts if that fails."""
 
     cache: PagedCache
-
-    def __init__(self, rows: Rows, cache: PagedCache, *, step_tokens: int, policy: Policy = fcfs) -> None:
-        super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
 
     def check_step(self, request: Request) -> None:
         """A preempted request computes its prompt and its output so far in one step."""

@@ -17,7 +17,7 @@ from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import PREFILL, PrefillKey, for_keys
+from triton_paged_attention.tables import PrefillKey, for_keys, prefill_default
 
 if TYPE_CHECKING:
     from triton_paged_attention.feature import Backend
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded
 up to a power of two, for which the kernel is compiled in any case."""
-NO_TILES: NDArray[np.int32] = np.zeros((0, 4), np.int32)
 
 
 class TritonPagedAttention(PagedAttention):
@@ -51,7 +50,7 @@ class TritonPagedAttention(PagedAttention):
         self._group = num_heads // kv_heads
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
-        self._prefill_config = PREFILL.lookup(PrefillKey(d_pad, pool.data.element_size()), device)
+        self._prefill_config = prefill_default(PrefillKey(d_pad, pool.data.element_size()), device)
         # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
         rows = self.most_queries * self._group
@@ -81,7 +80,7 @@ class TritonPagedAttention(PagedAttention):
         self._tiles: Tensor | None = None
         if not decodes.all():
             members, tiles = np.flatnonzero(decodes).astype(np.int32), self._cut(host, longer)
-            moved = upload(self.batch.positions.device, {}, {"members": members, "tiles": tiles})
+            moved = upload(self.batch.positions.device, {"members": members, "tiles": tiles})
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -90,8 +89,6 @@ class TritonPagedAttention(PagedAttention):
         return np.flatnonzero(short), self._cut(host, ~short)
 
     def _cut(self, host: HostBatch, longer: NDArray[np.bool_]) -> NDArray[np.int32]:
-        if not longer.any():
-            return NO_TILES
         return query_tiles(host.query_lens, host.context_lens, self.tile_tokens, longer)
 
     @property

@@ -64,8 +64,6 @@ def paged_decode_v2(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """Attention of one new token per request: `[B, H, D]`."""
     batch, heads, d = q.shape
@@ -78,6 +76,6 @@ def paged_decode_v2(
         H=heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)), P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
         BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

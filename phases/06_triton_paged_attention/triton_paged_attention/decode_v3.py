@@ -100,8 +100,6 @@ def paged_decode_v3(
     soft_cap: float | None = None,
     splits: int = 8,
     block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """Attention of one new token per request: `[B, H, D]`."""
     batch, heads, d = q.shape
@@ -116,16 +114,9 @@ def paged_decode_v3(
         H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
         BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, SPLITS=splits,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
-        out,
-        partial,
-        lse,
-        D=d,
-        D_PAD=d_pad,
-        SPLITS=splits,
-        SPLITS_PAD=triton.next_power_of_2(splits),
-        num_warps=4,
+        out, partial, lse, D=d, D_PAD=d_pad, SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits)
     )
     return out

@@ -89,16 +89,11 @@ def check_triton(device: str) -> None:
         import triton  # noqa: F401
     except ModuleNotFoundError:
         raise UserError("kernels need triton, which is not installed: see `ladder doctor`") from None
-    if device == "cpu" and not interpreted():
-        raise UserError(
-            "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment"
-        )
-
-
-def interpreted() -> bool:
-    """Return True if kernels of this package run in the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from triton_paged_attention.kernels.kv_store import kv_store_kernel
 
-    return isinstance(kv_store_kernel, InterpretedFunction)
+    if device == "cpu" and not isinstance(kv_store_kernel, InterpretedFunction):
+        raise UserError(
+            "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment"
+        )

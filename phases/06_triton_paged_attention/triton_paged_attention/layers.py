@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -94,31 +95,17 @@ class FusedAttention(nn.Module):
         With this phase's attention, keys and values go straight to the pool. `pending`: see `norm_rope`.
         """
         spec = self.spec
+        cos, sin = (angles.reshape(-1, spec.head_dim) for angles in cos_sin)
+        rotate = partial(norm_rope, qkv.flatten(0, -2), cos, sin, spec, norms=self.norms, pending=pending)
         if not self.fused:
             out = self._apart(qkv, cos_sin, attention)
         elif isinstance(attention, TritonPagedAttention) and attention.stores_early:
             cache, slots = attention.place(spec)
-            angles = self._flat(cos_sin)
-            q, _, _ = norm_rope(
-                qkv.flatten(0, -2),
-                *angles,
-                spec,
-                norms=self.norms,
-                cache=cache,
-                slots=slots,
-                pending=pending,
-            )
+            q, _, _ = rotate(cache=cache, slots=slots)
             out = attention.attend(spec, q, q, q, cache)
         else:
-            rotated = norm_rope(
-                qkv.flatten(0, -2), *self._flat(cos_sin), spec, norms=self.norms, pending=pending
-            )
-            out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotated))
+            out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotate()))
         return out.reshape(*qkv.shape[:-1], -1)
-
-    def _flat(self, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        cos, sin = cos_sin
-        return cos.reshape(-1, self.spec.head_dim), sin.reshape(-1, self.spec.head_dim)
 
     def _apart(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """Phase 01's norms and RoPE."""
@@ -155,13 +142,11 @@ class BlockWay(Protocol):
 
     def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
         """Return whether it computes this step."""
-        ...
 
     def __call__(
         self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
-        ...
 
 
 class FusedBlock(nn.Module):

@@ -57,13 +57,11 @@ class Way(Protocol):
 
     def takes(self, tokens: int, gate: str | None) -> bool:
         """Return whether it computes this many tokens with such a gate."""
-        ...
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
         """See `FusedLinear.forward`."""
-        ...
 
 
 class FusedLinear(nn.Module):
@@ -129,7 +127,6 @@ class Joins(Protocol):
 
     def joined(self, *parts: nn.Module) -> nn.Module | None:
         """Return the parts as one layer; None: they do not go together."""
-        ...
 
 
 def join(*parts: nn.Module) -> FusedLinear:

@@ -7,31 +7,13 @@ memory. A configuration says how large tiles are and how many programs share the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors, shared_memory
-
-Key = TypeVar("Key", bound=tuple[object, ...])
-Config = TypeVar("Config")
-
-
-class Table(Generic[Key, Config]):
-    """Configurations by key, a NamedTuple of what decides about them.
-
-    default: the configuration for a key on a device.
-    """
-
-    def __init__(self, default: Callable[[Key, torch.device], Config]) -> None:
-        self.default = cache(default)
-
-    def lookup(self, key: Key, device: torch.device) -> Config:
-        """Return the configuration for a key. Kernels ask for it at every launch."""
-        return self.default(key, device)
 
 
 @dataclass(frozen=True)
@@ -61,6 +43,7 @@ class DecodeKey(NamedTuple):
     itemsize: int
 
 
+@cache  # kernels ask at every launch
 def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
     """With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split.
 
@@ -81,9 +64,6 @@ def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
     while config.block_n > 16 and row * config.block_n * config.num_stages > budget:
         config = replace(config, block_n=config.block_n // 2)
     return config
-
-
-DECODE = Table(decode_default)
 
 
 @dataclass(frozen=True)
@@ -111,6 +91,7 @@ class PrefillKey(NamedTuple):
     itemsize: int
 
 
+@cache
 def prefill_default(key: PrefillKey, device: torch.device) -> PrefillConfig:
     """Up to 256 bytes a row: two programs of 8 warps per multiprocessor, which fill each other's pauses
     between matrix products and softmax. Larger heads take smaller tiles.
@@ -123,8 +104,6 @@ def prefill_default(key: PrefillKey, device: torch.device) -> PrefillConfig:
         config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
     return config
 
-
-PREFILL = Table(prefill_default)
 
 LONG = 8192
 """Keys from which on a prefill program is long enough to be alone on its multiprocessor."""

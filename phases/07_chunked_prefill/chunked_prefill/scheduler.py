@@ -8,10 +8,11 @@ wait for the chunk.
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Any
 
-from common.errors import UserError, integer
+from common.errors import UserError
 from common.request import Request
-from continuous.policies import Policy, by_rank, fcfs
+from continuous.policies import by_rank
 from continuous.rows import Rows
 from paged_cache.cache import PagedCache
 from paged_cache.scheduler import PagedScheduler
@@ -24,26 +25,21 @@ class ChunkedScheduler(PagedScheduler):
     for prompts; if that leaves too little for all decodes, they take turns.
 
     Args:
-        rows, cache, policy: as before.
-        step_tokens: the budget. It bounds the time of a step, and so the gap between two tokens.
+        rows, cache: as before.
         chunk_tokens: most tokens of one prompt in a step; the whole budget by default. Less lets several
             prompts advance side by side.
+        options: those of `Scheduler`. `step_tokens` is the budget: it bounds the time of a step, and so the
+            gap between two tokens.
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        cache: PagedCache,
-        *,
-        step_tokens: int,
-        chunk_tokens: int | None = None,
-        policy: Policy = fcfs,
+        self, rows: Rows, cache: PagedCache, *, chunk_tokens: int | None = None, **options: Any
     ) -> None:
-        super().__init__(rows, cache, step_tokens=step_tokens, policy=policy)
-        if step_tokens < 2:
-            raise UserError(f"step_tokens is {step_tokens}, but must be at least 2, one of them for prompts")
-        most = step_tokens if chunk_tokens is None else chunk_tokens
-        self.chunk_tokens = integer("chunk_tokens", most, low=1)
+        super().__init__(rows, cache, **options)
+        most = self.step_tokens
+        if most < 2:
+            raise UserError(f"step_tokens is {most}, but must be at least 2, one of them for prompts")
+        self.chunk_tokens = most if chunk_tokens is None else chunk_tokens
         self._decodes_left = self._kept = 0
         self._last_decode: tuple[float, ...] = ()
 

@@ -37,15 +37,12 @@ class PrefixIndex(Protocol):
     @property
     def evictable(self) -> int:
         """The number of blocks that `evict` could free."""
-        ...
 
     def match(self, keys: list[Key], salt: str) -> Match:
         """The longest known beginning. Changes nothing."""
-        ...
 
     def attach(self, keys: list[Key], salt: str) -> object:
         """Pin `keys`, all of which `match` has found, and return the cursor at their end."""
-        ...
 
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
@@ -61,20 +58,15 @@ class PrefixIndex(Protocol):
             `blocks` where another request was first; and those of `blocks` that were inserted. A block that
             could not be inserted stays its owner's: it is held, but not new.
         """
-        ...
 
     def fork(self, cursor: object) -> object:
         """A second cursor at the same place, with pins of its own."""
-        ...
 
     def detach(self, cursor: object) -> None:
         """Unpin everything on the way to the cursor, which is used up."""
-        ...
 
     def evict(self, count: int) -> list[int]:
         """Forget at most `count` blocks without a user, least recently used first, and return them."""
-        ...
 
     def blocks(self) -> list[int]:
         """Every block in the index."""
-        ...

@@ -40,7 +40,6 @@ class RadixIndex:
         self.evictable = 0
         self._roots: dict[str, Node] = {}
         self._clock = count(1)
-        self._tie = count()
         self._leaves: list[tuple[int, int, Node]] = []  # a heap by age; entries may be out of date
         self._nodes = 0
 
@@ -187,7 +186,7 @@ class RadixIndex:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree
                 return
-            heapq.heappush(self._leaves, (node.used, next(self._tie), node))
+            heapq.heappush(self._leaves, (node.used, next(self._clock), node))
             if len(self._leaves) > 2 * self._nodes + 64:  # mostly out of date by now
                 self._leaves = [entry for entry in self._leaves if self._current(entry[2], entry[0])]
                 heapq.heapify(self._leaves)

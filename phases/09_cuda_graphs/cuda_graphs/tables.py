@@ -43,5 +43,5 @@ class DeviceTables:
         values = now[line, column]
         self._sent[rows[line], column] = values
         entries = rows[line] * self.data.shape[1] + column
-        moved = upload(self.data.device, {"entries": entries}, {"values": values})
+        moved = upload(self.data.device, {"entries": entries, "values": values})
         self.data.view(-1)[moved["entries"]] = moved["values"]

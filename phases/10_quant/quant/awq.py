@@ -15,8 +15,7 @@ from torch import Tensor
 from quant import rtn
 from quant.formats import Scheme
 from quant.gptq import search_scales
-from quant.rtn import to_nibbles
-from quant.weights import QuantizedWeight, pack_nibbles
+from quant.weights import QuantizedWeight
 
 POWERS = tuple(step / 10 for step in range(10))
 """Of the inputs' size, tried as `s`: 0 leaves the weights as they are."""
@@ -53,7 +52,5 @@ def quantize(
     weight: Tensor, importance: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
     """Round `weight [N, K]` to nearest, with clipped scales where that is better; see `search_scales`."""
-    scale, zero = search_scales(weight.float(), importance, scheme, scale_dtype)
-    groups = weight.float().reshape(len(weight), -1, scheme.group)
-    numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
-    return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)
+    weight = weight.float()
+    return rtn.in_groups(weight, scheme, *search_scales(weight, importance, scheme, scale_dtype))

@@ -7,6 +7,7 @@ memory at a time, made with what the blocks below, quantized already, let throug
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,7 @@ Hessians = dict[str, Tensor]
 
 def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
     """The model's blocks in order, by name."""
-    for name in ("layers", "h"):
-        found = getattr(model, name, None)
-        if isinstance(found, nn.ModuleList):
-            return [(f"{name}.{index}", block) for index, block in enumerate(found)]
-    raise AssertionError("a model has blocks")
+    return [(f"layers.{name}", block) for name, block in model.get_submodule("layers").named_children()]
 
 
 def samples(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
@@ -73,32 +70,22 @@ def _arguments(
 
 @contextmanager
 def watch(block: nn.Module) -> Iterator[Hessians]:
-    """Gather the linear layers' matrices from whatever the block computes meanwhile.
-
-    Layers of one input (queries, keys and values) share one matrix: it is summed once.
-    """
-    sums: dict[int, Tensor] = {}
-    owner: dict[str, int] = {}
-    counts: dict[int, int] = {}
-    last: list[tuple[Tensor, int]] = []
+    """Gather the linear layers' matrices from whatever the block computes meanwhile."""
+    found: Hessians = {}
+    counts: Counter[str] = Counter()
 
     def add(name: str, x: Tensor) -> None:
-        if last and last[0][0] is x:
-            owner[name] = last[0][1]
-            return
-        key = owner.setdefault(name, len(sums))
         flat = x.reshape(-1, x.shape[-1]).float()
-        sums[key] = sums[key].addmm_(flat.t(), flat) if key in sums else flat.t() @ flat
-        counts[key] = counts.get(key, 0) + len(flat)
-        last[:] = [(x, key)]
+        found[name] = found[name].addmm_(flat.t(), flat) if name in found else flat.t() @ flat
+        counts[name] += len(flat)
 
     hooks = [
         layer.register_forward_pre_hook(lambda _, given, name=name: add(name, given[0]))
         for name, layer in block.named_modules()
         if isinstance(layer, nn.Linear)
     ]
-    found: Hessians = {}
     yield found
     for hook in hooks:
         hook.remove()
-    found.update((name, sums[key] / counts[key]) for name, key in owner.items())
+    for name in found:
+        found[name] /= counts[name]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from common.errors import UserError, choice, integer
+from common.errors import choice, integer
 from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
-from quant.formats import GROUPS, SCHEMES, Scheme
-from quant.joined import settle
-from quant.kv import KV_DTYPES, kv_format, stored_kind
+from quant.formats import INT4, SCHEMES, Scheme
+from quant.kv import KV_DTYPES, kv_format, stored_kv
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 
@@ -56,9 +55,7 @@ class Quant(Feature):
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
         choice("kv_cache", self.kv_cache, [AUTO, PLAIN, *KV_DTYPES])
         integer("group_size", self.group_size)
-        if self.group_size not in GROUPS:
-            sizes = ", ".join(map(str, sorted(GROUPS)))
-            raise UserError(f"group_size is {self.group_size}, but must be one of {sizes}")
+        INT4.with_group(self.group_size)
 
     def prepare(self, parts: Parts) -> None:
         """Let the layers be quantized while the model is loaded."""
@@ -79,13 +76,15 @@ class Quant(Feature):
 
     def install(self, parts: Parts) -> None:
         """Keys and values; and the layers' fastest form, for the weights are there already."""
-        kind = stored_kind(parts.model) if self.kv_cache == AUTO else self.kv_cache
-        if kind is not None and kind != PLAIN:
+        stored, kind = stored_kv(parts.model), self.kv_cache
+        if kind == AUTO:
+            kind = PLAIN if stored is None else stored.kind
+        if kind != PLAIN:
             kv = kv_format(parts.model, kind)
             if _pairs(parts, kind):
-                from quant.pairs import in_pairs  # Triton comes with it
+                from quant.pairs import PAIRS  # Triton comes with it
 
-                kv = in_pairs(kv, parts.size("block_size"))
+                kv = replace(kv, layout=PAIRS)
             parts.bring(self, kv=kv)
         if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
             return
@@ -95,14 +94,15 @@ class Quant(Feature):
             install(parts.own_model())
             parts.reserve.append(lambda whole: unpacked_bytes(whole.model))
         elif parts.model.device.type == "cpu":
-            settle(parts.own_model())
+            for layer in parts.own_model().modules():
+                if isinstance(layer, QuantLinear):
+                    layer.settle()
 
 
 def _pairs(parts: Parts, kind: str) -> bool:
     """Return True if values lie in pairs: for kernels that read them so, with conversion by hardware."""
-    if kind != "fp8" or not getattr(parts.features.get("kernels"), "attends", False):
-        return False
-    if parts.size("block_size") % 2:
+    reads = getattr(parts.features.get("kernels"), "attends", False)
+    if kind != "fp8" or not reads or parts.size("block_size") % 2:
         return False
     from triton_paged_attention.hardware import ADA, at_least
 

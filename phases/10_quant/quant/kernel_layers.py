@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from forward.model import Model
 from quant.linear import QuantLinear
@@ -18,47 +18,31 @@ from quant.products import (
     unpack,
     words_fit,
 )
-from quant.weights import QuantizedWeight
+from quant.weights import QuantizedWeight, pack_nibbles
 from triton_paged_attention.linear import FusedLinear
 
 
-class KernelLinear(nn.Module):
-    """A linear layer whose weight has few bits, multiplied by kernels and by the library."""
-
-    data: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    order: Tensor | None
-    bias: nn.Parameter | None
+class KernelLinear(QuantLinear):
+    """A `QuantLinear` that is multiplied by kernels and by the library; four bits lie in words."""
 
     def __init__(self, linear: QuantLinear) -> None:
-        super().__init__()
         weight = linear.weight.per_channel()
-        self.scheme, self.shape = weight.scheme, weight.shape
-        data = to_words(weight) if self.scheme.weights == "int4" else weight.data
-        tensors = {"data": data, "scale": weight.scale, "zero": weight.zero, "order": weight.order}
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
-        self.register_parameter("bias", linear.bias)
+        data = to_words(weight) if weight.scheme.weights == "int4" else weight.data
+        super().__init__(replace(weight, data=data), linear.bias)
+        self.shape = weight.shape
         self.eight = eight_pays(weight, data.device)
-
-    @staticmethod
-    def takes(linear: QuantLinear) -> bool:
-        """Return whether there are kernels for a layer's weight."""
-        return linear.scheme.weights != "int4" or words_fit(linear.weight)
 
     @property
     def stored(self) -> QuantizedWeight:
         """The weight as it lies here: four bits in words, see `to_words`, and `order` left out."""
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 
-    def quantized(self) -> QuantizedWeight:
-        """The weight in its usual form."""
-        weight = replace(self.stored, order=self.order)
-        if self.scheme.weights != "int4":
-            return weight
-        numbers = from_words(self.data, self.shape[1])
-        return replace(weight, data=numbers[:, ::2] | (numbers[:, 1::2] << 4))
+    @property
+    def weight(self) -> QuantizedWeight:
+        """See `QuantLinear.weight`."""
+        four = self.scheme.weights == "int4"
+        data = pack_nibbles(from_words(self.data, self.shape[1])) if four else self.data
+        return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., K]` -> `[..., N]` in `x`'s dtype."""
@@ -77,7 +61,7 @@ def install(model: Model) -> Model:
     """Put kernels in the places of quantized products, and return the model, which is the same object."""
     for fused in model.modules():
         linear = fused.linear if isinstance(fused, FusedLinear) else None
-        if isinstance(fused, FusedLinear) and isinstance(linear, QuantLinear) and KernelLinear.takes(linear):
+        if isinstance(fused, FusedLinear) and isinstance(linear, QuantLinear) and words_fit(linear.scheme):
             fused.linear = KernelLinear(linear)
     return model
 

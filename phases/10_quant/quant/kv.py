@@ -30,17 +30,17 @@ class StoredKV(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
 
-def stored_kind(model: Model) -> str | None:
-    """Return what the checkpoint keeps keys and values in, if it says so."""
-    return next((part.kind for part in model.children() if isinstance(part, StoredKV)), None)
+def stored_kv(model: Model) -> StoredKV | None:
+    """Return what the checkpoint says of keys and values, if it does."""
+    return next((part for part in model.children() if isinstance(part, StoredKV)), None)
 
 
 def kv_format(model: Model, kind: str) -> KVFormat:
     """The format `kind` for a model: with its checkpoint's scales, or scales from a sample of tokens."""
-    for part in model.children():
-        if isinstance(part, StoredKV) and part.kind == kind:
-            return KVFormat(KV_DTYPES[kind], part.scales)
-    return KVFormat(KV_DTYPES[kind], head_scales(model, [sample(model)], kind))
+    stored = stored_kv(model)
+    if stored is None or stored.kind != kind:
+        return KVFormat(KV_DTYPES[kind], head_scales(model, [sample(model)], kind))
+    return KVFormat(KV_DTYPES[kind], stored.scales)
 
 
 def sample(model: Model) -> list[int]:

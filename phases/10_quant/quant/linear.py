@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -85,9 +84,15 @@ class QuantLinear(nn.Module):
         return F.linear(rounded(x.float(), self.scheme.activations), self.weight.dequantize(), bias)
 
     @staticmethod
-    def joined(*parts: nn.Module) -> nn.Module | None:
-        """Join layers of one input, of which some are quantized; see phase 06's `join`."""
-        return end_to_end(parts) if joinable(parts) else None
+    def joined(*parts: nn.Module) -> QuantLinear | None:
+        """Join layers that are quantized in the same way, all with a bias or none; see phase 06's `join`."""
+        found = [layer for layer in parts if isinstance(layer, QuantLinear)]
+        biases = [layer.bias for layer in found if layer.bias is not None]
+        alike = all(a.weight.joins(b.weight) for a, b in pairwise(found))
+        if len(found) < len(parts) or len(biases) not in (0, len(parts)) or not alike:
+            return None
+        weight = QuantizedWeight.cat([layer.weight for layer in found])
+        return QuantLinear(weight, torch.cat(tuple(biases)) if biases else None)
 
 
 def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
@@ -98,22 +103,3 @@ def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
     """
     kind = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
     return quantize(weight.detach(), scheme.fitted(weight.shape[1], name), kind)
-
-
-def joinable(layers: Sequence[nn.Module]) -> bool:
-    """Return True if layers of one input can be one: quantized in the same way, all with a bias or none."""
-    found = [layer for layer in layers if isinstance(layer, QuantLinear) and layer.tiles is None]
-    if len(found) < len(layers):
-        return False
-    alike = all(a.weight.joins(b.weight) for a, b in pairwise(found))
-    return alike and len({layer.bias is None for layer in found}) == 1
-
-
-def end_to_end(layers: Sequence[nn.Module]) -> QuantLinear:
-    """`joinable` layers as one, their outputs one after the other."""
-    found = [layer for layer in layers if isinstance(layer, QuantLinear)]
-    if len(found) == 1:
-        return found[0]
-    biases: list[Tensor] = [layer.bias for layer in found if layer.bias is not None]
-    weight = QuantizedWeight.cat([layer.weight for layer in found])
-    return QuantLinear(weight, torch.cat(biases) if biases else None)

@@ -72,7 +72,7 @@ class Quantize:
         return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 
-def plain_layers(model: Model) -> list[str]:
+def plain_layers(model: nn.Module) -> list[str]:
     """Return names, not layers: a list of these would keep them all alive until the last is replaced."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
 

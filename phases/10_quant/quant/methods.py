@@ -17,10 +17,9 @@ from quant import awq, gptq, rtn
 from quant.calibrate import Hessians, blocks_of, sweep
 from quant.formats import Scheme
 from quant.linear import QuantLinear
-from quant.weights import QuantizedWeight
+from quant.loading import plain_layers, replace_layer
 
 Method = Literal["rtn", "gptq", "awq"]
-METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq")
 Progress = Callable[[str], None]
 HALF = torch.bfloat16
 """What scales of groups are kept in."""
@@ -45,63 +44,51 @@ def quantize_model(
     Raises:
         UserError: the method does not go with the scheme, or has no text.
     """
-    if method == "rtn":
-        for name, block in blocks_of(model):
-            progress(name)
-            _each(name, block, scheme, lambda layer, own, _: rtn.quantize(layer.weight, own, HALF), {})
-        return
-    if scheme.weights != "int4" and (method == "awq" or scheme.scales != "channel"):
-        raise UserError(f"method is {method!r}, which does not go with {scheme.name}: use rtn")
-    if not texts:
-        raise UserError(f"method is {method!r}, which needs a calibration text")
-    change = _gptq if method == "gptq" else _awq
+    if method != "rtn":
+        if scheme.weights != "int4" and (method == "awq" or scheme.scales != "channel"):
+            raise UserError(f"method is {method!r}, which does not go with {scheme.name}: use rtn")
+        if not texts:
+            raise UserError(f"method is {method!r}, which needs a calibration text")
 
-    def one(name: str, block: nn.Module, hessians: Hessians) -> None:
+    def change(name: str, block: nn.Module, hessians: Hessians) -> None:
         progress(name)
-        change(name, block, scheme, hessians)
+        if method == "awq":
+            _move_scales(name, block, scheme, hessians)
+        _each(name, block, scheme, method, hessians)
 
-    sweep(model, texts, one)
+    if method != "rtn":
+        sweep(model, texts, change)
+        return
+    for name, block in blocks_of(model):
+        change(name, block, {})
 
 
-Choose = Callable[[nn.Linear, Scheme, Tensor | None], QuantizedWeight]
-
-
-def _each(name: str, block: nn.Module, scheme: Scheme, choose: Choose, hessians: Hessians) -> None:
+def _each(name: str, block: nn.Module, scheme: Scheme, method: Method, hessians: Hessians) -> None:
     """Replace the linear layers of a block, one after the other."""
-    for inner in [inner for inner, layer in block.named_modules() if isinstance(layer, nn.Linear)]:
+    for inner in plain_layers(block):
         layer = block.get_submodule(inner)
         assert isinstance(layer, nn.Linear)
         own = scheme.fitted(layer.in_features, f"{name}.{inner}")
-        owner, _, last = inner.rpartition(".")
-        made = QuantLinear(choose(layer, own, hessians.get(inner)), layer.bias)
-        setattr(block.get_submodule(owner), last, made)
+        if method == "gptq":
+            weight = gptq.quantize(layer.weight, hessians[inner], own, HALF)
+        elif method == "awq":
+            weight = awq.quantize(layer.weight, hessians[inner].diagonal(), own, HALF)
+        else:
+            weight = rtn.quantize(layer.weight, own, HALF)
+        replace_layer(block, inner, QuantLinear(weight, layer.bias))
 
 
-def _gptq(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
-    def choose(layer: nn.Linear, own: Scheme, hessian: Tensor | None) -> QuantizedWeight:
-        assert hessian is not None
-        return gptq.quantize(layer.weight, hessian, own, HALF)
-
-    _each(name, block, scheme, choose, hessians)
-
-
-def _awq(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
+def _move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
+    """Multiply weights by AWQ's `s`, and divide what makes their input, and its matrices, by it."""
+    names = {layer: inner for inner, layer in block.named_modules()}
     for maker, layers in _inputs(name, block):
-        first = next(inner for inner, layer in block.named_modules() if layer is layers[0])
+        first = names[layers[0]]
         own = scheme.fitted(layers[0].in_features, f"{name}.{first}")
         scales = awq.input_scales([layer.weight for layer in layers], hessians[first], own)
         _divide(maker, scales)
         for layer in layers:
             layer.weight = nn.Parameter((layer.weight * scales).to(layer.weight.dtype), requires_grad=False)
-        for inner, layer in block.named_modules():
-            if any(layer is each for each in layers):
-                hessians[inner] = hessians[inner] / (scales * scales[:, None])
-
-    def choose(layer: nn.Linear, own: Scheme, hessian: Tensor | None) -> QuantizedWeight:
-        assert hessian is not None
-        return awq.quantize(layer.weight, hessian.diagonal(), own, HALF)
-
-    _each(name, block, scheme, choose, hessians)
+            hessians[names[layer]] = hessians[names[layer]] / (scales * scales[:, None])
 
 
 def _inputs(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:

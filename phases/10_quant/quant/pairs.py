@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paged_cache.pool import KVFormat
 from triton_paged_attention.kernels.kv_store import ValueLayout
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
@@ -127,10 +126,3 @@ def words(values: Tensor) -> Tensor:
 
 
 PAIRS = ValueLayout(attend_pairs, pair_place, fit, words)
-
-
-def in_pairs(kv: KVFormat, block_size: int) -> KVFormat:
-    """Return a format of one byte a number with its values in pairs."""
-    assert kv.dtype is not None and kv.dtype.itemsize == 1, "only numbers of one byte lie in pairs"
-    assert block_size % 2 == 0, f"block_size is {block_size}, but must be even for values in pairs"
-    return replace(kv, layout=PAIRS)

@@ -5,6 +5,7 @@ A kernel rounds an input to eight bits. Four bits lie in words, in the order in 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quant.formats import BLOCK, DTYPES, LARGEST, Activations
+from quant.formats import BLOCK, DTYPES, LARGEST, Activations, Scheme
 from quant.weights import QuantizedWeight, unpack_nibbles
 from triton_paged_attention.hardware import ADA, TURING, at_least
 
@@ -108,9 +109,9 @@ SPAN = 128
 """Inputs that 16 words hold: bits 4 i and 16 + 4 i of word j are inputs 32 i + 2 j and 32 i + 2 j + 1."""
 
 
-def words_fit(weight: QuantizedWeight) -> bool:
-    """Return True if a weight can lie in words: its groups are no smaller than a part of a span."""
-    return weight.scheme.group % 32 == 0
+def words_fit(scheme: Scheme) -> bool:
+    """Return True if kernels read a scheme: groups, if it has any, are no smaller than a part of a span."""
+    return scheme.group % 32 == 0
 
 
 def to_words(weight: QuantizedWeight) -> Tensor:
@@ -176,13 +177,9 @@ def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype
     return unscaled(x, weight).finished(dtype)
 
 
-_ones: dict[torch.device, Tensor] = {}
-
-
+@cache
 def _one(device: torch.device) -> Tensor:
-    if device not in _ones:
-        _ones[device] = torch.ones((), device=device)
-    return _ones[device]
+    return torch.ones((), device=device)
 
 
 def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:

@@ -19,9 +19,7 @@ def quantize(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.fl
     """
     weight = weight.float()
     if scheme.weights == "int4":
-        scale, zero = group_scales(weight, scheme, scale_dtype)
-        numbers = to_nibbles(weight.view(len(weight), -1, scheme.group), scale[..., None], _last(zero))
-        return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)
+        return in_groups(weight, scheme, *group_scales(weight, scheme, scale_dtype))
     scale = _nonzero(_largest(weight, scheme) / LARGEST[scheme.weights])
     if scheme.scales == "block":
         n, k = weight.shape
@@ -79,8 +77,11 @@ def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     return ((numbers / scale.float()).round() + middle).clamp(0, 15).to(torch.uint8)
 
 
-def _last(zero: Tensor | None) -> Tensor | None:
-    return None if zero is None else zero[..., None]
+def in_groups(weight: Tensor, scheme: Scheme, scale: Tensor, zero: Tensor | None) -> QuantizedWeight:
+    """Round `weight [N, K]` float32 to nearest, with scales and zero points of its groups, `[N, K / g]`."""
+    groups = weight.view(len(weight), -1, scheme.group)
+    numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
+    return QuantizedWeight(scheme, pack_nibbles(numbers.flatten(1)), scale, zero)
 
 
 def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from quant.formats import BLOCK, DTYPES, Scheme
+from quant.formats import BLOCK, Scheme
 
 MIDDLE = 8
 """The nibble that stands for 0 where groups have no zero point of their own."""
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,6 @@ class QuantizedWeight:
             zero=torch.cat(zeros) if zeros else None,
         )
 
-    def check(self, name: str) -> QuantizedWeight:
-        """Itself. Raises `UserError` naming the tensor of layer `name` that cannot be what it says it is."""
-        n, k = self.shape
-        _must_be(f"{name}.data", self.data, DTYPES[self.scheme.weights], self.data.shape)
-        _must_be(f"{name}.scale", self.scale, _SCALE_DTYPES, self.scheme.scale_shape(n, k))
-        if self.zero is not None:
-            _must_be(f"{name}.zero", self.zero, torch.uint8, self.scale.shape)
-        check_scale(f"{name}.scale", self.scale)
-        return self
-
 
 def check_scale(name: str, scale: Tensor) -> None:
     """Raise `UserError` unless all scales are finite and none is negative."""
@@ -113,16 +102,6 @@ def check_scale(name: str, scale: Tensor) -> None:
         raise UserError(f"{name} holds NaN or infinity: the checkpoint is damaged")
     if bool((scale < 0).any()):
         raise UserError(f"{name} holds negative scales: the checkpoint is damaged")
-
-
-def _must_be(
-    name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], shape: Sequence[int]
-) -> None:
-    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
-    if tensor.dtype not in allowed:
-        raise UserError(f"{name} is of type {tensor.dtype}, but must be {allowed[0]}")
-    if tuple(tensor.shape) != tuple(shape):
-        raise UserError(f"{name} is {list(tensor.shape)}, but must be {list(shape)}")
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:

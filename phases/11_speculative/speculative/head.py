@@ -149,7 +149,7 @@ def head_weight(large: Model) -> Tensor:
     """The weight of a model's output head, `[V, hidden]`, in whatever form phase 10 has put it."""
     layer: Any = large.get_submodule("lm_head")
     layer = getattr(layer, "linear", layer)
-    weight: Tensor | QuantizedWeight = layer.quantized() if hasattr(layer, "quantized") else layer.weight
+    weight: Tensor | QuantizedWeight = layer.weight
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from common.request import Request
 from continuous.engine import Engine
 from continuous.seams import Drafter, Loop
 
 
 class Watcher(Drafter):
     """A `Drafter` that may have to see every token. By itself it guesses nothing."""
-
-    def begin(self, running: Sequence[Request]) -> bool:
-        """Ask for no drafts."""
-        return False
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """None."""
-        return ()
 
     @property
     def waits(self) -> bool:

@@ -158,7 +158,7 @@ class GrammarMasks:
             return None
         words = np.concatenate(found)
         hold_back(words, held)
-        moved = upload(self.device, {"places": np.array(places)}, {"words": words})
+        moved = upload(self.device, {"places": np.array(places), "words": words})
         return Allowed(moved["words"], moved["places"])
 
     def take_failed(self) -> list[tuple[Request, Exception]]:

@@ -16,7 +16,7 @@ from serving.endpoints import Endpoint, Prompts
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
 from serving.http.limits import Limits
-from serving.http.schema import Body, decode
+from serving.http.schema import Body, Generation, decode
 from serving.messages import Ready, StepReport
 from serving.service import Service
 
@@ -44,9 +44,6 @@ class Extension:
     def ended(self, exchange: Exchange) -> None:
         """Look at a request that has its answer, or has left."""
 
-    def refused(self, status: int, client: str | None, reason: str) -> None:
-        """Look at what never became a request."""
-
 
 class App:
     """Answers HTTP requests with an engine.
@@ -56,6 +53,7 @@ class App:
         extensions: of the appendix.
         defaults: settings of requests that do not say; see `sampling_defaults`.
 
+    bodies: the fields of requests, by route.
     closing: the server ends, and so must streams that have no end.
     """
 
@@ -76,8 +74,9 @@ class App:
         self.closing = False
         self.extensions = extensions
         engine.on_step = self._stepped
+        self.bodies: dict[str, type[Generation]] = {}
         self.routes: dict[str, dict[str, Handler]] = {
-            "/health": {"GET": self._health},
+            "/health": {"GET": lambda exchange: exchange.json({"status": "alive"})},
             "/ready": {"GET": self._ready},
         }
         self.add("/v1/completions", Endpoint(self.prompts, model, self.limits))
@@ -134,10 +133,11 @@ class App:
         """Serve an endpoint at a path, in the place of any other."""
 
         async def handle(exchange: Exchange) -> None:
+            exchange.form = endpoint.form
             request, _ = await self.begin(exchange, endpoint.body)
-            await self.service.serve(exchange, endpoint, request)
+            await self.service.serve(exchange, endpoint.of(request), request)
 
-        self.routes[path] = {"POST": handle}
+        self.routes[path], self.bodies[path] = {"POST": handle}, endpoint.body
 
     async def begin(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, Ready]:
         """Read a request; raise `ApiError` if it cannot be taken now, or never."""
@@ -156,9 +156,6 @@ class App:
             extension.stepped(step)
 
     # Everything else.
-
-    async def _health(self, exchange: Exchange) -> None:
-        await exchange.json({"status": "alive"})
 
     async def _ready(self, exchange: Exchange) -> None:
         state = self.service.state

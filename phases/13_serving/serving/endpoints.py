@@ -16,7 +16,7 @@ from common.text.ids import LONG
 from common.text.tokenizer import Tokenizer
 from serving.completion import Order
 from serving.http.answers import Answer
-from serving.http.errors import ApiError, too_many, wrong
+from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.exchange import Exchange
 from serving.http.limits import Limits
 from serving.http.schema import CompletionBody, Generation
@@ -41,15 +41,15 @@ class Prompts:
         self.tokenizer, self.defaults = tokenizer, defaults
         self._threads = ThreadPoolExecutor(2, "tokenize")
 
-    async def encode(self, text: str, special: bool = True, ready: Ready | None = None) -> list[int]:
-        """Return the token ids of a text; `ready`: it has to fit the context. Raises `ApiError`."""
+    async def encode(self, text: str, special: bool, ready: Ready) -> list[int]:
+        """Return the token ids of a text, which has to fit the context. Raises `ApiError`."""
         self.fits(len(text), ready, "prompt")
         return await self.make(len(text) > LONG, lambda: self.tokenizer.encode(text, special), "prompt")
 
-    def fits(self, characters: int, ready: Ready | None, param: str) -> None:
+    def fits(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
-        most = self.tokenizer.most_characters(ready.max_len) if ready is not None else None
-        if ready is not None and most is not None and characters > most:
+        most = self.tokenizer.most_characters(ready.max_len)
+        if most is not None and characters > most:
             context = f"more than a context of {ready.max_len} tokens holds"
             raise wrong(param, f"{param} has {characters:,} characters, {context}")
 
@@ -69,22 +69,41 @@ class Endpoint:
     body: the fields of its requests.
     answers, prefix: how its answers look, and how their ids begin.
     source: the field that the prompt is made of.
+    form: of errors.
     """
 
     body: type[Generation] = CompletionBody
     answers = Answer
     prefix, source = "cmpl", "prompt"
+    form = ErrorForm()
 
     def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
         self.prompts, self.model, self.limits = prompts, model, limits
 
+    def of(self, request: Any) -> Endpoint:
+        """Return the endpoint of one request: this one, or one that is made for it. Raises `ApiError`."""
+        return self
+
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """Make one order a prompt. Raises `ApiError`."""
-        orders = []
-        for prompt in prompts_of(request.prompt, ready, self.limits):
-            ids = await self.prompts.encode(prompt, ready=ready) if isinstance(prompt, str) else prompt
-            orders.append(Order(ids, self.params(request, ids, ready, USUAL_TOKENS)))
-        return self.checked(orders)
+        prompts = await self.encoded(request.prompt, ready)
+        return [Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts]
+
+    async def encoded(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
+        """Return the token ids of each prompt of a text, token ids, or a list of these. Raises `ApiError`."""
+        given = [given] if isinstance(given, str) else given
+        if not given:
+            raise wrong("prompt", "prompt is empty, but must have at least 1 token")
+        kind, most = type(given[0]), self.limits.max_prompts
+        most = max(ready.max_len, most) if kind is int else most
+        if len(given) > most:  # it need not be looked through to be refused
+            raise too_many("prompt", len(given), most, "tokens" if kind is int else "prompts")
+        if {type(item) for item in given} != {kind}:
+            mixed = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
+            raise wrong("prompt", mixed)
+        if kind is str:
+            return [await self.prompts.encode(text, special, ready) for text in given]
+        return [given] if kind is int else given
 
     def answer(self, exchange: Exchange, request: Generation) -> Answer:
         """Make what shapes the answer. Raises `ApiError`."""
@@ -120,13 +139,6 @@ class Endpoint:
             raise self.refusal(str(error), request) from None
         return params
 
-    def checked(self, orders: list[Order]) -> list[Order]:
-        """Refuse what is too much together."""
-        choices = sum(order.params.n for order in orders)
-        if choices > self.limits.max_choices:
-            raise too_many("n", choices, self.limits.max_choices, "completions in all")
-        return orders
-
     def refusal(self, message: str, request: Generation, order: Order | None = None) -> ApiError:
         """Return the error about a setting, whose name its message begins with, or about the prompt."""
         field, error = re.split(r"\W", message, maxsplit=1)[0], wrong(None, message)
@@ -136,21 +148,3 @@ class Endpoint:
             error.param = self.source
             error.code = "context_length_exceeded" if "must have at most" in message else None
         return error
-
-
-def prompts_of(
-    given: str | list[str | int | list[int]] | list[int], ready: Ready, limits: Limits
-) -> list[str | list[int]]:
-    """Return the prompts of a request: a text, token ids, or a list of these. Raises `ApiError`."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise wrong("prompt", "prompt is empty, but must have at least 1 token")
-    kind = type(given[0])
-    most = max(ready.max_len, limits.max_prompts) if kind is int else limits.max_prompts
-    if len(given) > most:  # it need not be looked through to be refused
-        raise too_many("prompt", len(given), most, "tokens" if kind is int else "prompts")
-    if {type(item) for item in given} != {kind}:
-        mixed = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
-        raise wrong("prompt", mixed)
-    return [given] if kind is int else given  # type: ignore[list-item,return-value]

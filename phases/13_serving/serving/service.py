@@ -10,7 +10,7 @@ from serving.client import EngineClient
 from serving.completion import ChoiceGroup, Order
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer
-from serving.http.errors import STATUS, ApiError, wrong
+from serving.http.errors import STATUS, ApiError, too_many, wrong
 from serving.http.exchange import Exchange, Gone
 from serving.http.limits import Limits
 from serving.http.schema import Generation
@@ -49,8 +49,8 @@ class Service:
         orders = await endpoint.orders(exchange, request, self.ready())
         answer, ready = endpoint.answer(exchange, request), self.ready()  # it may have changed meanwhile
         stream, priority = bool(request.stream), request.priority or 0
+        self._admit(sum(order.params.n for order in orders), priority, ready)
         group = ChoiceGroup(self.engine, self.tokenizer, orders, stream, self.limits.max_unsent)
-        self._admit(len(group.choices), priority, ready)
         seconds = self._deadline(request, exchange.started)
         leaving = asyncio.ensure_future(exchange.gone())
         leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
@@ -106,6 +106,8 @@ class Service:
         if priority and ready.policy != "priority":
             words = f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
             raise wrong("priority", words)
+        if more > self.limits.max_choices:
+            raise too_many("n", more, self.limits.max_choices, "completions in all")
         most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
         if more > most:  # it would be told to try again for ever
             raise wrong("n", f"the request is {more} completions, but the server takes at most {most}")

@@ -148,7 +148,7 @@ class OtherMasks(NoMasks):
         """Return True if any taker has a grammar."""
         return any(taker.params.grammar is not None for work in works for taker in work.takers)
 
-    def fill(self, works: Sequence[Work]) -> Allowed:  # type: ignore[override]
+    def fill(self, works: Sequence[Work]) -> Allowed:
         """Return masks for no place: rank 0 masks."""
         return self._nothing
 

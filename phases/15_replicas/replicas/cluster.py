@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from common.errors import UserError
@@ -27,6 +27,14 @@ from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
 from serving.http.server import TERMINATED
+
+try:
+    import ray
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+except ImportError:
+    words = "--replicas needs Ray Serve, which is not installed: pip install 'inference-ladder[replicas]'"
+    raise UserError(words) from None
 
 APPLICATION = "ladder"
 OBJECT_STORE_BYTES = 100 << 20
@@ -40,38 +48,16 @@ TRIES = 2
 """A replica that cannot be made is tried so often before the whole is given up."""
 REASON = re.compile(r"\b(UserError|CannotStart): (.+)")
 """What a replica has raised, in the trace that Ray makes a message of."""
-INSTALL = "--replicas needs Ray Serve, which is not installed: pip install 'inference-ladder[replicas]'"
-
-
-@dataclass(frozen=True)
-class Share:
-    """The share of a machine that a replica gets."""
-
-    cpus: float
-    gpus: float
-
-    @classmethod
-    def of(cls, device: str, ranks: int) -> Share:
-        """GPUs of its own, `ranks` of them (tensor parallel), or what Ray counts as one processor."""
-        return cls(0.0, float(ranks)) if device == "cuda" else cls(1.0, 0.0)
-
-
-def require_ray() -> None:
-    """Raise `UserError` without Ray."""
-    try:
-        import ray.serve  # noqa: F401
-    except ImportError:
-        raise UserError(INSTALL) from None
 
 
 class Cluster:
-    """Ray, its proxy, and the replicas, as a context.
+    """Ray, its proxy, and the replicas.
 
     signalled: set by the first SIGTERM or SIGINT.
 
     Args:
         make_app: makes phase 13's application in a replica; any callable that can be pickled.
-        share: of a machine, for a replica.
+        gpus: of a replica's own; without one it gets what Ray counts as one processor.
         limits: the same as those of the application.
     """
 
@@ -79,42 +65,41 @@ class Cluster:
         self,
         make_app: Callable[[], App],
         options: ReplicaOptions,
-        share: Share,
+        gpus: int,
         limits: Limits,
         *,
         host: str,
         port: int,
     ) -> None:
-        require_ray()
-        self.make_app, self.options, self.share, self.limits = make_app, options, share, limits
+        self.make_app, self.options, self.gpus, self.limits = make_app, options, gpus, limits
         self.host, self.signalled = host, threading.Event()
         with listen(host, port) as found:  # the port may be taken: better said now than in Ray's log
             self.port = int(found.getsockname()[1])
 
-    def __enter__(self) -> Cluster:
-        """Start all, and return when every replica takes requests.
+    def serve(self, on_ready: Callable[[], object]) -> int:
+        """Start all, serve until a signal, and end all; returns the exit code.
+
+        The first signal lets streams finish, within the grace period; the second does not wait.
 
         Raises:
-            CannotStart: they never do.
+            CannotStart: not every replica takes requests in time.
             UserError: there is no such cluster, or no replica can be made with these options.
         """
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             self._start()
             self._deploy()
-        except BaseException:
+            on_ready()
+            while not self.signalled.wait(0.5):
+                pass
+        finally:
             self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let streams finish, within the grace period, and end everything."""
-        self.stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return 0
 
     def stop(self) -> None:
-        """See `__exit__`. It has an end: Ray's own processes may be the ones that hang."""
-        import ray
-        from ray import serve
-
+        """Let streams finish, and end everything. It has an end: Ray's own processes may be what hangs."""
         if not ray.is_initialized():
             return
         watchdog = threading.Timer(self.limits.grace_seconds + END_SECONDS, os._exit, (TERMINATED,))
@@ -129,9 +114,6 @@ class Cluster:
         watchdog.cancel()
 
     def _start(self) -> None:
-        import ray
-        from ray import serve
-
         os.environ |= self._environment()
         quiet = {"configure_logging": False, "log_to_driver": False}
         if self.options.cluster is None:
@@ -166,10 +148,11 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
+        cores = max(1, (os.cpu_count() or 1) // self.options.most)  # of a replica
         return {
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "replicas.gate.middlewares",
             LIMITS: json.dumps(asdict(self.limits)),
-            "OMP_NUM_THREADS": str(self._threads()),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cores),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine is slow, not broken
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a replica without a GPU sees those that are there
@@ -177,16 +160,16 @@ class Cluster:
         }
 
     def _deploy(self) -> None:
-        import ray
-        from ray import serve
-
-        needed, there = self.options.replicas * self.share.gpus, ray.cluster_resources().get("GPU", 0.0)
+        needed, there = self.options.replicas * self.gpus, ray.cluster_resources().get("GPU", 0.0)
         if needed > there:  # Ray would wait for them
             raise UserError(f"replicas is {self.options.replicas}, which takes {needed:g} GPUs of {there:g}")
         target = serve.RunTarget(self._application(), name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
-        self._wait(lambda: self._state()[0] in {"RUNNING", "DEPLOY_FAILED"}, START_SECONDS)
-        state, message = self._state()
+        end, state, message = time.monotonic() + START_SECONDS, "", ""
+        while state not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < end:
+            if self.signalled.wait(0.2):
+                raise SystemExit(TERMINATED)
+            state, message = self._state()
         if state == "DEPLOY_FAILED":
             found = REASON.findall(message)
             kind, reason = found[-1] if found else ("", message[-600:])
@@ -196,8 +179,6 @@ class Cluster:
 
     def _state(self) -> tuple[str, str]:
         """Of the application, and of the first deployment in it that has something to say."""
-        from ray import serve
-
         found = serve.status().applications.get(APPLICATION)
         if found is None:
             return "DELETED", ""
@@ -206,11 +187,7 @@ class Cluster:
 
     def _application(self) -> Any:
         """Our replica as Ray wants it."""
-        from ray import serve
-        from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-
         options, make_app = self.options, self.make_app
-
         made: list[Replica] = []  # in the replica's process: Ray asks for the application in two steps
 
         class Actor:
@@ -240,7 +217,7 @@ class Cluster:
         deployment = serve.deployment(
             serve.ingress(application)(Actor),
             max_ongoing_requests=self.limits.max_connections,  # the server in it has limits of its own
-            ray_actor_options={"num_cpus": self.share.cpus, "num_gpus": self.share.gpus},
+            ray_actor_options={"num_cpus": 0 if self.gpus else 1, "num_gpus": self.gpus},
             request_router_config=RequestRouterConfig(
                 request_router_class="replicas.router.Router",
                 request_router_kwargs={"route": options.route, "imbalance": options.imbalance},
@@ -252,31 +229,3 @@ class Cluster:
             **more,
         )
         return deployment.bind()
-
-    def _threads(self) -> int:
-        """Of a replica's engine: replicas on one processor share its cores."""
-        given = os.environ.get("OMP_NUM_THREADS", "")
-        if given.isdecimal() and int(given):
-            return int(given)
-        return max(1, (os.cpu_count() or 1) // self.options.most)
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Until then, or for so long. A signal ends it as well."""
-        end = time.monotonic() + seconds
-        while not condition() and time.monotonic() < end:
-            if self.signalled.wait(0.2):
-                raise SystemExit(TERMINATED)
-
-
-def serve_until_signal(cluster: Cluster, on_ready: Callable[[], object]) -> int:
-    """Serve; returns the exit code. The first signal lets streams finish, the second does not wait."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        with cluster:
-            on_ready()
-            while not cluster.signalled.wait(0.5):
-                pass
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 0

@@ -50,10 +50,9 @@ class Gate:
         exchange = Exchange(scope, receive, send, self.limits)
         said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
         try:
-            if head_bytes(scope) > self.limits.max_header_bytes:  # Ray's server has no limit of its own
-                raise ApiError(
-                    431, f"address and headers have more than {self.limits.max_header_bytes:,} bytes"
-                )
+            most = self.limits.max_header_bytes  # Ray's server has no limit of its own
+            if head_bytes(scope) > most:
+                raise ApiError(431, f"address and headers have more than {most:,} bytes")
             if exchange.method == "POST":
                 said["body"] = body = await exchange.body()
                 said["chain"] = chain_of(body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from common.errors import UserError, choice, integer, number
@@ -33,11 +33,9 @@ class ReplicaOptions:
         number("patience", self.patience, low=0.0, high=1e6, above_low=True)
         choice("route", self.route, ROUTES)
         integer("imbalance", self.imbalance, low=0, high=1 << 20)
-        if self.replicas == 0:
-            usual = ReplicaOptions.__dataclass_fields__
-            for name in usual:
-                if getattr(self, name) != usual[name].default:
-                    raise UserError(f"{name} is for replicas, but there are none: give --replicas as well")
+        for item in fields(self):
+            if not self.replicas and getattr(self, item.name) != item.default:
+                raise UserError(f"{item.name} is for replicas, but there are none: give --replicas as well")
 
     @property
     def most(self) -> int:

@@ -76,7 +76,7 @@ class HybridPool(BlockPool):
         """Note where pages have their blocks now, before the step that reads it."""
         if moves is None:
             return
-        moved = upload(self.places.device, {"pages": moves.pages}, {"blocks": moves.blocks})
+        moved = upload(self.places.device, {"pages": moves.pages, "blocks": moves.blocks})
         pages, blocks = moved["pages"], moved["blocks"]
         self.places[:, pages] = blocks[: len(self.places)]
         if self.states is not None:

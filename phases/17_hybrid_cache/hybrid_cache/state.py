@@ -122,6 +122,8 @@ class StateManager(Manager):
         size, left, cuts = self.block_size, list[tuple[int, bool]](), set[int]()
         for work in works:
             row, start, end = work.row, work.start, work.start + work.count
+            if work.count == 1 and start % size and self.held[row] == (start // size, start // size + 1):
+                continue  # the next token of the same page: nothing changes
             table, cut, guessed = self.tables[row], self.cut(work), work.drafts and not work.certain
             place = ((cut if guessed else end) - 1) // size
             page, last = int(table[place]), int(table[(end - 1) // size])

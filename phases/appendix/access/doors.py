@@ -18,6 +18,7 @@ import hmac
 import ipaddress
 import re
 import socket
+from contextlib import suppress
 
 from common.errors import UserError
 from serving.app import App, Extension
@@ -74,19 +75,13 @@ class Hosts(Extension):
         """See `Extension`."""
         given = exchange.headers.get(b"host", b"").decode("latin-1").strip().lower()
         name = re.sub(r":\d*$", "", given)
-        known = ANY in self.names or not given or name in self.names or name.endswith(".localhost")
-        if known or _is_address(name):
+        if ANY in self.names or not given or name in self.names or name.endswith(".localhost"):
+            return False
+        with suppress(ValueError):
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
             return False
         words = f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
         raise ApiError(421, words, code="host")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
 
 
 EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-warning, retry-after"
@@ -143,9 +138,8 @@ class Keys(Extension):
         """See `Extension`."""
         if not self.keys or exchange.path in OPEN:
             return False
-        given = exchange.headers.get(b"authorization", b"")
-        if not given and b"x-api-key" in exchange.headers:  # as Anthropic's clients send it
-            given = b"bearer " + exchange.headers[b"x-api-key"]
+        other = b"bearer " + exchange.headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+        given = exchange.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
         if scheme.lower() != b"bearer":
             value = b""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -18,25 +20,18 @@ from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.http.answers import Answer
 
 
-class Speller:
-    """Spells the tokens of an output as its text has them; a token may be a part of a character.
+def spelled(tokenizer: Tokenizer, begins: bool, before: Iterable[int], token: int) -> bytes:
+    """Return the bytes of an output's token as its text has them; they may be a part of a character.
 
     begins: see `Detokenizer.begins`.
+    before: the tokens of the output before it.
     """
-
-    def __init__(self, tokenizer: Tokenizer, begins: bool) -> None:
-        self._bytes, self._special, self._begins = tokenizer.token_bytes, tokenizer.special_ids, begins
-
-    def spelled(self, token: int) -> bytes:
-        """Return the bytes of a token, if it comes next."""
-        first = self._begins and token not in self._special
-        return self._bytes.first(token) if first else self._bytes[token]
-
-    def take(self, token: int) -> None:
-        """Go on behind a token."""
-        self._begins = self._begins and (token in self._special or not self._bytes[token])
+    known, special = tokenizer.token_bytes, tokenizer.special_ids
+    first = begins and token not in special and all(one in special or not known[one] for one in before)
+    return known.first(token) if first else known[token]
 
 
+Spell = Callable[[int], bytes]
 NOTHING = Piece("", 0, 0)
 LONG_ANSWER = 250
 """Tokens with log-probabilities in an answer above which it is long: each takes up to 40 us."""
@@ -58,23 +53,17 @@ class WideOrder(Order):
     loosened: list[str] = field(default_factory=list)
 
 
-def order_of(choice: Choice) -> WideOrder:
-    """Return the order of a completion, which an endpoint of this appendix has made."""
-    assert isinstance(choice.order, WideOrder)
-    return choice.order
-
-
 class WideAnswer(Answer):
     """`/v1/completions`. request: with the fields of `Wide`, which say what the answer has."""
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Any) -> None:
-        super().__init__(id, model, tokenizer, request)
-        self.request = request
-        self._spellers: dict[int, Speller] = {}
+    request: Any
 
-    def speller(self, choice: Choice) -> Speller:
-        """Return what spells the tokens of a completion."""
-        return self._spellers.setdefault(choice.index, Speller(self.tokenizer, choice.begins))
+    def told(self, choice: Choice, piece: Piece) -> Iterator[tuple[int, Logprob, Spell]]:
+        """Return the tokens of a piece, their log-probabilities if they were asked for, and a spelling."""
+        for place in range(piece.start, min(piece.stop, len(choice.logprobs))):
+            before = choice.tokens[:place] if choice.begins else []
+            spell = partial(spelled, self.tokenizer, choice.begins, before)
+            yield choice.tokens[place], choice.logprobs[place], spell
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Answer`."""
@@ -82,6 +71,7 @@ class WideAnswer(Answer):
         made: dict[str, Any] = {"logprobs": self.logprobs(choice, piece)}
         if self.request.return_token_ids:
             made["token_ids"] = choice.tokens[start:stop]
+            made |= {} if self.request.stream else {"prompt_token_ids": choice.order.prompt}
         if self.request.stream and self.request.return_token_marks:
             # Of several tokens that one step brought all but the last were drafts, and right.
             texts, times = choice.texts[start:stop], [*choice.times[start : stop + 1], nan, nan]
@@ -90,11 +80,6 @@ class WideAnswer(Answer):
                 (text, "draft" if now == then else "") for text, now, then in found if text
             ]
         return made
-
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
-        ids = {"prompt_token_ids": choice.order.prompt} if self.request.return_token_ids else {}
-        return super().shape(choice) | ids
 
     async def body(self, group: ChoiceGroup) -> bytes:
         """See `Answer`.
@@ -112,20 +97,18 @@ class WideAnswer(Answer):
         """Return the log-probabilities of tokens as three lists."""
         if self.request.logprobs is None or piece.start == piece.stop:
             return None
-        speller = self.speller(choice)
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-        for token, entry in told(choice, piece):
+        for token, entry, spell in self.told(choice, piece):
             lists["token_logprobs"].append(_finite(entry.chosen))
-            lists["top_logprobs"].append(self._top(token, entry, speller))
-            lists["tokens"].append(_text(speller.spelled(token)))
-            speller.take(token)
+            lists["top_logprobs"].append(self._top(token, entry, spell))
+            lists["tokens"].append(_text(spell(token)))
         return lists if lists["tokens"] else None
 
-    def _top(self, token: int, entry: Logprob, speller: Speller) -> dict[str, float]:
+    def _top(self, token: int, entry: Logprob, spell: Spell) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
-        own, top = _text(speller.spelled(token)), dict[str, float]()
+        own, top = _text(spell(token)), dict[str, float]()
         for other, value in (*entry.top[: self.request.logprobs], (token, entry.chosen)):
-            text = _text(speller.spelled(other))
+            text = _text(spell(other))
             taken = other != token and (text == own or text in top)
             top[f"token_id:{other}" if taken else text] = _finite(value)
         return top
@@ -143,7 +126,8 @@ class WideChatAnswer(WideAnswer):
     def readers(self, choice: Choice) -> tuple[ReasoningReader | None, CallReader | None]:
         """Return what finds reasoning and calls in the text of a completion, if there may be any."""
         if choice.index not in self._readers:
-            order = order_of(choice)
+            order = choice.order
+            assert isinstance(order, WideOrder)  # an endpoint of this appendix has made it
             trigger = "" if order.calls is None else order.calls.trigger
             self._readers[choice.index] = (
                 None if order.reasons is None else ReasoningReader(order.reasons, trigger),
@@ -176,8 +160,6 @@ class WideChatAnswer(WideAnswer):
     def deltas(self, choice: Choice, piece: Piece, last: bool) -> list[dict[str, Any]]:
         """Return what a piece adds to the message: reasoning, text, calls, parts of them."""
         (reasoning, calls), text, deltas = self.readers(choice), piece.text, list[dict[str, Any]]()
-        if reasoning is None and calls is None and text:
-            return [{"content": text}]
         if reasoning is not None:
             thought, text = reasoning.read(text, last)
             deltas += [{"reasoning_content": thought}] if thought else []
@@ -199,32 +181,23 @@ class WideChatAnswer(WideAnswer):
             message["content"] = message["content"] or None
             message["tool_calls"] = calls.calls
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
-        if self.request.return_token_ids:
-            details["prompt_token_ids"] = choice.order.prompt
         return {"message": message} | details | {"finish_reason": self.reason(choice)}
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         """Return an object for each token."""
         if not choice.logprobs:
             return None
-        content, speller = list[dict[str, Any]](), self.speller(choice)
-        for token, logprob in told(choice, piece):
-            top = [self._one(other, value, speller) for other, value in logprob.top]
-            content.append(self._one(token, logprob.chosen, speller) | {"top_logprobs": top})
-            speller.take(token)
+        content = list[dict[str, Any]]()
+        for token, logprob, spell in self.told(choice, piece):
+            top = [self._one(other, value, spell) for other, value in logprob.top]
+            content.append(self._one(token, logprob.chosen, spell) | {"top_logprobs": top})
         return {"content": content} if content else None
 
-    def _one(self, token: int, logprob: float, speller: Speller) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float, spell: Spell) -> dict[str, Any]:
         """Special tokens have no bytes: those of all tokens together are the content's."""
-        data = speller.spelled(token)
+        data = spell(token)
         added = b"" if token in self.tokenizer.special_ids else data
         return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(added)}
-
-
-def told(choice: Choice, piece: Piece) -> zip[tuple[int, Logprob]]:
-    """Return the tokens of a piece with their log-probabilities, if they were asked for."""
-    part = slice(piece.start, piece.stop)
-    return zip(choice.tokens[part], choice.logprobs[part], strict=False)
 
 
 def _text(data: bytes) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
-from common.errors import UserError
 from common.text.ids import LONG
 from phases.appendix.api.answers import WideAnswer, WideChatAnswer, WideOrder
 from phases.appendix.api.grammars import grammar_of
@@ -15,7 +13,7 @@ from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import format_of
 from phases.appendix.tools.request import Tools, conversation, refusal, tools_of
 from serving.completion import Order
-from serving.endpoints import USUAL_TOKENS, Endpoint, Prompts, prompts_of
+from serving.endpoints import USUAL_TOKENS, Endpoint
 from serving.http.answers import Answer
 from serving.http.errors import ApiError, wrong
 from serving.http.exchange import Exchange
@@ -24,9 +22,8 @@ from serving.messages import Ready
 
 MANY = 50
 """Messages above which a conversation is long, whatever stands in them."""
-_RESERVED = {
-    *("messages", "add_generation_prompt", "add_special_tokens", "tools", "self"),
-}
+RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
+"""Variables of a template that are not a client's."""
 
 
 class WideCompletions(Endpoint):
@@ -37,12 +34,9 @@ class WideCompletions(Endpoint):
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        orders: list[Order] = []
-        for prompt in prompts_of(request.prompt, ready, self.limits):
-            special = request.add_special_tokens is not False
-            ids = await self.prompts.encode(prompt, special, ready) if isinstance(prompt, str) else prompt
-            orders.append(self.order(request, ids, ready, USUAL_TOKENS, logprobs=request.logprobs))
-        return self.checked(orders)
+        prompts = await self.encoded(request.prompt, ready, request.add_special_tokens is not False)
+        usual, logprobs = USUAL_TOKENS, request.logprobs
+        return [self.order(request, ids, ready, usual, logprobs=logprobs) for ids in prompts]
 
     def order(
         self,
@@ -88,18 +82,31 @@ class WideChat(WideCompletions):
         self, exchange: Exchange, request: ChatRequest, ready: Ready
     ) -> tuple[list[int], Tools | None]:
         """Return the token ids of a conversation, and the tools that it shows. Raises `ApiError`."""
-        tokenizer = self.prompts.tokenizer
-        self.prompts.fits(characters(request.messages), ready, "messages")
-        ignore(exchange, ignored(self.prompts, request))
+        tokenizer, messages = self.prompts.tokenizer, request.messages
+        texts = (message.get("content") for message in messages)
+        self.prompts.fits(sum(len(text) for text in texts if isinstance(text, str)), ready, "messages")
         tools = tools_of(request, tokenizer, self.limits)
-        variables = request.chat_template_kwargs or {}
-        if _RESERVED & variables.keys():
-            name = min(_RESERVED & variables.keys())
-            raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {name!r}")
         shown = [] if tools is None else tools.shown
+        settings = {**(request.chat_template_kwargs or {})}
+        if reserved := RESERVED & settings.keys():
+            raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}")
+        settings["add_generation_prompt"] = request.add_generation_prompt is not False
+        settings["add_special_tokens"] = bool(request.add_special_tokens)
+
+        def make() -> list[int]:
+            """Tools are shown in words to a model whose template shows none."""
+            made, shows = conversation(messages), format_of(tokenizer)[1]
+            if not shows:
+                return tokenizer.chat(described(made, shown), **settings)
+            return tokenizer.chat(made, **settings | ({"tools": shown} if shown else {}))
+
+        long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings, shown)) > LONG
+        ids = await self.prompts.make(long, make, "messages")
         if shown and not format_of(tokenizer)[1]:
             exchange.extra.append((b"x-ladder-warning", WARNING))
-        return await chat_ids(self.prompts, request, variables, shown), tools
+        template = tokenizer.tool_template if request.tools else tokenizer.chat_template
+        ignore(exchange, [f"messages.{field}" for field in sorted(template.ignored(messages))])
+        return ids, tools
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
@@ -117,7 +124,7 @@ class WideChat(WideCompletions):
             order.shown |= marks(self.prompts.tokenizer)
         if order.loosened:
             exchange.extra.append((b"x-ladder-loosened", listed(order.loosened)))
-        return self.checked([order])
+        return [order]
 
 
 def listed(names: list[str]) -> bytes:
@@ -130,44 +137,3 @@ def ignore(exchange: Exchange, names: list[str]) -> None:
     """Name what a request says in vain in a header."""
     if names:
         exchange.extra.append((b"x-ladder-ignored", listed(names)))
-
-
-def ignored(prompts: Prompts, request: ChatRequest) -> list[str]:
-    """Return the fields in which messages say something that the model's template does not look at."""
-    with suppress(UserError):  # a model without a template: `chat_ids` says so
-        tokenizer = prompts.tokenizer
-        template = tokenizer.tool_template if request.tools else tokenizer.chat_template
-        return [f"messages.{field}" for field in sorted(template.ignored(request.messages))]
-    return []
-
-
-def characters(messages: list[dict[str, Any]]) -> int:
-    """Return how many characters the texts of messages have."""
-    texts = (message.get("content") for message in messages)
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-async def chat_ids(
-    prompts: Prompts,
-    request: ChatRequest,
-    variables: dict[str, Any],
-    tools: list[dict[str, Any]],
-) -> list[int]:
-    """Return the token ids of a conversation that shows tools: in words, if its template shows none.
-
-    Raises `ApiError`.
-    """
-
-    def make() -> list[int]:
-        made, shows = conversation(messages), format_of(prompts.tokenizer)[1]
-        if not shows:
-            made = described(made, tools)
-        return prompts.tokenizer.chat(made, **settings | ({"tools": tools} if shows and tools else {}))
-
-    messages = request.messages
-    settings = variables | {
-        "add_generation_prompt": request.add_generation_prompt is not False,
-        "add_special_tokens": bool(request.add_special_tokens),
-    }
-    long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings, tools)) > LONG
-    return await prompts.make(long, make, "messages")

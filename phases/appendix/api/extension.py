@@ -1,12 +1,9 @@
-"""The extension that installs the whole API, and the API as an OpenAPI document, made from the structs that
-requests are decoded with.
-"""
+"""The extension that installs the whole API, with a document that is made of the structs of its requests."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -19,30 +16,6 @@ from phases.appendix.api.endpoints import WideChat, WideCompletions, ignore
 from phases.appendix.observability.live import HTML
 from serving.app import App, Extension
 from serving.http.exchange import Exchange
-
-
-def openapi(app: App, version: str, kinds_of: Mapping[str, type]) -> dict[str, Any]:
-    """Return the document, OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0).
-
-    kinds_of: the fields of requests, by route.
-    """
-    bodies, components = msgspec.json.schema_components(
-        kinds_of.values(), ref_template="#/components/schemas/{name}"
-    )
-    answers = {"default": {"description": "the answer, or an object with what is wrong as `error`"}}
-    gets = [path for path, handlers in app.routes.items() if "GET" in handlers]
-    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in gets}
-    for (path, kind), body in zip(kinds_of.items(), bodies, strict=True):
-        paths[path] = {
-            "post": {
-                "summary": (inspect.getdoc(kind) or "").split("\n")[0],
-                "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-                "responses": answers,
-            }
-        }
-    info = {"title": "Inference Ladder", "version": version}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
-
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -59,11 +32,10 @@ class Api(Extension):
     """Takes the place of the route for tokens, and adds chats, models, and the document.
 
     version: of the server.
-    bodies: the fields of requests, by route, for the document.
     """
 
-    def __init__(self, version: str, bodies: Mapping[str, type]) -> None:
-        self.version, self.bodies, self.created = version, bodies, int(time.time())
+    def __init__(self, version: str) -> None:
+        self.version, self.created = version, int(time.time())
 
     def install(self, app: App) -> None:
         """See `Extension`."""
@@ -84,8 +56,25 @@ class Api(Extension):
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """See `openapi`."""
-        return openapi(self.app, self.version, self.bodies)
+        """The API as a document of OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0)."""
+        routes, kinds = self.app.routes, self.app.bodies
+        bodies, components = msgspec.json.schema_components(
+            kinds.values(), ref_template="#/components/schemas/{name}"
+        )
+        answers = {"default": {"description": "the answer, or an object with what is wrong as `error`"}}
+        paths: dict[str, Any] = {
+            path: {"get": {"responses": answers}} for path in routes if "GET" in routes[path]
+        }
+        for (path, kind), body in zip(kinds.items(), bodies, strict=True):
+            paths[path] = {
+                "post": {
+                    "summary": (inspect.getdoc(kind) or "").split("\n")[0],
+                    "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+                    "responses": answers,
+                }
+            }
+        info = {"title": "Inference Ladder", "version": self.version}
+        return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
 
     async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""

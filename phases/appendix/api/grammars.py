@@ -47,9 +47,7 @@ def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list
         raise too_many(field, size, limits.max_schema_bytes, "bytes")
     form = (request.response_format or {}).get("json_schema")
     if field == "response_format" and isinstance(form, dict) and form.get("strict") is False:
-        definition = exact(
-            definition, left=loosened
-        )  # it is a hint, and may be left where it cannot be followed
+        definition = exact(definition, left=loosened)  # a hint, which is left where it cannot be followed
     try:
         return MAKERS[kind](definition), field, loosened
     except UserError as error:

@@ -22,6 +22,7 @@ from phases.appendix.checkpoint_formats.layouts import TensorLayout
 from quant.formats import BLOCK, FP8_BLOCK, Scheme
 
 _BITS = Field("bits num_bits", int, 1, 32)
+_TYPE = Field("type", str, default="int", choices=("int", "float"))
 _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
 _UNREAD = {
     "gptq": (
@@ -121,13 +122,10 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     """FP8 numbers with a scale for each block of 128 x 128, or for the tensor; activations as they come."""
     _only(raw, "activation_scheme", "dynamic")
     _only(raw, "fmt", "e4m3", missing=True)
-    block = raw.get("weight_block_size")
-    if block is None:
+    _only(raw, "weight_block_size", [BLOCK, BLOCK], missing=True)
+    layout = TensorLayout("plain", FP8_BLOCK, "weight_scale_inv")
+    if raw.get("weight_block_size") is None:
         layout = TensorLayout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
-    elif block == [BLOCK, BLOCK]:
-        layout = TensorLayout("plain", FP8_BLOCK, "weight_scale_inv")
-    else:
-        raise UserError(f"weight_block_size is {shown(block)}, but only [{BLOCK}, {BLOCK}] is supported")
     skipped: tuple[str, ...] = ()
     for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
         skipped += _patterns(raw, name) + _parts(raw, name, "", r"(\.|$)") + _parts(raw, name, end="$")
@@ -190,15 +188,14 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     weights = Field("weights", dict).read(group)
     _known(weights, _ARGUMENTS, "weights.")
     Field("scale_dtype", str, default="", choices=_FLOATS).read(weights)
-    bits, kind = _BITS.read(weights), _kind(weights)
+    bits, kind = _BITS.read(weights), _TYPE.read(weights)
     numbers: Any = _NUMBERS.get((bits, kind))
     if numbers not in _FORMATS[form]:
         raise UserError(f"weights of {bits} bits and type {kind} are not supported in {form}")
     _only(weights, "dynamic", False, missing=True)
     strategy = Field("strategy", str, choices=("tensor", "channel", "block", "group")).read(weights)
-    if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
-        found = shown(weights.get("block_structure"))
-        raise UserError(f"block_structure is {found}, but only [{BLOCK}, {BLOCK}] is supported")
+    if strategy == "block":
+        _only(weights, "block_structure", [BLOCK, BLOCK])
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise UserError(f"actorder is {shown(weights['actorder'])}, but must be weight or static")
     scheme = Scheme(
@@ -212,18 +209,13 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     return TensorLayout("packed" if form == "pack-quantized" else "plain", scheme)
 
 
-def _kind(raw: Mapping[str, Any]) -> str:
-    found: str = Field("type", str, default="int", choices=("int", "float")).read(raw)
-    return found
-
-
 def _eight(raw: Mapping[str, Any], name: str, tokens: bool) -> str | None:
     """Return what inputs are rounded to, token by token, or what keys and values are kept in."""
     if raw.get(name) is None:
         return None
     given = Field(name, dict).read(raw)
     _known(given, _ARGUMENTS, f"{name}.")
-    kind, strategy = _kind(given), given.get("strategy") or ("token" if tokens else "tensor")
+    kind, strategy = _TYPE.read(given), given.get("strategy") or ("token" if tokens else "tensor")
     # An input of fp8 in groups has finer scales than a token's.
     fine = ("token", "group") if tokens and kind == "float" else ("token",) if tokens else ("tensor",)
     same = (

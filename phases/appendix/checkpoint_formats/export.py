@@ -38,9 +38,8 @@ def check_source(folder: Path) -> None:
     if "text_config" in raw or raw.get("model_type") == "gpt2":
         kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
         raise UserError(f"{folder} holds {kind}, which `quantize` cannot write")
-    for name in ("quantization_config", "compression_config"):
-        if raw.get(name) is not None:
-            raise UserError(f"{folder} is quantized already: its config.json has a {name}")
+    if raw.get("quantization_config") is not None:
+        raise UserError(f"{folder} is quantized already: its config.json has a quantization_config")
 
 
 def check_target(folder: Path) -> Path:
@@ -53,15 +52,13 @@ def check_target(folder: Path) -> Path:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
-def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | None = None) -> None:
+def export(model: Model, source: Path, folder: Path) -> None:
     """Write a model whose layers are quantized in one way.
 
     Args:
         model: as `methods.quantize_model` leaves it.
         source: the checkpoint that it was loaded from: configuration and tokenizer are copied.
         folder: must not exist or be empty. It appears when all of it is written.
-        kv: what keys and values are to be kept in, fp8 or int8, and scales of heads `[L, 2, KH]`. A file has
-            one for all heads of a layer: the largest.
 
     Raises:
         UserError: it cannot be written.
@@ -80,9 +77,6 @@ def export(model: Model, source: Path, folder: Path, kv: tuple[str, Tensor] | No
         config = raw | {"quantization_config": configuration(model)}
         found = tensors(model, dtype)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
-        if kv is not None:
-            config["quantization_config"]["kv_cache_scheme"] = _arguments(kv[0], "tensor")
-            found |= kv_tensors(kv[1])
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(found, work / "model.safetensors", {"format": "pt"})
@@ -116,18 +110,15 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
     """One layer's, by the last part of their names."""
     scheme, (n, k) = weight.scheme, weight.shape
-    assert weight.order is None
+    assert weight.order is None and weight.zero is None, "not what is made here"
     if scheme.weights == "int4" or (scheme.weights == "int8" and scheme.activations is None):
         four = scheme.weights == "int4"
         numbers = unpack_nibbles(weight.data) if four else weight.data.view(torch.uint8) ^ 128
-        found = {
+        return {
             "weight_packed": pack_words(numbers, scheme.bits),
             "weight_scale": weight.scale if four else weight.scale[:, None],
             "weight_shape": torch.tensor([n, k]),
         }
-        if weight.zero is not None:
-            found["weight_zero_point"] = pack_words(weight.zero.t().contiguous(), 4).t().contiguous()
-        return found
     scale = weight.scale[:, None] if scheme.scales == "channel" else weight.scale
     return {"weight": weight.data, "weight_scale": scale}
 
@@ -149,7 +140,6 @@ def configuration(model: Model) -> dict[str, Any]:
             "weights": _arguments(
                 scheme.weights,
                 scheme.scales,
-                symmetric=not scheme.zeros,
                 group_size=scheme.group or None,
                 block_structure=[BLOCK, BLOCK] if scheme.scales == "block" else None,
             ),
@@ -166,15 +156,6 @@ def configuration(model: Model) -> dict[str, Any]:
         "ignore": [name if name == "lm_head" else f"model.{name}" for name in plain],
         "kv_cache_scheme": None,
         "config_groups": groups,
-    }
-
-
-def kv_tensors(scales: Tensor) -> dict[str, Tensor]:
-    """Scales of heads `[L, 2, KH]` as a checkpoint has them: one for a layer's keys, one for its values."""
-    return {
-        f"model.layers.{layer}.self_attn.{side}_scale": pair[place].amax().reshape(1).cpu()
-        for layer, pair in enumerate(scales)
-        for place, side in enumerate("kv")
     }
 
 

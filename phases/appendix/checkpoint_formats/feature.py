@@ -71,21 +71,15 @@ def _take_kv_scales(model: Model) -> Tensor:
     scales = []
     for index, attention in enumerate(_attentions(model)):
         for side in SIDES:
-            scale = attention.get_buffer(side).float()
-            check_kv_scale(f"layers.{index}.self_attn.{side}", scale)
+            scale, name = attention.get_buffer(side).float(), f"layers.{index}.self_attn.{side}"
+            check_scale(name, scale)
+            if (
+                not scale.all()
+            ):  # a row of zeros may have it, but what keys and values will be is not known yet
+                raise UserError(f"{name} is 0, but must be above 0")
             scales.append(scale.expand(model.config.num_kv_heads))
             delattr(attention, side)
     return torch.stack(scales).view(len(model.layer_specs), len(SIDES), -1)
-
-
-def check_kv_scale(name: str, scale: Tensor) -> None:
-    """Raise `UserError` for a scale that cannot be one.
-
-    In a weight a row of zeros may have the scale 0; what keys and values will be is not known yet.
-    """
-    check_scale(name, scale)
-    if not scale.all():
-        raise UserError(f"{name} is 0, but must be above 0")
 
 
 @dataclass(frozen=True)

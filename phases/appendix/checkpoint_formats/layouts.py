@@ -48,13 +48,8 @@ class TensorLayout:
         """
         per_word, group = 32 // self.scheme.bits, self.scheme.group
         if self.kind == "plain":
-            shape = self.scheme.scale_shape(n, k)
-            if self.scheme.scales == "channel":
-                shape = (n, 1)
-            return {
-                "weight": ((n, k), DTYPES[self.scheme.weights]),
-                self.scale: (shape, torch.float32),
-            }
+            shape = (n, 1) if self.scheme.scales == "channel" else self.scheme.scale_shape(n, k)
+            return {"weight": ((n, k), DTYPES[self.scheme.weights]), self.scale: (shape, torch.float32)}
         if k % (group or per_word):
             raise UserError(
                 f"{name} has rows of {k} weights, which groups of {group or per_word} do not divide"
@@ -89,8 +84,7 @@ class TensorLayout:
         Raises:
             UserError: a tensor holds what it cannot hold.
         """
-        scales = "scales" if "scales" in found else self.scale
-        check_scale(f"{name}.{scales}", found[scales])
+        check_scale(f"{name}.{self.scale}", found[self.scale])
         if self.kind == "plain":
             return self._plain(found, name)
         if self.kind == "packed":
@@ -159,14 +153,13 @@ class StoredLinear(nn.Module):
     def understood(self, name: str) -> QuantLinear:
         """The layer that this stands for."""
         weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
-        return QuantLinear(weight.check(name), self.bias)
+        return QuantLinear(weight, self.bias)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """`[R, C]` int32 -> `[R, C * 32 / bits]` uint8, the lowest bits first."""
-    numbers = words.contiguous().view(
-        torch.uint8
-    )  # the lowest byte first: every machine here is little-endian
+    # The lowest byte first: every machine here is little-endian.
+    numbers = words.contiguous().view(torch.uint8)
     return numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
 
 

@@ -39,8 +39,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection. Beyond the limit the one goes that keeps the server waiting longest."""
         super().connection_made(transport)
-        self.application = cast("App", self.config.app)
-        self.limits = self.application.limits
+        self.limits = cast("App", self.config.app).limits
         self.owed: deque[RequestResponseCycle] = deque()
         self._bytes = 0  # of the headers that are being received
         self._later = b""
@@ -124,9 +123,7 @@ class Connection(HttpToolsProtocol):
             self.data_received(later)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, and write it down as the answers are."""
-        for extension in self.application.extensions:
-            extension.refused(400, self.client[0] if self.client else None, msg)
+        """Refuse what is no HTTP."""
         if any(cycle.response_started for cycle in self.owed):
             self.transport.close()
         else:

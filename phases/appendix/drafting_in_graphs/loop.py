@@ -4,7 +4,6 @@ room for the farthest they can get, and what came of it, one step later.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -184,7 +183,7 @@ class Ahead(Source):
         for request in running:
             request.in_flight += 1
             request.placeholders += 1
-        try:
+        with self.engine.failing(works):
             for runner in self.runners:
                 runner.refresh(())  # blocks that a write is about to part are copied before it
             self._stage(running, size, behind + k)
@@ -192,11 +191,7 @@ class Ahead(Source):
             graph.replay()
             self.replays += 1
             return Flight(works, k, Sampled(graph.told[: len(running)].flatten()).to_host(), self.blank)
-        except BaseException as error:
-            self.engine.fail(works, error)
-            if not isinstance(error, Exception):
-                raise
-            return None
+        return None
 
     def _kind(self, running: Sequence[Request], before: Flight | None) -> Needs | None:
         """Return how the running requests are sampled in a graph; None if they cannot all take part."""
@@ -343,11 +338,8 @@ class InGraph:
             self.inner.land(engine)
         if self.inner.idle:
             before, self.flight = self.flight, None
-            started = time.perf_counter()
             self.flight = self.ahead.launch(before)
-            if self.flight is not None:
-                self.flight.started = started
-            elif before is not None:
+            if self.flight is None and before is not None:
                 self.ahead.drafter.speculator.pace.skip()  # two will have landed
             if before is not None:
                 self._collect(engine, before)

@@ -11,10 +11,9 @@ import numpy as np
 from phases.appendix.api.answers import WideAnswer
 from phases.appendix.api.endpoints import ignore
 from phases.appendix.embeddings.pooling import MEAN
-from phases.appendix.protocols.translation import renamed
-from serving.app import App, Extension
+from phases.appendix.protocols.translation import NamedErrors
 from serving.completion import Choice, ChoiceGroup, Order
-from serving.endpoints import COPIED, Endpoint, prompts_of
+from serving.endpoints import COPIED, Endpoint
 from serving.http.answers import Answer
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
@@ -62,25 +61,12 @@ class Embeddings(Endpoint):
     body: type[Generation] = EmbeddingRequest
     answers: type[Answer] = EmbeddingAnswer
     prefix, source = "embd", "input"
+    form = NamedErrors({"prompt": "input", "n": "input"})
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`. One token comes of each prompt, and no client sees it."""
         ignore(exchange, [name for name in COPIED if getattr(request, name) is not None])
         exchange.extra.append((b"x-ladder-warning", WARNING))
-        plain, orders = EmbeddingRequest(input=""), list[Order]()
-        try:
-            for prompt in prompts_of(request.input, ready, self.limits):
-                ids = await self.prompts.encode(prompt, ready=ready) if isinstance(prompt, str) else prompt
-                params = self.params(plain, ids, ready, 1, max_tokens=1, temperature=0.0)
-                orders.append(Order(ids, params, wanted=(MEAN,)))
-            return self.checked(orders)
-        except ApiError as error:
-            raise renamed(error, {"prompt": "input", "n": "input"}) from None
-
-
-class EmbeddingRoute(Extension):
-    """Adds the route."""
-
-    def install(self, app: App) -> None:
-        """See `Extension`."""
-        app.add("/v1/embeddings", Embeddings(app.prompts, app.model, app.limits))
+        one = EmbeddingRequest(input="", max_tokens=1, temperature=0.0)
+        prompts = await self.encoded(request.input, ready)
+        return [Order(ids, self.params(one, ids, ready, 1), wanted=(MEAN,)) for ids in prompts]

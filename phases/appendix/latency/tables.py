@@ -10,7 +10,6 @@ import torch
 
 from triton_paged_attention.decode import MOST_SPLITS
 from triton_paged_attention.hardware import multiprocessors
-from triton_paged_attention.tables import Table
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class GemvConfig:
     late: bool = False
 
 
-@cache
+@cache  # kernels ask at every launch
 def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> GemvConfig:
     """Defaults for a matrix `[rows, size]`, if gated of two: about 16,384 weights a program, 32 KiB in half
     precision, and at least 256 programs.
@@ -70,6 +69,7 @@ def tile_keys(key: LoneKey) -> int:
     return max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
 
 
+@cache
 def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     """Two programs per multiprocessor, and tiles that fit a program's registers.
 
@@ -77,9 +77,6 @@ def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     """
     splits = max(1, min(32, 2 * multiprocessors(device) // key.kv_heads))
     return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
-
-
-LONE = Table(lone_default)
 
 
 def lone_few_config(key: LoneKey) -> LoneConfig:

@@ -16,7 +16,7 @@ from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import LoneInputs, LoneParts, attend_lone, starts_early
 from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, attend_few, fits
-from phases.appendix.latency.tables import LONE, LoneKey, heads_config, lone_few_config
+from phases.appendix.latency.tables import LoneKey, heads_config, lone_default, lone_few_config
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -45,7 +45,7 @@ class LatencyAttention(TritonPagedAttention):
         """Also: look up, once a step and not in every layer, how a lone token's attention runs."""
         super().plan()
         self._requests = len(self.batch.context_lens)
-        self._lone_config = LONE.lookup(self._lone_key, self.pool.data.device)
+        self._lone_config = lone_default(self._lone_key, self.pool.data.device)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`; the last of the requests that are listed is padding."""

@@ -75,10 +75,6 @@ class Metrics(Extension):
         for end in step.ends:
             last.pop(end.number, None)
 
-    def refused(self, status: int, client: str | None, reason: str) -> None:
-        """Count what never became a request."""
-        self.answers["other", status] += 1
-
     def ended(self, exchange: Exchange) -> None:
         """Count a request that is over."""
         self.answers[exchange.path if exchange.path in self.app.routes else "other", exchange.status] += 1

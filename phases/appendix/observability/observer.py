@@ -13,7 +13,7 @@ from common.request import Request
 from continuous.engine import Engine
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
-from prefix_cache.radix import Node, RadixIndex
+from prefix_cache.radix import RadixIndex
 from serving.messages import Command, DrawEngine, StepReport
 from serving.worker import Observer
 
@@ -38,9 +38,8 @@ def picture(engine: object) -> dict[str, Any]:
     owners = np.where(np.asarray(cache.allocator.refs) > 0, CACHED, FREE)  # [N]
     for request in running:
         blocks = cache.blocks_of(request.row)
-        owners[blocks] = np.where(
-            owners[blocks] >= 0, SHARED, np.where(owners[blocks] == SHARED, SHARED, request.row)
-        )
+        taken = (owners[blocks] >= 0) | (owners[blocks] == SHARED)
+        owners[blocks] = np.where(taken, SHARED, request.row)
     stride = -(-count // MOST_CELLS)
     rows = [
         {
@@ -66,19 +65,16 @@ def tree(index: RadixIndex) -> dict[str, Any]:
     though their parents are shown.
     """
     nodes: list[list[int]] = []
-    todo: deque[tuple[int, Node]] = deque((-1, root) for root in index.roots[:MOST_NODES])
-    more = max(0, len(index.roots) - MOST_NODES)
-    while todo:
+    todo, more = deque((-1, root) for root in index.roots), 0
+    while todo and len(nodes) < MOST_NODES:
         above, node = todo.popleft()
-        place = above
         if node.blocks:  # a root has none, and is not drawn
-            place = len(nodes)
             nodes.append([above, len(node.blocks), node.pins])
-        room = MOST_NODES - len(nodes) - len(todo)
-        kept = nlargest(max(0, room), node.children.values(), key=lambda child: (child.pins > 0, child.used))
+            above = len(nodes) - 1
+        kept = nlargest(MOST_NODES, node.children.values(), key=lambda child: (child.pins > 0, child.used))
         more += len(node.children) - len(kept)
-        todo += ((place, child) for child in kept)
-    return {"nodes": nodes, "more": more}
+        todo += ((above, child) for child in kept)
+    return {"nodes": nodes, "more": more + len(todo)}
 
 
 class EngineObserver(Observer):

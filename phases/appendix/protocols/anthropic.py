@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -11,8 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import ErrorForm, EventBuilder, Translation
+from phases.appendix.protocols.translation import Events, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.app import App
 from serving.completion import Choice
@@ -63,18 +61,19 @@ class MessagesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     output_config: dict[str, Any] | None = None
 
 
-class AnthropicErrors(ErrorForm):
+class AnthropicErrors(NamedErrors):
     """Errors as Anthropic's clients read them."""
 
     def body(self, error: ApiError) -> dict[str, Any]:
         """See `ErrorForm`."""
-        return {"type": "error", **error.body}
+        return {"type": "error", **super().body(error)}
 
 
 class Messages(Translation):
     """`/v1/messages`."""
 
-    names: Mapping[str, str] = {"stop": "stop_sequences", "response_format": "output_config"}
+    body = MessagesRequest
+    form = AnthropicErrors({"stop": "stop_sequences", "response_format": "output_config"})
 
     def translate(self, request: MessagesRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -94,36 +93,37 @@ class Messages(Translation):
             fields["response_format"] = form
         return fields
 
-    def builder(self, request: MessagesRequest) -> EventBuilder:
-        """See `Translation`."""
+    def answer(self, exchange: Exchange, request: Any) -> MessageEvents:
+        """See `Endpoint`."""
         if request.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
-        return MessageEvents(self.model, request.stop_sequences or [], self.prompts.tokenizer)
+        return MessageEvents(self, request.stop_sequences or [])
 
 
-async def count(app: App, chat: WideChat, exchange: Exchange) -> None:
+async def count(app: App, messages: Messages, exchange: Exchange) -> None:
     """Answer with the number of a prompt's tokens."""
+    exchange.form = messages.form
     request, ready = await app.begin(exchange, MessagesRequest)
-    ids, _ = await chat.prompt(exchange, Messages(chat, request).request, ready)
+    ids, _ = await messages.chat.prompt(exchange, messages.of(request).request, ready)
     await exchange.json({"input_tokens": len(ids)})
 
 
-class MessageEvents(EventBuilder):
+class MessageEvents(Events):
     """Builds a message of blocks: reasoning, text, calls."""
 
-    def __init__(self, model: str, stops: list[str], tokenizer: Tokenizer) -> None:
-        super().__init__({"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
-        self.value |= {"model": model, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {}}
-        self.stops, self.tokenizer, self._arguments = stops, tokenizer, ""
+    def __init__(self, of: Messages, stops: list[str]) -> None:
+        super().__init__(of, {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
+        self.value |= {"model": of.model, "content": [], "stop_reason": None, "stop_sequence": None}
+        self.stops, self._arguments = stops, ""
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         self.value["usage"] = _usage(usage)
         self.say("message_start", message=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         if thought := delta.get("reasoning_content"):
             self._open("thinking", thinking="", signature="")
             self.blocks[-1]["thinking"] += thought
@@ -140,7 +140,7 @@ class MessageEvents(EventBuilder):
             self._add(type="input_json_delta", partial_json=call["function"]["arguments"])
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         self._close()
         stop = stop_string(choice, self.stops, self.tokenizer) if reason == "stop" else None
         ended = {"stop_reason": "stop_sequence" if stop else REASONS[reason], "stop_sequence": stop}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import ErrorForm, EventBuilder, Translation
+from phases.appendix.protocols.translation import Events, NamedErrors, Translation
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import COPIED
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Header
+from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 
 LATEST = ":latest"
@@ -26,6 +25,7 @@ OPTIONS |= {
 }
 """Names of settings of the sampler, and what a chat calls them."""
 NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()} | {"response_format": "format"}
+LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 DETAILS = {"format": "safetensors", "family": "", "parameter_size": "", "quantization_level": ""}
 
 
@@ -53,12 +53,13 @@ class OllamaRequest(Generation, kw_only=True, forbid_unknown_fields=False):
         self.model = self.model and self.model.removesuffix(LATEST)
 
 
-class OllamaErrors(ErrorForm):
+class OllamaErrors(NamedErrors):
     """Errors as Ollama's clients read them: a text."""
 
     def body(self, error: ApiError) -> dict[str, Any]:
         """See `ErrorForm`."""
-        return {**error.body["error"], "error": str(error)}
+        told = super().body(error)["error"]
+        return told | {"error": told["message"]}
 
     def event(self, body: bytes) -> bytes:
         """See `ErrorForm`."""
@@ -68,9 +69,11 @@ class OllamaErrors(ErrorForm):
 class Ollama(Translation):
     """`/api/chat`; or `/api/generate`, which does not talk in messages."""
 
-    def __init__(self, chat: WideChat, request: OllamaRequest, *, talks: bool) -> None:
-        self.talks, self.names = talks, NAMES if talks else NAMES | {"messages": "prompt"}
-        super().__init__(chat, request)
+    body = OllamaRequest
+
+    def __init__(self, chat: WideChat, *, talks: bool) -> None:
+        super().__init__(chat)
+        self.talks, self.form = talks, OllamaErrors(NAMES if talks else NAMES | {"messages": "prompt"})
 
     def translate(self, request: OllamaRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -90,31 +93,31 @@ class Ollama(Translation):
             fields["chat_template_kwargs"] = {"enable_thinking": request.think}
         return fields | {"tools": request.tools}
 
-    def builder(self, request: OllamaRequest) -> EventBuilder:
-        """See `Translation`."""
-        return OllamaEvents(self.model, talks=self.talks)
+    def answer(self, exchange: Exchange, request: Any) -> OllamaEvents:
+        """See `Endpoint`."""
+        return OllamaEvents(self, {"model": self.model})
 
 
-class OllamaEvents(EventBuilder):
+class OllamaEvents(Events):
     """Builds lines of JSON. A call is told when it is whole.
 
     talks: the text is a message; otherwise it is the field `response`.
     """
 
-    headers: Sequence[Header] = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
+    headers = LINES
 
-    def __init__(self, model: str, *, talks: bool) -> None:
-        super().__init__({"model": model})
-        self.talks = talks
+    def __init__(self, of: Ollama, value: dict[str, Any]) -> None:
+        super().__init__(of, value)
+        self.talks = of.talks
         self._message: dict[str, Any] = {"content": ""}
         self._calls: list[dict[str, Any]] = []
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """See `EventBuilder`."""
+        """See `Events`."""
         return msgspec.json.encode(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self._calls.append({**call["function"]})
@@ -125,7 +128,7 @@ class OllamaEvents(EventBuilder):
                 self.say("", **self._line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         if reason == "tool_calls":
             functions = [call | {"arguments": msgspec.json.decode(call["arguments"])} for call in self._calls]
             self._message["tool_calls"] = [{"function": function} for function in functions]
@@ -159,6 +162,7 @@ async def tags(app: App, exchange: Exchange) -> None:
 
 async def show(app: App, exchange: Exchange) -> None:
     """Answer with what is known of it."""
+    exchange.form = OllamaErrors({})
     _, ready = await app.begin(exchange, OllamaRequest)
     found: dict[str, Any] = {"modelfile": "", "template": "", "details": DETAILS}
     found["parameters"] = "\n".join(f"{name} {value}" for name, value in app.prompts.defaults.items())

@@ -11,13 +11,13 @@ import msgspec
 from msgspec import Struct
 
 from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import EventBuilder, Messages, Translation
+from phases.appendix.protocols.translation import Events, Messages, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
 from serving.http.errors import ApiError
+from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
 """Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
 
@@ -84,18 +84,20 @@ class Conversations:
 class Responses(Translation):
     """`/v1/responses`."""
 
-    names = NAMES
+    body = ResponsesRequest
+    form = NamedErrors(
+        {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+    )
 
-    def __init__(self, chat: WideChat, kept: Conversations, request: ResponsesRequest) -> None:
-        self.kept = kept
-        super().__init__(chat, request)
+    def __init__(self, chat: WideChat) -> None:
+        super().__init__(chat)
+        self.kept = Conversations()
 
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""
-        fields: dict[str, Any] = {
-            "messages": self.conversation(request),
-            "system": request.instructions or None,
-        }
+        before = self.kept.find(request.previous_response_id) if request.previous_response_id else []
+        said = [InputItem(content=request.input)] if isinstance(request.input, str) else request.input
+        fields: dict[str, Any] = {"messages": _messages(before, said), "system": request.instructions or None}
         fields["parallel_tool_calls"] = request.parallel_tool_calls
         if request.tools:
             fields["tools"] = [{"type": tool.get("type"), "function": tool} for tool in request.tools]
@@ -104,57 +106,50 @@ class Responses(Translation):
         if request.max_output_tokens is not None:
             fields["max_tokens"] = request.max_output_tokens
         if isinstance(form := (request.text or {}).get("format"), dict):
-            fields["response_format"] = (
-                {"type": form.get("type"), "json_schema": form} if "schema" in form else form
-            )
+            named = {"type": form.get("type"), "json_schema": form}
+            fields["response_format"] = named if "schema" in form else form
         return fields
 
-    def conversation(self, request: ResponsesRequest) -> Messages:
-        """Return the messages so far, without the instructions. Raises `ApiError`."""
-        before = self.kept.find(request.previous_response_id) if request.previous_response_id else []
-        if isinstance(request.input, str):
-            return [*before, {"role": "user", "content": request.input}]
-        return _messages(before, request.input)
-
-    def builder(self, request: ResponsesRequest) -> EventBuilder:
-        """See `Translation`."""
-        kept = self.kept if request.store is not False else None
-        return ResponseEvents(self.model, request, kept, self.messages)
+    def answer(self, exchange: Exchange, request: Any) -> ResponseEvents:
+        """See `Endpoint`."""
+        return ResponseEvents(self, request)
 
 
-class ResponseEvents(EventBuilder):
+class ResponseEvents(Events):
     """Builds a response of items: reasoning, a message, calls.
 
     kept: where the conversation goes when it has ended; None: it is not kept.
     """
 
-    def __init__(
-        self, model: str, request: ResponsesRequest, kept: Conversations | None, messages: Messages
-    ) -> None:
-        self.kept, self.messages, self._number = kept, messages, 0
+    def __init__(self, of: Responses, request: ResponsesRequest) -> None:
+        self.kept, self.messages, self._number = (
+            of.kept if request.store is not False else None,
+            of.messages,
+            0,
+        )
         repeated = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
-        super().__init__({name: getattr(request, name) for name in repeated})
+        super().__init__(of, {name: getattr(request, name) for name in repeated})
         form = (request.text or {}).get("format") or {"type": "text"}
-        self.value |= {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": model}
+        self.value |= {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": of.model}
         self.value |= {"created_at": int(time.time()), "status": "in_progress", "output": []}
-        self.value |= {"store": kept is not None, "text": {"format": form}, "tools": request.tools or []}
+        self.value |= {"store": self.kept is not None, "text": {"format": form}, "tools": request.tools or []}
         self.value |= {"tool_choice": request.tool_choice or "auto", "error": None, "usage": None}
         self.value |= {"parallel_tool_calls": request.parallel_tool_calls is not False}
         self.value |= {"incomplete_details": None}
         self.items: list[dict[str, Any]] = self.value["output"]
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
-        """See `EventBuilder`. Events are numbered."""
+        """See `Events`. Events are numbered."""
         number, self._number = self._number, self._number + 1
         return super().encode(kind, {"sequence_number": number, **event})
 
     def begin(self, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         self.say("response.created", response=self.value)
         self.say("response.in_progress", response=self.value)
 
     def take(self, delta: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         if thought := delta.get("reasoning_content"):
             self._text("reasoning", "reasoning_text", thought, summary=[])
         if text := delta.get("content"):
@@ -166,7 +161,7 @@ class ResponseEvents(EventBuilder):
             self._say("response.function_call_arguments.delta", delta=call["function"]["arguments"])
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """See `EventBuilder`."""
+        """See `Events`."""
         cut = reason == "length"
         self._close("incomplete" if cut else "completed")
         self.value |= {

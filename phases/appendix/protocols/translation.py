@@ -1,14 +1,16 @@
 """The seam of this entry: a request becomes a chat's, and the chunks of the chat become events.
 
-A protocol says three things: `translate`, from its request to the fields of a chat; an `EventBuilder`, from
-what is new in the chat to its own events; and an `ErrorForm`. Everything between them is the chat's path:
+A protocol says three things: `translate`, from its request to the fields of a chat; its `Events`, from what
+is new in the chat to its own; and its form of errors. Everything between them is the chat's path:
 limits, queue, deadlines, metrics, leavers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, Self
 
 import msgspec
 
@@ -17,12 +19,11 @@ from phases.appendix.api.answers import WideChatAnswer
 from phases.appendix.api.endpoints import WideChat
 from phases.appendix.api.schema import ChatRequest
 from phases.appendix.tools.described import Message, with_system
-from serving.app import App, Handler
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer, usage
-from serving.http.errors import ApiError, wrong
-from serving.http.exchange import EVENTS, Exchange, Header
+from serving.http.errors import ApiError, ErrorForm, wrong
+from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 from serving.messages import Ready
 
@@ -30,51 +31,35 @@ Messages = list[Message]
 _json = msgspec.json.Encoder().encode
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error under the name that its field has in another protocol."""
-    if error.param is None or error.param not in names:
-        return error
-    field, words = names[error.param], str(error)
-    if words.startswith(error.param):
-        words = field + words.removeprefix(error.param)
-    return ApiError(error.status, words, param=field, code=error.code, retry=error.retry)
+class NamedErrors(ErrorForm):
+    """Errors in OpenAI's form under the names that a chat's fields have in a protocol."""
 
-
-class ErrorForm:
-    """The form in which a protocol tells errors; this one is OpenAI's."""
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
 
     def body(self, error: ApiError) -> dict[str, Any]:
-        """Return the object that is sent."""
-        return error.body
+        """See `ErrorForm`."""
+        body = error.body
+        if error.param is not None and error.param in self.names:
+            field = self.names[error.param]
+            body["error"] |= {"param": field, "message": re.sub(f"^{error.param}", field, str(error))}
+        return body
 
     def event(self, body: bytes) -> bytes:
-        """Return an error that ends a stream."""
+        """See `ErrorForm`."""
         return b"event: error\ndata: " + body + b"\n\n"
 
-    async def told(self, handle: Handler, exchange: Exchange) -> None:
-        """Answer a request by a route's own handler, and with its errors in this form."""
-        try:
-            await handle(exchange)
-        except ApiError as error:
-            if exchange.status:
-                await exchange.write(self.event(_json(self.body(error))), more=False)
-                return
-            if not error.close:
-                await exchange.drain()
-            await exchange.json(self.body(error), error.status, error.headers)
 
+class Events(Answer):
+    """The answer to a chat as a protocol's events; one that is not streamed is built of the same news.
 
-class EventBuilder:
-    """Builds the events of a stream, and from the same news the answer that is not streamed.
-
-    headers: of a stream.
     value: the whole answer, as far as it is known.
     """
 
-    headers: Sequence[Header] = EVENTS
-
-    def __init__(self, value: dict[str, Any]) -> None:
-        self.value = value
+    def __init__(self, of: Translation, value: dict[str, Any]) -> None:
+        about = (of.prefix, of.model, of.prompts.tokenizer, of.request)
+        super().__init__(*about)
+        self.chat, self.value = WideChatAnswer(*about), value
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
@@ -96,64 +81,56 @@ class EventBuilder:
         """Add an event, as its parts are now: they change later."""
         self._said.append(self.encode(kind, event))
 
-    def said(self) -> bytes:
-        """Return the events since the last call."""
-        said, self._said = self._said, []
-        return b"".join(said)
-
-
-class TranslatedAnswer(Answer):
-    """The answer to a chat, told by a builder."""
-
-    def __init__(self, chat: WideChatAnswer, builder: EventBuilder) -> None:
-        super().__init__(chat.id, chat.model, chat.tokenizer, chat.request)
-        self.chat, self.builder, self.headers = chat, builder, list(builder.headers)
-
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Answer`."""
         if not piece.start:
-            self.builder.begin(usage(choice.group))
+            self.begin(usage(choice.group))
         for delta in self.chat.deltas(choice, piece, last):
-            self.builder.take(delta)
+            self.take(delta)
         if last:
-            self.builder.finish(choice, self.chat.reason(choice) or "stop", usage(choice.group))
-        return self.builder.said()
+            self.finish(choice, self.chat.reason(choice) or "stop", usage(choice.group))
+        said, self._said = self._said, []
+        return b"".join(said)
 
     async def body(self, group: ChoiceGroup) -> bytes:
         """See `Answer`."""
         (choice,) = group.choices
         self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
-        return _json(self.builder.value)
+        return _json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`. The builder has said all."""
+        """See `Answer`. All is said."""
         return b""
 
 
 class Translation(Endpoint):
     """A request of another protocol, which is translated once and takes the chat's path.
 
-    names: what the protocol calls the fields of a chat, for errors.
     request, messages: the chat, and its messages without `system`.
     """
 
-    names: Mapping[str, str] = {}
+    request: ChatRequest
+    messages: Messages
 
-    def __init__(self, chat: WideChat, request: Any) -> None:
-        """Translate it. Raises `ApiError`."""
+    def __init__(self, chat: WideChat) -> None:
         super().__init__(chat.prompts, chat.model, chat.limits)
         self.chat = chat
+
+    def of(self, request: Any) -> Self:
+        """See `Endpoint`."""
+        made = copy(self)
         if request.n not in (None, 1):
             raise wrong("n", f"n is {request.n}, but must be 1 here")
         same = {name: getattr(request, name) for name in Generation.__struct_fields__}
         try:
             fields = self.translate(request)
-            self.messages, system = fields["messages"], fields.pop("system", None)
+            made.messages, system = fields["messages"], fields.pop("system", None)
             if system is not None:
-                fields["messages"] = with_system(self.messages, system)
+                fields["messages"] = with_system(made.messages, system)
         except UserError as error:
-            raise wrong(self.names.get("messages", "messages"), str(error)) from None
-        self.request = ChatRequest(**(same | {"stream_options": None} | fields))
+            raise wrong("messages", str(error)) from None
+        made.request = ChatRequest(**(same | {"stream_options": None} | fields))
+        return made
 
     def translate(self, request: Any) -> dict[str, Any]:
         """Return the fields of a chat that a request means, and `system`, a text for its system message.
@@ -163,32 +140,10 @@ class Translation(Endpoint):
         """
         raise NotImplementedError
 
-    def builder(self, request: Any) -> EventBuilder:
-        """Make what builds the answer. Raises `ApiError`."""
-        raise NotImplementedError
-
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        try:
-            return await self.chat.orders(exchange, self.request, ready)
-        except ApiError as error:
-            raise renamed(error, self.names) from None
-
-    def answer(self, exchange: Exchange, request: Any) -> Answer:
-        """See `Endpoint`."""
-        chat = WideChatAnswer(self.prefix, self.model, self.prompts.tokenizer, self.request)
-        return TranslatedAnswer(chat, self.builder(request))
+        return await self.chat.orders(exchange, self.request, ready)
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`."""
-        return renamed(self.chat.refusal(message, self.request, order), self.names)
-
-
-Kind = Callable[[Any], Translation]
-"""Translates a request."""
-
-
-async def serve(app: App, body: type[Generation], kind: Kind, exchange: Exchange) -> None:
-    """Answer a request for tokens. body: its fields."""
-    request, _ = await app.begin(exchange, body)
-    await app.service.serve(exchange, kind(request), request)
+        return self.chat.refusal(message, self.request, order)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phases.appendix.latency.gemv import Around, launch
-from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
+from phases.appendix.quant_kernels.configs import loop_config
 from quant.formats import BLOCK, LARGEST
 from quant.products import hardware_rounds, rounded, token_scale
 from quant.weights import QuantizedWeight
@@ -260,15 +260,13 @@ def gemv8_kernel(
         weights, scales = later, later_scales
 
 
-def gemv8(
-    x: Tensor, weight: QuantizedWeight, *, config: LoopConfig | None = None, **around: Unpack[Around]
-) -> Tensor:
+def gemv8(x: Tensor, weight: QuantizedWeight, **around: Unpack[Around]) -> Tensor:
     """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
     matrices = 1 if around.get("gate") is None else 2
     rows, size = weight.shape[0] // matrices, weight.shape[1]
-    shape = config or loop_config(rows, size, matrices, 8, x.device)
+    shape = loop_config(rows, size, matrices, 8, x.device)
     hardware = hardware_rounds(x.device)
     known = x.is_cuda and size % 16 == 0 and (scheme.weights == "int8" or hardware)
     data = weight.data.view(torch.int32) if known else weight.data

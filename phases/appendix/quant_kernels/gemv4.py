@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phases.appendix.latency.gemv import Around, launch
-from phases.appendix.quant_kernels.configs import LoopConfig, loop_config
+from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import (
     four,
     input_scales,
@@ -223,14 +223,12 @@ def gemv4(
     x: Tensor,  # [..., K], one row
     weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; its `data` is that of `to_words`
     size: int,
-    *,
-    config: LoopConfig | None = None,
     **around: Unpack[Around],
 ) -> Tensor:
     """`latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
     matrices, group = 1 if around.get("gate") is None else 2, weight.scheme.group
     rows = len(weight.data) // matrices
-    shape = config or loop_config(rows, size, matrices, 4, x.device)
+    shape = loop_config(rows, size, matrices, 4, x.device)
     zero = weight.scale if weight.zero is None else weight.zero
     return launch(
         gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero], rows, around,

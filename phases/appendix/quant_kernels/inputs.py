@@ -30,19 +30,6 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: 
 
 
 @triton.jit
-def store_row(
-    out, out_scale, y, token, at, mask, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """A token's row, rounded to eight bits with a scale of its own, or as it is."""
-    if ROUND:
-        scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
-        tl.store(out_scale + token, scale)
-        y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def round_vector(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """`latency.heads.as_it_is` in eight bits. Padding of heads may hold anything that is finite."""
     scale, inverse = token_scale(tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST)
@@ -53,8 +40,8 @@ def round_vector(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HAR
 def norm_rows_kernel(
     out, out_scale, total, x, delta, delta_rows, delta_columns, weight, eps,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, PENDING: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
-    WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
+    ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One program per token: add, norm, round."""
     token = tl.program_id(0).to(tl.int64)
@@ -69,12 +56,15 @@ def norm_rows_kernel(
         y = (y.to(tl.float32) + more.to(tl.float32)).to(kind)
         tl.store(total + at, y, mask=mask)
     y = y.to(tl.float32)
-    if NORM:
-        w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-        if ONE_PLUS:
-            w += 1.0
-        y = (y * tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * w).to(kind).to(tl.float32)
-    store_row(out, out_scale, y, token, at, mask, ROUND, LARGEST, WHOLE, HARDWARE)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    if ONE_PLUS:
+        w += 1.0
+    y = (y * tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + eps) * w).to(kind).to(tl.float32)
+    if ROUND:
+        scale, inverse = token_scale(tl.max(tl.abs(y), axis=0), LARGEST)
+        tl.store(out_scale + token, scale)
+        y = rounded(y * inverse, LARGEST, WHOLE, HARDWARE)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -124,26 +114,23 @@ def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tenso
 def norm_rows(
     x: Tensor,  # [..., K]
     delta: Tensor | Unscaled | None,
-    norm: NormWeights | None,
+    norm: NormWeights,
     kind: Activations | None,
 ) -> tuple[Tensor, Rounded | Tensor]:
-    """`x + delta`, and its norm rounded to `kind`, or as it is without one.
-
-    Without `delta` the sum is `x`, without `norm` there is none.
-    """
+    """`x + delta` (or `x`), and the norm of that, rounded to `kind`, or as it is without one."""
     x = x.contiguous()
     size = x.shape[-1]
     out, scale = _room(x, size, kind)
     total = x if delta is None else torch.empty_like(x)
     pending = isinstance(delta, Unscaled)
     values, rows, columns = delta if isinstance(delta, Unscaled) else (delta, scale, scale)
-    weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
+    weight, eps, one_plus = norm
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows_kernel[(x.numel() // size,)](
             out, scale, total, x, x if values is None else values.contiguous(), rows, columns, weight, eps,
-            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending, NORM=norm is not None,
-            ONE_PLUS=one_plus, ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
+            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending, ONE_PLUS=one_plus,
+            ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
     return total, out if kind is None else Rounded(out, scale)

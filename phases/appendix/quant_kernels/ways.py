@@ -29,7 +29,6 @@ from quant.products import (
     scales_inside,
     unscaled,
 )
-from quant.weights import QuantizedWeight
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, FusedRMSNorm, Stream
 from triton_paged_attention.linear import FusedLinear
@@ -116,21 +115,17 @@ class EightBitBlock:
         return Stream(total, multiply(mlp.down_proj, both, dtype))  # type: ignore[arg-type]  # see UnscaledNorm
 
 
-def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Unscaled | Tensor:
-    """`x` times an eight-bit weight with scales by channel; of few tokens they are still to be multiplied.
+def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Unscaled | Tensor:
+    """`x` times a layer that is `eight`; a product of few tokens is still to be scaled.
 
     With one scale for all, the library has a faster product of few tokens than with a scale for each row and
     column: so it is told that all scales are 1, and the next kernel does the rest.
     """
+    assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
+    weight = layer.linear.stored
     if len(x.values) >= MANY and scales_inside(x, weight, dtype):
         return eight_by_eight_whole(x, weight, dtype)
     return unscaled(x, weight)
-
-
-def multiply(layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype) -> Unscaled | Tensor:
-    """A layer's product with an input of eight bits, perhaps still to be scaled; the layer is `eight`."""
-    assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
-    return eight_by_eight(x, layer.linear.stored, dtype)
 
 
 class UnscaledNorm(FusedRMSNorm):
@@ -157,9 +152,9 @@ def install(model: Model) -> Model:
     kind = kinds.pop() if len(kinds) == 1 else None
     for block in blocks:
         add_ways(block)
-        if kind is not None and isinstance(model.norm, FusedRMSNorm):
-            block.ways.insert(0, EightBitBlock(kind))
     if kind is not None and isinstance(model.norm, FusedRMSNorm):
+        for block in blocks:
+            block.ways.insert(0, EightBitBlock(kind))
         model.norm = UnscaledNorm(model.norm)
     if isinstance(model.lm_head, FusedLinear):
         for way in model.lm_head.ways:

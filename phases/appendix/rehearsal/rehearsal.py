@@ -8,8 +8,10 @@ is met when the first long prompt comes, or the first request with penalties.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,7 +19,7 @@ from common.errors import UserError
 from common.progress import bar
 from common.sampling.params import SamplingParams
 from continuous.engine import Stats
-from paged_cache import PagedEngine
+from paged_cache import Feature, PagedEngine, Parts
 from triton_paged_attention.tables import LONG
 
 GREEDY = SamplingParams()
@@ -114,3 +116,23 @@ def _step(engine: PagedEngine, scene: Scene) -> None:
     for output in engine.step():
         if output.finish_reason == "error":
             raise RuntimeError(f"a rehearsal failed: {scene.title}") from output.request.error
+
+
+@dataclass(frozen=True)
+class Rehearsal(Feature):
+    """On a GPU, every kernel is compiled at the start, not when it is first met."""
+
+    name: ClassVar[str] = "rehearsal"
+    phase: ClassVar[int] = 6
+
+    @classmethod
+    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+        """On with kernels on a GPU."""
+        return device.type == "cuda" and others.get("kernels") is not None
+
+    def install(self, parts: Parts) -> None:
+        """Play made-up requests when the engine is complete."""
+        if "kernels" not in parts.features:
+            raise UserError("rehearsal is for kernels, which are off: switch them on with kernels=True")
+        if parts.model.device.type == "cuda":
+            parts.stages["rehearse"].append(lambda whole: rehearse(whole.engine))

@@ -15,12 +15,8 @@ Delta = dict[str, Any]
 
 def settled(text: str, *marks: str) -> int:
     """Return how much of a text can be no beginning of a mark, nor spaces before one."""
-    sizes = (range(min(len(mark) - 1, len(text)), 0, -1) for mark in marks)
-    held = (
-        next((size for size in each if text.endswith(mark[:size])), 0)
-        for mark, each in zip(marks, sizes, strict=True)
-    )
-    return len(text[: len(text) - max(held)].rstrip())
+    begun = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    return len(text[: len(text) - max(begun, default=0)].rstrip())
 
 
 class CallReader:
@@ -65,18 +61,14 @@ class CallReader:
 
     def _name(self, deltas: list[Delta]) -> bool:
         """Begin a call; tell whether its name is there."""
-        begin = self._rest.find(OPENING) + len(OPENING)
-        end = self._rest.find(self.format.middle, begin)
+        middle, begin = self.format.middle, self._rest.find(OPENING) + len(OPENING)
+        end = self._rest.find(middle, begin)
         if end < 0:
             return False
         function = {"name": self._rest[begin:end], "arguments": ""}
         self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         deltas.append(self._delta(**self.calls[-1] | {"function": {**function}}))
-        self._rest, self._state, self.complete = (
-            self._rest[end + len(self.format.middle) :],
-            "arguments",
-            False,
-        )
+        self._rest, self._state, self.complete = self._rest[end + len(middle) :], "arguments", False
         return True
 
     def _arguments(self, deltas: list[Delta], last: bool) -> bool:

@@ -131,10 +131,10 @@ def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
     if kind != "function" or not isinstance(function, Mapping):
         raise wrong("tools", f"{where} must be of type function and have a function")
     name, schema = function.get("name"), function.get("parameters")
+    if schema is None:  # OpenAI: a function without parameters
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
-    if schema is None:  # OpenAI: a function without parameters
-        return name, {"type": "object", "properties": {}, "additionalProperties": False}, []
     left: list[str] = []
     if not isinstance(schema, dict) or "object" not in _types(schema):
         raise wrong("tools", f"{where}.function.parameters must be the schema of an object")

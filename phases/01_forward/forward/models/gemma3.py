@@ -16,7 +16,7 @@ from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
 from forward.layers import GatedMLP
 from forward.model import Model
-from forward.models.llama import LlamaAttention
+from forward.models.qwen3 import Qwen3Attention
 from forward.rope import Rope
 
 
@@ -33,18 +33,10 @@ class Gemma3RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
-class Gemma3Attention(LlamaAttention):
-    """Llama's attention with normalized query and key heads."""
+class Gemma3Attention(Qwen3Attention):
+    """Qwen3's attention, but for the form of its norms."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
-        super().__init__(config, spec)
-        self.q_norm = Gemma3RMSNorm(spec.head_dim, config.norm_eps)
-        self.k_norm = Gemma3RMSNorm(spec.head_dim, config.norm_eps)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LlamaAttention.project`."""
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
+    norm_class: ClassVar[type[nn.Module]] = Gemma3RMSNorm
 
 
 class Gemma3Block(nn.Module):

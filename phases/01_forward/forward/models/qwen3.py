@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.models.config import ModelConfig
 from forward.attention import LayerSpec
@@ -18,10 +18,12 @@ from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 class Qwen3Attention(LlamaAttention):
     """One norm weight of size D for all query heads, one for all key heads."""
 
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
+
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
-        self.q_norm = RMSNorm(spec.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(spec.head_dim, config.norm_eps)
+        self.q_norm = self.norm_class(spec.head_dim, config.norm_eps)
+        self.k_norm = self.norm_class(spec.head_dim, config.norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `LlamaAttention.project`."""

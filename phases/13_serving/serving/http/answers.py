@@ -43,7 +43,7 @@ class Answer:
     headers = EVENTS
 
     def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Generation) -> None:
-        self.id, self.model, self.tokenizer = id, model, tokenizer
+        self.id, self.model, self.tokenizer, self.request = id, model, tokenizer, request
         options = request.stream_options
         self.usage = bool(options and options.include_usage)
         self.continuous = bool(options and options.continuous_usage_stats)

@@ -48,6 +48,18 @@ class ApiError(Exception):
         return retry + ([(b"connection", b"close")] if self.close else [])
 
 
+class ErrorForm:
+    """The form in which a route tells errors: OpenAI's. Other protocols have forms of their own."""
+
+    def body(self, error: ApiError) -> dict[str, Any]:
+        """Return the object that is sent."""
+        return error.body
+
+    def event(self, body: bytes) -> bytes:
+        """Return an error that ends a stream."""
+        return b"data: " + body + b"\n\n"
+
+
 def wrong(param: str | None, message: str) -> ApiError:
     """Return the error of a request with a wrong field."""
     return ApiError(400, message, param=param)

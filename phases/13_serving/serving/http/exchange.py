@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from serving.completion import ChoiceGroup
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, ErrorForm
 from serving.http.limits import Limits
 
 Scope = MutableMapping[str, Any]
@@ -43,6 +43,7 @@ class Exchange:
     unread: there may be a body that has not been read.
     sending: when the write that the client has not taken yet began (`time.monotonic()`); 0 if none.
     group: what is answered, if that is a request for tokens.
+    form: of errors.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -57,6 +58,7 @@ class Exchange:
         self.status, self.sent_bytes, self.sending = 0, 0, 0.0
         self.group: ChoiceGroup | None = None
         self.extra: list[Header] = []
+        self.form = ErrorForm()
 
     async def body(self) -> bytes:
         """All of the body.
@@ -137,10 +139,11 @@ class Exchange:
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
+        body = self.form.body(error)
         if not self.status:
-            await self.json(error.body, error.status, error.headers)
+            await self.json(body, error.status, error.headers)
         else:
-            await self.write(b"data: " + msgspec.json.encode(error.body) + b"\n\n", more=False)
+            await self.write(self.form.event(msgspec.json.encode(body)), more=False)
 
     def hang_up(self) -> None:
         """Close the connection of a slow reader at once, and forget what it has not read."""

@@ -8,7 +8,7 @@ mean something: `SamplingParams`, `Limits`, the engine.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -60,13 +60,7 @@ class CompletionBody(Generation, kw_only=True):
     prompt: str | list[str | int | list[int]]
 
 
-class ForModel(Protocol):
-    """A request to a model. model: the name of the one that is served."""
-
-    model: str | None
-
-
-Body = TypeVar("Body", bound=ForModel)
+Body = TypeVar("Body", bound=Generation)
 
 
 def decode(kind: type[Body], body: bytes) -> Body:

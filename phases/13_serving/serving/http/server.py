@@ -43,7 +43,7 @@ class HttpServer(uvicorn.Server):
     """
 
     failure: CannotStart | None = None
-    code = 0
+    announced, code = False, 0
 
     def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any) -> None:
         self.app, self.on_ready = app, on_ready
@@ -72,7 +72,13 @@ class HttpServer(uvicorn.Server):
         self.app.closing = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Hang up on slow readers, ten times a second: a timer a write would cost 6 % of a token."""
+        """Hang up on slow readers, ten times a second: a timer a write would cost 6 % of a token.
+
+        The first time that the engine is ready it is announced.
+        """
+        if self.app.engine.state == "ready" and not self.announced:
+            self.announced = True
+            self.on_ready()
         begun = time.monotonic() - self.app.limits.slow_seconds
         for exchange in [one for one in self.app.exchanges if 0.0 < one.sending < begun]:
             exchange.hang_up()
@@ -83,20 +89,13 @@ class HttpServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         engine = asyncio.ensure_future(self.app.engine.run())
         engine.add_done_callback(self._engine_ended)
-        announcing = asyncio.ensure_future(self._announce())
         try:
             await super().serve(sockets)
         finally:
-            announcing.cancel()
             await self.app.engine.stop()
             engine.cancel()
             with contextlib.suppress(asyncio.CancelledError, CannotStart):
                 await engine
-
-    async def _announce(self) -> None:
-        while self.app.engine.state != "ready" or not self.started:
-            await asyncio.sleep(0.02)
-        self.on_ready()
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
         failure = None if task.cancelled() else task.exception()
