@@ -43,7 +43,7 @@ from speculative.loops import watched
 from speculative.ngram import NGramIndex, follow
 from speculative.speculation import Source, Speculator, verify
 from speculative.stats import SpeculationStats
-from speculative.taps import Taps
+from speculative.taps import Taps, tapped
 from speculative.verify_graph import VerifyPlan
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.heads import clean_drafts, head_of, hidden_states, save_head
@@ -600,6 +600,11 @@ def test_a_head_goes_to_a_file_and_back(model: Model, truth: list[Completion], t
     assert plain(engine.generate(*asks())) == plain(truth)
     with pytest.raises(UserError, match="Llama family"):
         head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
+
+
+def test_a_head_reads_the_layers_that_it_was_trained_on() -> None:
+    assert tapped(30) == (2, 15), "SmolLM2's head has learned from these"
+    assert tapped(2) == (1, 1), "of a model with fewer layers there are these"
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
