@@ -7,8 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from parallel.ranks import Ranks
-from parallel.reduce import PLAIN, Reducer
+from parallel.ranks import PLAIN, Ranks, Reducer
 
 WAYS = ("nccl", "one-shot")
 INSIDE = 40

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from forward.attention import RecomputeAttention
 from forward.model import Model
 from forward.models.llama import Llama
 from speculative.draft_model import DraftModel
-from speculative.head import Head
-from speculative.taps import layers_of
+from speculative.head import KIND, Head
+
+
+def save_head(model: Head, path: Path) -> None:
+    """Write a drafter's own weights in half precision, with what is needed to load them."""
+    own = {name: value.detach().to(torch.float16).cpu().contiguous() for name, value in model.own().items()}
+    own["ids"] = model.lm_head.ids.to(torch.int32).cpu()
+    shape = {
+        "kind": KIND,
+        "layers": model.config.num_layers,
+        "width": model.config.intermediate_size,
+        "hidden": model.config.hidden_size,
+        "vocab": model.config.vocab_size,
+    }
+    save_file(own, path, metadata={"drafter": json.dumps(shape)})
 
 
 def head_of(model: Model) -> Head:
@@ -32,7 +48,10 @@ def head_of(model: Model) -> Head:
 def hidden_states(model: Model, ids: Tensor, taps: Sequence[int]) -> Tensor:
     """Of `ids [S]`: outputs of the layers `taps`, and the last hidden states: `[S, (taps + 1) * hidden]`."""
     seen: list[Tensor] = []
-    hooks = [layers_of(model)[at].register_forward_hook(lambda *call: seen.append(call[2])) for at in taps]
+    hooks = [
+        model.get_submodule(f"layers.{at}").register_forward_hook(lambda *call: seen.append(call[2]))
+        for at in taps
+    ]
     last = model(ids, torch.arange(len(ids)), RecomputeAttention())
     for hook in hooks:
         hook.remove()

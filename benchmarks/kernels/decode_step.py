@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from cuda_graphs.batch import fixed_batch
-from cuda_graphs.sampling import argmax_rows, draw_rows
+from cuda_graphs.sampling import DrawSettings, argmax_rows, draw_rows
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
@@ -127,7 +127,7 @@ def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], T
     rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
     return {
         "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
-        "draw_rows": lambda x: draw_rows(x, rows, steps, sampler.floats, sampler.ints),
+        "draw_rows": lambda x: draw_rows(x, DrawSettings(rows, steps, sampler.floats, sampler.ints)),
         "torch argmax": lambda x: x.argmax(1),
         "argmax_rows": argmax_rows,
     }

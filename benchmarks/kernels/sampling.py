@@ -25,7 +25,7 @@ from benchmarks.roofline import Ceilings, ceilings
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
-from cuda_graphs.sampling import argmax_rows, draw_rows
+from cuda_graphs.sampling import DrawSettings, argmax_rows, draw_rows
 
 NAME, PHASE = "sampling", "06_triton_paged_attention"
 WORKLOAD = "sampling-kernels"
@@ -91,7 +91,7 @@ def choosers(batch: int, vocab: int, device: torch.device) -> dict[str, Chooser]
         "torch argmax": lambda x: x.argmax(1),
     }
     if device.type == "cuda":
-        choices["draw_rows"] = lambda x: draw_rows(x, rows, steps, sampler.floats, sampler.ints)
+        choices["draw_rows"] = lambda x: draw_rows(x, DrawSettings(rows, steps, sampler.floats, sampler.ints))
         choices["argmax_rows"] = argmax_rows
     return choices
 

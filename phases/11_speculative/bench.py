@@ -33,6 +33,7 @@ from forward.model import Model
 from paged_cache import PagedEngine, Parts, Recipe
 from speculative import Speculate, Speculator
 from speculative.control import Control
+from speculative.feature import DRAFTERS
 from speculative.head import WEIGHTS
 from speculative.speculation import agreeing, verify
 from speculative.stats import SpeculationStats
@@ -132,7 +133,7 @@ class Bench:
         feature = Speculate(**settings)
         parts = Parts(Recipe(self.engine.runner.model))
         parts.model = self.engine.runner.model
-        source = feature.source(parts)
+        source = DRAFTERS[feature.drafter].make(feature, parts)
         return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:

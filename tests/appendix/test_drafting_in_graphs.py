@@ -30,12 +30,11 @@ from phases.appendix.drafting_in_graphs.loop import InGraph
 from phases.appendix.latency import ways as attention
 from phases.appendix.latency.ways import LatencyBlock
 from phases.registry import load_engine
-from speculative import head
 from speculative.head import HeadSource
 from speculative.ngram import NGramIndex
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same
-from tests.heads import clean_drafts, head_of, hidden_states
+from tests.heads import clean_drafts, head_of, hidden_states, save_head
 from tests.schedules import check
 
 PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
@@ -61,7 +60,7 @@ def ahead_engine(model: Model, kind: str, folder: Any, rows: int = 2, **options:
     """An engine whose drafter guesses inside the graphs; they are called here, not replayed."""
     path = folder / f"{kind}.safetensors"
     if kind == "head":
-        head.save(head_of(model), path, {})
+        save_head(head_of(model), path)
     given = {"drafter": kind, "draft_adaptive": False, "draft_length": 2}
     given |= {} if kind == "ngram" else {"draft_model": str(path)}
     given["max_rows"] = rows
@@ -77,7 +76,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     few, seen = attention.attend_few, []
     monkeypatch.setattr(
-        attention, "attend_few", lambda qkv, *rest, **more: seen.append(len(qkv)) or few(qkv, *rest, **more)
+        attention, "attend_few", lambda given, **more: seen.append(len(given.qkv)) or few(given, **more)
     )
     prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=6, ignore_eos=True)]
     right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
@@ -194,7 +193,8 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
             next_at[row] = len(written) - 1
         before, told = tokens.clone(), torch.zeros(4, 2 * k + 2, dtype=torch.int64)
         at = torch.tensor([5, 0, 7, -1])  # where the step began, which only says who is padding
-        lookup.look_up(at, rows, tokens, next_at, told, k)
+        places, chain = lookup.Places(at, rows, *[at] * 8), lookup.Chain(*[at] * 5)
+        lookup.Step(at, tokens, next_at, told, places, chain, k).look_up()
         for request, (row, written) in enumerate(zip((2, 0, 3), texts, strict=True)):
             index, size = NGramIndex(), len(written)
             index.extend(written)
@@ -215,7 +215,8 @@ def test_ngrams_on_the_device_are_those_of_the_host(at_once: int, monkeypatch: p
         long[0, 58:60] = torch.tensor(end)
         told = torch.zeros(1, 4, dtype=torch.int64)
         nought = torch.zeros(1, dtype=torch.int64)
-        lookup.look_up(nought, nought, long, torch.tensor([59]), told, 1)
+        places, chain = lookup.Places(*[nought] * 10), lookup.Chain(*[nought] * 5)
+        lookup.Step(nought, long, torch.tensor([59]), told, places, chain, 1).look_up()
         assert told[0, 3:].tolist() == expected, f"behind {end}, which stood here {60 - end[0]} tokens before"
 
 
@@ -227,7 +228,7 @@ def test_what_stands_between_the_layers_compiles_for_a_gpu(capability: int) -> N
 
 def test_between_the_layers_of_a_step_that_drafts() -> None:
     """Two requests and a row of padding, two drafts each: the second is right once, then wrong."""
-    from phases.appendix.drafting_in_graphs.kernels import Chain, Places, accept, find_places, hand_on
+    from phases.appendix.drafting_in_graphs.kernels import Chain, Places, Step
 
     k, size, count = 2, 3, 9
     ints = partial(torch.zeros, dtype=torch.int64)
@@ -238,19 +239,20 @@ def test_between_the_layers_of_a_step_that_drafts() -> None:
     contexts, small_contexts = (torch.zeros(size, dtype=torch.int32) for _ in range(2))
     small = small_rows, small_token_rows, small_at, small_contexts
     places = Places(at, rows, token_rows, token_at, steps, contexts, *small)
-    find_places(given, next_at, places, k)
+    tokens, small_tokens, told, newest = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(size)
+    draft_steps, chain_rows, chain_at = ints(k, size), ints(size), ints(size)
+    chain = Chain(picked, draft_steps, chain_rows, chain_at, contexts)
+    step = Step(given, tokens, next_at, told, places, chain, k)
+    step.find_places()
     assert at.tolist() == [9, 6, -1] and rows.tolist() == [3, 1, 0]
     assert token_at.tolist() == [9, 10, 11, 6, 7, 8, -1, -1, -1], "a token is read from another place"
     assert small_at.tolist() == [6, 7, 8, 7, 8, 9, -1, -1, -1], "the drafter goes on from another place"
     assert steps.tolist()[:6] == [5, 6, 7, 5, 6, 7], "a token is sampled with another step's noise"
     assert contexts.tolist() == [12, 9, 3] and small_contexts.tolist() == [9, 10, 3]
 
-    tokens, small_tokens, told, newest = ints(4, 20), ints(3, 20), ints(size, 2 * k + 2), ints(size)
-    draft_steps, chain_rows, chain_at = ints(k, size), ints(size), ints(size)
     sampled = torch.tensor([70, 71, 72, 80, 81, 82, 1, 1, 1])
     ids = torch.tensor([60, 70, 79, 61, 89, 81, 0, 1, 1])  # newest, draft, draft
-    written = given, tokens, next_at, told, places
-    accept(sampled, ids, *written, Chain(picked, draft_steps, chain_rows, chain_at, contexts), k)
+    step.accept(sampled, ids)
     assert told[:, 0].tolist()[:2] == [1, 0], "a right draft does not count, or one behind a wrong draft does"
     assert tokens[3].tolist()[9:13] == [0, 70, 71, 0] and tokens[1].tolist()[6:9] == [0, 80, 0]
     assert not tokens[0].any(), "padding was written"
@@ -262,12 +264,12 @@ def test_between_the_layers_of_a_step_that_drafts() -> None:
     assert contexts.tolist() == [9, 9, 0], "the drafter sees other keys"
 
     names = torch.arange(0, 100, 11)
-    hand_on(torch.tensor([3, 4, 9]), 1, names, *written, small_tokens, newest, k)
+    step.hand_on(torch.tensor([3, 4, 9]), 1, names, small_tokens, newest)
     assert newest[:2].tolist() == [33, 44], "the drafter goes on from another token"
     assert (int(tokens[3, 13]), int(tokens[1, 9])) == (33, 44), "a draft is verified in another place"
     assert (int(small_tokens[0, 9]), int(small_tokens[2, 9])) == (33, 44), "the drafter reads another draft"
     assert told[:2, 5].tolist() == [33, 44]
-    hand_on(torch.tensor([33, 44, 9]), 0, None, *written, small_tokens, newest, k)
+    step.hand_on(torch.tensor([33, 44, 9]), 0, None, small_tokens, newest)
     assert newest[:2].tolist() == [33, 44] and told[:2, 4].tolist() == [33, 44]
 
 
@@ -316,7 +318,7 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
 def test_with_real_graphs(kind: str, tmp_path: Any) -> None:
     model = forward.load_model("random:tiny", device="cuda", dtype="float32")
     path = tmp_path / "head.safetensors"
-    head.save(head_of(model).to("cuda"), path, {})
+    save_head(head_of(model).to("cuda"), path)
     prompts, params = [[5, 6, 7], [9] * 40], SamplingParams(max_tokens=30, ignore_eos=True)
     right = cuda_graphs.load(model, max_rows=2, max_len=96).generate(prompts, params)
     options: dict[str, Any] = {"drafter": kind, "draft_adaptive": False, "max_rows": 2, "max_len": 96}

@@ -18,8 +18,8 @@ from forward.shapes import SHAPES
 from paged_cache import BlockPool
 from phases.appendix.drafting_in_graphs import columns
 from phases.appendix.drafting_in_graphs.graph import several
-from phases.appendix.latency.lone_few import FewParts
-from phases.appendix.latency.tables import LoneFewConfig
+from phases.appendix.latency.lone import LoneParts
+from phases.appendix.latency.tables import LoneConfig
 from phases.appendix.latency.ways import LatencyAttention
 from phases.appendix.latency.ways import install as latency
 from tests.cuda_kit import ON_A_GPU, random, replayed
@@ -76,7 +76,7 @@ class TestOnAGPU:
     @pytest.mark.parametrize("window", [None, 100])
     def test_splits_are_combined(self, context: int, count: int, window: int | None) -> None:
         """What no split has written, and padding, is poison."""
-        tokens, heads, d, config = 5, 9, 64, LoneFewConfig(splits=8, min_tiles=1 + context % 2)
+        tokens, heads, d, config = 5, 9, 64, LoneConfig(splits=8, min_tiles=1 + context % 2)
         layer = LayerSpec(1, heads, 3, d, 0.1, sliding_window=window)
         cached = max(0, context - count)
         begin = max(cached - window + 1, 0) // config.block_n if window else 0
@@ -91,7 +91,7 @@ class TestOnAGPU:
         logs[:used, :count] = 4 * random(used, count, heads).float()
         whole = torch.tensor([context], dtype=torch.int32, device=DEVICE)
         starts = torch.tensor([0, count], dtype=torch.int32, device=DEVICE)
-        parts = FewParts(random(tokens, heads * d), layer, whole, starts, space, config)
+        parts = LoneParts(random(tokens, heads * d), layer, whole, space, config, starts)
         weight, residual = random(576, heads * d) / 24, random(tokens, 576)
         shape = columns.shape_of(576, heads * d, False, weight.device)
         assert shape is not None

@@ -21,9 +21,9 @@ from paged_cache import LayerBlocks, PagedEngine
 from phases import phase_named, registry
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
-from phases.appendix.latency.lone import attend_lone
+from phases.appendix.latency.lone import LoneInputs, attend_lone
 from phases.appendix.latency.lone_few import attend_few
-from phases.appendix.latency.tables import HeadsConfig, LoneConfig, LoneFewConfig
+from phases.appendix.latency.tables import HeadsConfig, LoneConfig
 from phases.appendix.latency.ways import LatencyBlock, add_way
 from phases.appendix.latency.ways import install as latency
 from tests.compiling import spilled
@@ -90,10 +90,8 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     wanted = attended.flatten(1) @ weight.t() + bias + residual
     workspace = Workspace(400, d, DEVICE)
     config = LoneConfig(block_n=16, splits=4)
-    parts = attend_lone(
-        qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots,
-        workspace=workspace, config=config, meet=meet,
-    )  # fmt: skip
+    given = LoneInputs(qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots)
+    parts = attend_lone(given, workspace=workspace, config=config, meet=meet)
     if meet:
         got = parts.out @ weight.t() + bias + residual
         assert (workspace.arrived == 0).all(), f"counters are left at {workspace.arrived[:8].tolist()}"
@@ -126,11 +124,11 @@ def test_a_lone_token_with_heads_of_each_size(meet: bool, d: int, dtype: torch.d
     workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
     inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus)
-    parts = attend_lone(
-        walled(qkv), (walled(cos), walled(sin)), inside, layer, cache,
-        batch.tables, batch.context_lens, slots,
-        workspace=workspace, config=LoneConfig(block_n=16, splits=4), meet=meet,
-    )  # fmt: skip
+    given = LoneInputs(
+        walled(qkv), (walled(cos), walled(sin)), inside, layer, cache, batch.tables, batch.context_lens, slots
+    )
+    config = LoneConfig(block_n=16, splits=4)
+    parts = attend_lone(given, workspace=workspace, config=config, meet=meet)
 
     batch.q, k, v = by_torch(qkv, cos, sin, d, norms)
     for name, mine, stored, new in zip("kv", cache, batch.cache, (k, v), strict=False):
@@ -194,11 +192,12 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     workspace = Workspace(400, d, DEVICE)
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
-    parts = attend_few(
+    given = LoneInputs(
         walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
-        batch.query_starts, slots, workspace=workspace,
-        config=LoneFewConfig(block_n=16, splits=4, min_tiles=2), meet=meet,
+        slots, batch.query_starts,
     )  # fmt: skip
+    config = LoneConfig(block_n=16, num_stages=2, splits=4, min_tiles=2)
+    parts = attend_few(given, workspace=workspace, config=config, meet=meet)
     what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
     assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
     if tokens:

@@ -173,6 +173,12 @@ def test_nothing_is_added_if_one_prompt_is_bad(model: Model) -> None:
     assert engine.idle
 
 
+def test_the_sampler_knows_every_token_of_the_model(model: Model) -> None:
+    params = SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True, logit_bias={256: 100.0})
+    made = continuous.load(model, max_rows=2).generate([[1, 2]], [params])
+    assert made[0].token_ids == [256, 256], "the last token of the vocabulary cannot be forced"
+
+
 def test_a_prompt_longer_than_a_step_is_rejected() -> None:
     engine, _ = fake(2, step_tokens=10)
     with pytest.raises(UserError, match=r"11 tokens.*at most step_tokens, 10"):

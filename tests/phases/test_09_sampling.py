@@ -14,7 +14,7 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.rows import KEY, TEMPERATURE
 from common.sampling.sampler import TORCH, Sampler
-from cuda_graphs.sampling import TritonChooser, argmax_rows, draw_rows, reported_rows
+from cuda_graphs.sampling import DrawSettings, TritonChooser, argmax_rows, draw_rows, reported_rows
 from tests.equivalence.compare import perturbed
 from tests.paged_batches import CUDA, DEVICE
 
@@ -40,7 +40,7 @@ def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
     logits[3, ::2] = float("-inf")
     for step in range(20 if CUDA else 3):
         want = sampler.sample(logits.float(), rows, order, steps + step).tokens
-        got = draw_rows(logits, rows, steps + step, sampler.floats, sampler.ints)
+        got = draw_rows(logits, DrawSettings(rows, steps + step, sampler.floats, sampler.ints))
         assert_same_draw(logits, sampler, order, steps + step, want, got)
     best = logits.argmax(1).tolist()
     assert argmax_rows(logits).tolist() == best, "not the first of the largest logits"

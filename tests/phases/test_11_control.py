@@ -14,8 +14,8 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import PagedEngine
-from speculative import loops
 from speculative.control import SAMPLES, Control
+from speculative.loops import watched
 from speculative.speculation import Source, Speculator, verify
 
 SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
@@ -159,7 +159,7 @@ def clocked(
     clock = Clock()
     engine = speculative.load(model, drafter="none", **SMALL)
     speculator = engine.scheduler.drafter = Speculator(source, Control(4), clock)
-    engine.loop = loops.watched(engine)
+    engine.loop = watched(engine)
     verify(engine)
     speculator.attach(engine)
     speculator.pace.in_turn = in_turn

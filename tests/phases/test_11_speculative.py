@@ -34,18 +34,19 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
 from prefix_cache import PrefixCache
-from speculative import head, loops, ngram, rejection
+from speculative import head, ngram, rejection
 from speculative.control import SAMPLES, Control
 from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
+from speculative.loops import watched
 from speculative.ngram import NGramIndex, follow
 from speculative.speculation import Source, Speculator, verify
 from speculative.stats import SpeculationStats
-from speculative.taps import Taps
+from speculative.taps import Taps, tapped
 from speculative.verify_graph import VerifyPlan
 from tests.equivalence.compare import assert_all_same, next_logits
-from tests.heads import clean_drafts, head_of, hidden_states
+from tests.heads import clean_drafts, head_of, hidden_states, save_head
 from tests.schedules import check
 
 SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
@@ -117,7 +118,7 @@ def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None
 def speculate(engine: PagedEngine, speculator: Speculator) -> None:
     """As the feature does."""
     engine.scheduler.drafter = speculator
-    engine.loop = loops.watched(engine)
+    engine.loop = watched(engine)
     verify(engine)
     speculator.attach(engine)
 
@@ -547,7 +548,7 @@ def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
 def test_a_head_that_comes_back_sees_the_prompt(model: Model, tmp_path: Any, overlap: bool) -> None:
     """Guessing is off for one request and on for the next: the step with its prompt has to be watched."""
     path = tmp_path / "head.safetensors"
-    head.save(head_of(model), path, {})
+    save_head(head_of(model), path)
     engine = speculative.load(model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL)
     speculator: Any = engine.scheduler.drafter
     allowed, speculator.pace.on = False, False
@@ -590,7 +591,7 @@ def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None
 @pytest.mark.slow
 def test_a_head_goes_to_a_file_and_back(model: Model, truth: list[Completion], tmp_path: Any) -> None:
     made, path = head_of(model), tmp_path / "head.safetensors"
-    head.save(made, path, {"seconds": 1})
+    save_head(made, path)
     again = head.load(path, model)
     assert again.config.num_layers == 1
     for name, value in made.own().items():
@@ -601,13 +602,18 @@ def test_a_head_goes_to_a_file_and_back(model: Model, truth: list[Completion], t
         head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
 
 
+def test_a_head_reads_the_layers_that_it_was_trained_on() -> None:
+    assert tapped(30) == (2, 15), "SmolLM2's head has learned from these"
+    assert tapped(2) == (1, 1), "of a model with fewer layers there are these"
+
+
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_a_drafter_has_the_rows_of_a_quantized_head(
     model: Model, tmp_path: Any, scheme: str, kernels: bool
 ) -> None:
     assert not model.config.tie_word_embeddings
-    head.save(head_of(model), tmp_path / "head", {})
+    save_head(head_of(model), tmp_path / "head")
     options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels}
     engine = speculative.load(
         model, drafter="head", draft_model=str(tmp_path / "head"), group_size=16, **options, **SMALL
@@ -626,7 +632,7 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
 def test_damaged_drafters_are_refused(model: Model, tmp_path: Path, says: str) -> None:
     """A file that somebody has cut or written over."""
     path = tmp_path / "drafter.safetensors"
-    head.save(head_of(model), path, {})
+    save_head(head_of(model), path)
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
         shape = json.loads(file.metadata()["drafter"])
@@ -795,7 +801,7 @@ def test_real_graphs_give_the_same_tokens(drafter: str, tmp_path: Any) -> None:
     options: dict[str, Any] = {"max_rows": 8, "max_len": 96}
     right = cuda_graphs.load(model, **options).generate(*asks())
     if drafter == "head":
-        head.save(head_of(model).to("cuda"), tmp_path / "head", {})
+        save_head(head_of(model).to("cuda"), tmp_path / "head")
         options["draft_model"] = str(tmp_path / "head")
     engine = speculative.load(model, drafter=drafter, draft_adaptive=False, **options)
     assert isinstance(engine.runner, GraphRunner) and engine.runner.plan(VerifyPlan).graphs

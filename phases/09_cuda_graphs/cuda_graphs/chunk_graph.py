@@ -21,22 +21,9 @@ from continuous.batch import HostBatch, Ints
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext
-from cuda_graphs.step_kernels import gather_inputs
 from paged_cache.attention import PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
 
-GIVEN = (
-    "token_rows",
-    "positions",
-    "rows",
-    "sample_at",
-    "sample_rows",
-    "sample_positions",
-    "sample_steps",
-    "query_starts",
-    "context_lens",
-)
-"""Inputs that are parts of a `HostBatch`, under their names there."""
 NARROW = ("query_starts", "context_lens", "members", "tiles")
 """Inputs that kernels read as int32; they come last."""
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -49,6 +36,8 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 
 class Layout:
     """The places of a chunk graph's inputs in one flat array of int64, so that one copy sends them all.
+
+    Inputs that are parts of a `HostBatch` have their names there.
 
     samples: the most tokens that are sampled; None: one a request, and drafts are in the rows already.
 
@@ -86,11 +75,10 @@ class Layout:
         drafts: Ints | None = None,
     ) -> None:
         """Write a batch into `flat [size]`, padding included. drafts: `[T]`, see `gather_inputs`."""
-        given: dict[str, Ints] = {name: getattr(host, name) for name in GIVEN}
-        if "drafts" in self.sizes:
-            given["drafts"] = NOTHING if drafts is None else drafts
-        for name, values in (given | {"members": members, "tiles": tiles.ravel()}).items():
-            part = self.part(flat, name)
+        others = {"members": members, "tiles": tiles.ravel(), "drafts": NOTHING if drafts is None else drafts}
+        given = vars(host) | others
+        for name in self.sizes:
+            part, values = self.part(flat, name), given[name]
             part[: len(values)] = values
             part[len(values) :] = self.empty.get(name, 0)
         self.part(flat, "query_starts")[len(host.query_starts) :] = host.query_starts[-1]
@@ -106,13 +94,13 @@ class Layout:
 
 
 class ChunkGraph:
-    """A step of up to `tokens` tokens of up to `requests` requests, to its hidden states.
+    """A step of any tokens and requests that its layout holds, to its hidden states.
 
     Sampling is left out: few of the rows are sampled, a different number every time, and a few launches more
     are no matter here.
 
     Args:
-        tokens, requests: the most that fit; fewer are padded.
+        layout: of its inputs, for the most tokens and requests that fit; fewer are padded.
         inputs: `[layout.size]` int64.
 
     hidden: `[tokens, hidden]`; good until the next replay.
@@ -120,22 +108,14 @@ class ChunkGraph:
 
     hidden: Tensor
 
-    def __init__(
-        self,
-        machine: GraphContext,
-        tokens: int,
-        requests: int,
-        layout: Layout,
-        inputs: Tensor,
-        capturer: Capturer,
-    ) -> None:
-        self.machine, self.tokens, self.requests, self.layout = machine, tokens, requests, layout
-        self.batch = fixed_batch(tokens, 1, inputs.device)
+    def __init__(self, machine: GraphContext, layout: Layout, inputs: Tensor, capturer: Capturer) -> None:
+        self.machine, self.layout = machine, layout
+        self.batch = fixed_batch(layout.sizes["positions"], 1, inputs.device)
         self.inputs = layout.tensors(inputs)
         self._narrow = inputs[layout.starts[NARROW[0]] :]
         padding = np.zeros(layout.size, np.int64)
-        empty = {**dict.fromkeys(GIVEN, NOTHING), "query_starts": np.zeros(1, np.int64)}
-        no_requests = replace(self.batch.host, **empty)
+        empty = dict.fromkeys(vars(self.batch.host), NOTHING) | {"query_starts": np.zeros(1, np.int64)}
+        no_requests = HostBatch(**empty)
         layout.fill(padding, no_requests, NOTHING, NOTHING.reshape(0, 4))
         inputs.copy_(torch.from_numpy(padding))
         self.replay = capturer.capture(self.compute)
@@ -143,17 +123,7 @@ class ChunkGraph:
     def compute(self) -> None:
         """The forward pass; what is captured."""
         on, batch, given = self.machine, self.batch, self.inputs
-        gather_inputs(
-            given["token_rows"],
-            given["positions"],
-            on.rows.tokens,
-            on.tables.data,
-            on.block_size,
-            ids=batch.input_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            drafts=given.get("drafts"),
-        )
+        on.gather(given["token_rows"], given["positions"], batch, drafts=given.get("drafts"))
         sizes = [self.layout.sizes[name] for name in NARROW]
         query_starts, context_lens, members, tiles = torch.split(self._narrow.int(), sizes)
         block_tables = on.tables.data[given["rows"]]  # [requests + 1, max_blocks]

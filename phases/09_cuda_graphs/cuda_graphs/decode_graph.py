@@ -40,6 +40,17 @@ class GraphContext:
     tables: DeviceTables
     block_size: int
 
+    def gather(
+        self, rows: Tensor, at: Tensor, batch: PagedBatch, decodes: bool = False, drafts: Tensor | None = None
+    ) -> None:
+        """Fill in a batch from each token's row and position, see `gather_inputs`; of decodes all of it."""
+        gather_inputs(
+            rows, at, self.rows.tokens, self.tables.data, self.block_size,
+            ids=batch.input_ids, positions=batch.positions, slots=batch.slots, drafts=drafts,
+            contexts=batch.context_lens if decodes else None,
+            batch_tables=batch.block_tables if decodes else None,
+        )  # fmt: skip
+
 
 def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
     """`Model.logits` in the model's own precision, where nothing caps them: `[S, hidden]` -> `[S, V]`.
@@ -73,12 +84,7 @@ class DecodeGraph:
     hidden: Tensor
 
     def __init__(
-        self,
-        machine: GraphContext,
-        size: int,
-        inputs: Tensor,
-        features: Needs | None,
-        capturer: Capturer,
+        self, machine: GraphContext, size: int, inputs: Tensor, features: Needs | None, capturer: Capturer
     ) -> None:
         self.machine, self.size = machine, size
         self.inputs = inputs
@@ -95,18 +101,7 @@ class DecodeGraph:
     def compute(self) -> None:
         """The step; what is captured."""
         on, batch = self.machine, self.batch
-        gather_inputs(
-            self.rows,
-            self.at,
-            on.rows.tokens,
-            on.tables.data,
-            on.block_size,
-            ids=batch.input_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            contexts=batch.context_lens,
-            batch_tables=batch.block_tables,
-        )
+        on.gather(self.rows, self.at, batch, decodes=True)
         on.attention.begin(batch)
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
         if self.plan is None:

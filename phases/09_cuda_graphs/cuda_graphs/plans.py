@@ -7,7 +7,6 @@ from itertools import product
 from operator import attrgetter
 
 import numpy as np
-from torch import Tensor
 
 from common.sampling.sampler import Needs
 from continuous.batch import HostBatch, Ints
@@ -45,7 +44,7 @@ class DecodePlan:
         """See `GraphPlan`."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
-            given = decode_inputs(self._staging, size)
+            given = self._staging.device[: 3 * size].view(3, size)
             self.graphs[size, features] = DecodeGraph(self.runner.machine, size, given, features, capturer)
 
     def takes(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
@@ -68,31 +67,21 @@ class DecodePlan:
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def stage(self, works: Sequence[Work], size: int) -> Ints:
-        """Send what the graphs of a size read; returns the rows."""
-        return stage_decodes(self.runner, self._staging, works, size)
+        """Send what the graphs of a size read: rows, positions and tables; returns the rows."""
+        runner, count, starts = self.runner, len(works), [work.start for work in works]
+        rows: Ints = np.array([work.row for work in works], np.int64)
+        runner.tables.update(rows, max(starts) // runner.cache.block_size + 1)
+        with self._staging.fill(3 * size) as flat:
+            inputs = flat.reshape(3, size)
+            inputs[:, count:] = _PADDING
+            inputs[0, :count], inputs[1, :count] = rows, starts
+            inputs[2, :count] = inputs[1, :count] + 1 - runner.rows.prompt_lens[rows]
+        return rows
 
 
 def decodes(works: Sequence[Work]) -> bool:
     """Return True if each request computes one token and samples the next, unlike a chunk of one token."""
     return all(work.count == 1 and len(work.takers) == 1 for work in works)
-
-
-def decode_inputs(staging: Staging, size: int) -> Tensor:
-    """Return the staged numbers that a decode graph of a size reads: `[3, size]`."""
-    return staging.device[: 3 * size].view(3, size)
-
-
-def stage_decodes(runner: GraphRunner, staging: Staging, works: Sequence[Work], size: int) -> Ints:
-    """Send rows, positions and tables to the device; returns the rows."""
-    count, starts = len(works), [work.start for work in works]
-    rows: Ints = np.array([work.row for work in works], np.int64)
-    runner.tables.update(rows, max(starts) // runner.cache.block_size + 1)
-    with staging.fill(3 * size) as flat:
-        inputs = flat.reshape(3, size)
-        inputs[:, count:] = _PADDING
-        inputs[0, :count], inputs[1, :count] = rows, starts
-        inputs[2, :count] = inputs[1, :count] + 1 - runner.rows.prompt_lens[rows]
-    return rows
 
 
 class ChunkPlan:
@@ -123,8 +112,7 @@ class ChunkPlan:
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
-            graph = ChunkGraph(self.runner.machine, tokens, requests, layout, given, capturer)
-            self._graphs[tokens, requests] = graph
+            self._graphs[tokens, requests] = ChunkGraph(self.runner.machine, layout, given, capturer)
 
     def takes(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
         """The smallest graph that holds a step; that of full steps only for one that nearly is."""

@@ -105,63 +105,49 @@ def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def best_kernel(best, ids, logits, row_stride, V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """One program per row and chunk: its largest logit, and where it stands first."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
-    largest, at = first_best(x, column)
-    tl.store(best + row * CHUNKS + chunk, largest)
-    tl.store(ids + row * CHUNKS + chunk, at)
-
-
-@triton.jit
-def winner_kernel(tokens, best, ids, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """One program per row: the first of its chunks' best; room behind the last chunk never wins."""
-    row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
-    x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
-    _, at = first_best(x, tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST))
-    tl.store(tokens + row, at.to(tl.int64))
-
-
-@triton.jit
-def race_kernel(
+def chunk_kernel(
     best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride, first,
-    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and chunk: its largest logit, its winner, and the winner's -E / weight.
+    """One program per row and chunk: its largest logit, its winner, and with DRAW the winner's -E / weight.
 
     first: the token id of the first column; the ids of the winners are columns.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
-    settings = tl.load(rows + row)
-    hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
-    key = tl.load(ints + settings * int_stride + _KEY)
-    largest, won, at = chunk_race(x, column, hot, key, tl.load(steps + row), first, NATIVE)
     place = row * CHUNKS + chunk
+    if DRAW:
+        settings = tl.load(rows + row)
+        hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
+        key = tl.load(ints + settings * int_stride + _KEY)
+        largest, won, at = chunk_race(x, column, hot, key, tl.load(steps + row), first, NATIVE)
+        tl.store(races + place, won)
+    else:
+        largest, at = first_best(x, column)
     tl.store(best + place, largest)
-    tl.store(races + place, won)
     tl.store(ids + place, at)
 
 
 @triton.jit
 def finish_kernel(
-    tokens, best, races, ids, rows, floats, float_stride, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
+    tokens, best, races, ids, rows, floats, float_stride,
+    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
     """One program per row: of its chunks' winners the one that wins with weights of the row's largest.
 
     In a greedy row, or where the row's largest logit is not finite, that of the largest; first of equals.
+    Room behind the last chunk never wins.
     """
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
-    hot = tl.load(floats + tl.load(rows + row) * float_stride + _TEMPERATURE)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
     at = tl.load(ids + row * CHUNKS + i, mask=i < CHUNKS, other=_LAST)
     largest, token = first_best(x, at)
-    if (hot > 0) & (tl.abs(largest) < _INF):  # NaN fails, too
-        race = tl.load(races + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
-        _, token = first_best(race * tl.exp2((largest - x) * (_LOG2_E / hot)), at)
+    if DRAW:
+        hot = tl.load(floats + tl.load(rows + row) * float_stride + _TEMPERATURE)
+        if (hot > 0) & (tl.abs(largest) < _INF):  # NaN fails, too
+            race = tl.load(races + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
+            _, token = first_best(race * tl.exp2((largest - x) * (_LOG2_E / hot)), at)
     tl.store(tokens + row, token.to(tl.int64))
 
 
@@ -183,6 +169,17 @@ def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     return reported
 
 
+class DrawSettings(NamedTuple):
+    """Settings of a draw: `[B]` int64 each request's row and its output tokens before this one, and the
+    settings of all rows as in `common.sampling.rows.SamplerRows`, `[rows, 5]` float32 and `[rows, 3]` int64.
+    """
+
+    rows: Tensor
+    steps: Tensor
+    floats: Tensor
+    ints: Tensor
+
+
 class Winners(NamedTuple):
     """Each row's chunks' best, `[B, CHUNKS]`: largest logit, its winner's -E / weight, the winner's column.
 
@@ -194,85 +191,53 @@ class Winners(NamedTuple):
     ids: Tensor
 
 
-def by_chunks(logits: Tensor, *, races: bool) -> tuple[Tensor, Winners, dict[str, int]]:
-    """`[B, V]` logits cut into chunks, as their kernels want them.
-
-    Returns them with columns side by side (some matrix products on CPUs leave them apart), room for what a
-    program for each row and chunk finds, and the constants of those.
-    """
+def best_of_chunks(logits: Tensor, draw: DrawSettings | None = None, first: int = 0) -> Winners:
+    """Find the best of each chunk of `[B, V]` logits. first: the token id of the first column."""
     batch, vocab = logits.shape
     # Few rows take more programs, to fill the multiprocessors. A word of a mask has 32 tokens (phase 12).
     block = min(CHUNK if batch > 4 else CHUNK // 4, max(32, triton.next_power_of_2(vocab)))
-    chunks = triton.cdiv(vocab, block)
+    shape = batch, triton.cdiv(vocab, block)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()  # some products on CPUs leave gaps
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    best = torch.empty_like(ids, dtype=torch.float32)
+    races = None if draw is None else torch.empty_like(best)
+    rows, steps, floats, ints = draw or (ids,) * 4  # not read where nothing is drawn
+    if batch:
+        chunk_kernel[shape](
+            best, ids if races is None else races, ids, logits, rows, steps, floats, ints,
+            logits.stride(0), floats.stride(0), ints.stride(0), first,
+            V=vocab, BLOCK=block, CHUNKS=shape[1], DRAW=draw is not None, NATIVE=logits.is_cuda,
+        )  # fmt: skip
+    return Winners(best, races, ids)
 
-    def room(dtype: torch.dtype) -> Tensor:
-        return torch.empty(batch, chunks, dtype=dtype, device=logits.device)
 
-    found = Winners(room(torch.float32), room(torch.float32) if races else None, room(torch.int32))
-    dense = logits if logits.stride(1) == 1 else logits.contiguous()
-    return dense, found, {"V": vocab, "BLOCK": block, "CHUNKS": chunks}
+def best_of_rows(found: Winners, draw: DrawSettings | None = None) -> Tensor:
+    """Return the token of each row, `[B]` int64, from the best of its chunks."""
+    batch, chunks = found.ids.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
+    rows, _, floats, _ = draw or (found.ids,) * 4
+    if batch:
+        finish_kernel[(batch,)](
+            tokens, found.best, found.ids if found.races is None else found.races, found.ids,
+            rows, floats, floats.stride(0),
+            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), DRAW=draw is not None, num_warps=1,
+        )  # fmt: skip
+    return tokens
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
     """`[B, V]` -> `[B]` int64, as `logits.argmax(1)`: of equals the first, and NaN counts as the largest."""
-    return winner(best_of_chunks(logits))
+    return best_of_rows(best_of_chunks(logits))
 
 
-def draw_rows(
-    logits: Tensor,  # [B, V], after edits and penalties
-    rows: Tensor,  # [B] int64
-    steps: Tensor,  # [B] int64, output tokens before this one
-    floats: Tensor,  # [rows, 5] float32 and
-    ints: Tensor,  # [rows, 3] int64: the settings in `common.sampling.rows.SamplerRows`
-) -> Tensor:
+def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
     """One token per row, `[B]` int64: the sampler's, drawn from all tokens whose logit is above -inf.
 
     A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
+
+    logits: `[B, V]`, after edits and penalties.
     """
-    return drawn(race_of_chunks(logits, rows, steps, floats, ints), rows, floats)
-
-
-def best_of_chunks(logits: Tensor) -> Winners:
-    """The first half of `argmax_rows`."""
-    logits, found, cut = by_chunks(logits, races=False)
-    if len(logits):
-        best_kernel[found.ids.shape](found.best, found.ids, logits, logits.stride(0), **cut)
-    return found
-
-
-def winner(found: Winners) -> Tensor:
-    """The second half of `argmax_rows`."""
-    batch, chunks = found.ids.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
-    if batch:
-        pad = triton.next_power_of_2(chunks)
-        winner_kernel[(batch,)](tokens, found.best, found.ids, CHUNKS=chunks, CHUNKS_PAD=pad, num_warps=1)
-    return tokens
-
-
-def race_of_chunks(
-    logits: Tensor, rows: Tensor, steps: Tensor, floats: Tensor, ints: Tensor, first: int = 0
-) -> Winners:
-    """The first half of `draw_rows`. first: the token id of the first column."""
-    logits, found, cut = by_chunks(logits, races=True)
-    if len(logits):
-        race_kernel[found.ids.shape](
-            *found, logits, rows, steps, floats, ints,
-            logits.stride(0), floats.stride(0), ints.stride(0), first, NATIVE=logits.is_cuda, **cut,
-        )  # fmt: skip
-    return found
-
-
-def drawn(found: Winners, rows: Tensor, floats: Tensor) -> Tensor:
-    """The second half of `draw_rows`."""
-    batch, chunks = found.ids.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
-    if batch:
-        finish_kernel[(batch,)](
-            tokens, found.best, found.races, found.ids, rows, floats, floats.stride(0),
-            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=1,
-        )  # fmt: skip
-    return tokens
+    return best_of_rows(best_of_chunks(logits, draw), draw)
 
 
 class TritonChooser(Chooser):
@@ -286,7 +251,7 @@ class TritonChooser(Chooser):
             return argmax_rows(logits)
         if plan.features & TRUNCATION:
             return super().choose(sampler, logits, rows, steps, plan, masked)
-        return draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
+        return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """See `Chooser.report`."""
@@ -296,4 +261,4 @@ class TritonChooser(Chooser):
         """See `Chooser.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
         if features & TRUNCATION:
             logits = logits.masked_fill(sampler.weigh(logits, rows, features) == 0, float("-inf"))
-        return draw_rows(logits, rows, steps, sampler.floats, sampler.ints)
+        return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from common.request import Request
-from continuous.batch import upload
-from continuous.runner import Forwarded, Pending
+from continuous.runner import Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
-from speculative.speculation import Source
+from speculative.speculation import Source, write
 
 
 @dataclass(eq=False, slots=True)
@@ -44,20 +41,21 @@ class DraftModel(Source):
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
         """See `Source`. A request without room in the draft model's cache gets no drafts."""
-        fresh = {r: n for r, n in zip(requests, lengths, strict=True) if self._guessed(r)}
-        ready = [(r, n, self._ready(r, n)) for r, n in zip(requests, lengths, strict=True) if r not in fresh]
-        some = sorted(
-            ((shadow, n) for _, n, shadow in ready if shadow is not None),
-            key=lambda pair: pair[0].request.row,
-        )
-        if some:
-            self._write(some)
-        for request, _, shadow in ready:
+        ready: dict[Request, Shadow] = {}
+        behind: list[tuple[Shadow, int]] = []
+        for request, length in zip(requests, lengths, strict=True):
+            guessed = self._guessed(request)
+            shadow = self.shadows[request] if guessed else self._ready(request, length)
             if shadow is not None:
-                shadow.known = len(request.tokens)
-        made = {r: () if shadow is None else shadow.drafts for r, _, shadow in ready}
-        made |= {r: self.shadows[r].drafts[:n] for r, n in fresh.items()}
-        return [made[request] for request in requests]
+                ready[request] = shadow
+                if not guessed:
+                    behind.append((shadow, length))
+        if behind:
+            self._write(sorted(behind, key=lambda pair: pair[0].request.row))
+        for request, shadow in ready.items():
+            shadow.known = len(request.tokens)
+        asked = zip(requests, lengths, strict=True)
+        return [ready[request].drafts[:most] if request in ready else () for request, most in asked]
 
     def _guessed(self, request: Request) -> bool:
         """Return True if there are drafts behind all known tokens: the device's, or those of a step before
@@ -70,7 +68,7 @@ class DraftModel(Source):
         """The device has computed all the tokens that the request has now, and drafted behind them."""
         shadow = self.shadows[request]
         own = shadow.request
-        own.tokens += self._tokens(request, own)[len(own.tokens) :]
+        own.tokens += request.tokens[self._skipped(request) + len(own.tokens) :]
         own.num_computed_tokens = len(own.tokens)
         shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
 
@@ -80,7 +78,7 @@ class DraftModel(Source):
         Rolls back: what was computed behind the first wrong draft counts for nothing. The last draft never
         was computed, and the newest token counts as not computed in any case. The drafts are forgotten. A
         request without a shadow enters (`_enter`), if there is a row and its tokens fit; one without room
-        for its tokens (`_tokens`) and `length` more leaves.
+        for its tokens and `length` more leaves. Its first `_skipped` tokens are not the shadow's.
         """
         shadow = self.shadows.get(request)
         if shadow is None:
@@ -89,7 +87,7 @@ class DraftModel(Source):
             shadow = self.shadows[request] = self._enter(request)
         own = shadow.request
         known = len(own.tokens)
-        own.tokens += self._tokens(request, own)[known:]
+        own.tokens += request.tokens[self._skipped(request) + known :]
         right = 0
         while known + right < len(own.tokens) - 1 and right < len(shadow.drafts) - 1:
             if own.tokens[known + right] != shadow.drafts[right]:
@@ -103,21 +101,19 @@ class DraftModel(Source):
             return None
         return shadow
 
-    def _tokens(self, request: Request, own: Request) -> list[int]:
-        """The tokens of a request as its shadow has them."""
-        return request.tokens
+    def _skipped(self, request: Request) -> int:
+        """Return how many of a request's tokens come before those of its shadow."""
+        return 0
 
     def _enter(self, request: Request) -> Shadow:
         """A row of the draft model for a request, all of whose tokens are to be computed."""
-        return Shadow(self._acquire(request, list(request.tokens), request.prompt_len))
-
-    def _acquire(self, request: Request, tokens: list[int], prompt_len: int) -> Request:
         # Counting drafts for penalties would count wrong ones, too. Without penalties there is less to do.
         plain = replace(request.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-        params = replace(plain, logprobs=None)
+        skipped, params = self._skipped(request), replace(plain, logprobs=None)
+        tokens, prompt_len = request.tokens[skipped:], request.prompt_len - skipped
         own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
         self.rows.acquire(own)
-        return own
+        return Shadow(own)
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
         """Catch up with what is known, then generate; nothing waits for the device until all is launched."""
@@ -128,9 +124,8 @@ class DraftModel(Source):
         rest = []
         for step in range(max(length for _, length in some) - 1):
             places = [place for place, (_, length) in enumerate(some) if length > step + 1]
-            rest.append(
-                (places, self._step([works[at]._replace(start=works[at].start + step) for at in places]))
-            )
+            moved = [works[at]._replace(start=works[at].start + step) for at in places]
+            rest.append((places, self._step(moved)))
         made = [[tokens[0][0]] for tokens in first.get()]
         for places, pending in rest:
             for place, tokens in zip(places, pending.get(), strict=True):
@@ -141,16 +136,8 @@ class DraftModel(Source):
 
     def _send(self, shadows: Sequence[Request]) -> None:
         """Write the tokens that the draft model did not generate into its rows; at most those it computes."""
-        counts = np.array([len(own.tokens) - own.num_computed_tokens for own in shadows])
-        starts = np.array([own.num_computed_tokens for own in shadows])
-        ends = np.cumsum(counts)
-        columns = {
-            "rows": np.repeat([own.row for own in shadows], counts),
-            "positions": np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts),
-            "tokens": np.concatenate([own.tokens[own.num_computed_tokens :] for own in shadows]),
-        }
-        moved = upload(self.rows.tokens.device, columns)
-        self.rows.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
+        starts = ((own, own.num_computed_tokens) for own in shadows)
+        write(self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts])
 
     def _catch_up(self, shadows: Sequence[Shadow]) -> Pending:
         """Compute all known tokens, prompts in pieces; the first drafts are sampled in the last piece."""
@@ -160,12 +147,10 @@ class DraftModel(Source):
             behind = sum(end - own.num_computed_tokens for own, end in left.items())
             last, works, free = behind <= budget, [], budget
             for own, end in left.items():
-                count = end - own.num_computed_tokens - (0 if last else 1)  # all are sampled together
-                count = min(count, free)
+                start, takers = own.num_computed_tokens, (own,) if last else ()
+                count = min(end - start - (not last), free)  # all are sampled together, in the last piece
                 if count:
-                    works.append(
-                        Work(own, own.row, own.num_computed_tokens, count, (), (own,) if last else ())
-                    )
+                    works.append(Work(own, own.row, start, count, (), takers))
                     own.num_computed_tokens += count
                     free -= count
             pending = self._step(works)
@@ -173,10 +158,7 @@ class DraftModel(Source):
                 return pending
 
     def _step(self, works: list[Work]) -> Pending:
-        return self.runner.sample(self._forward(works))
-
-    def _forward(self, works: list[Work]) -> Forwarded:
-        return self.runner.forward(works)
+        return self.runner.sample(self.runner.forward(works))
 
     def leave(self, request: Request) -> None:
         """Give back what the request holds here."""

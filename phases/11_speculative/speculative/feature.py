@@ -78,7 +78,7 @@ class Speculate(Feature):
         if self.drafter == "none":
             return
         control = Control(self.length, adaptive=self.draft_adaptive)
-        speculator = Speculator(self.source(parts), control)
+        speculator = Speculator(DRAFTERS[self.drafter].make(self, parts), control)
         parts.bring(self, drafter=speculator)
         parts.stages["connect"] += [
             lambda whole: verify(whole.engine),
@@ -86,10 +86,6 @@ class Speculate(Feature):
         ]
         parts.loops["waiting"] = watched
         SmallSteps(self.length).install(parts)
-
-    def source(self, parts: Parts) -> Source:
-        """Make the source of guesses for an engine of these parts. Raises `UserError` if they do not fit."""
-        return DRAFTERS[self.drafter].make(self, parts)
 
     def draft_model_source(self, parts: Parts) -> DraftModel:
         """Make a smaller model that writes ahead."""
@@ -118,9 +114,7 @@ class DrafterKind:
 
 
 DRAFTERS = {
-    "ngram": DrafterKind(
-        7, lambda options, parts: NGrams()
-    ),  # seven and the newest: as many as kernels for few take
+    "ngram": DrafterKind(7, lambda options, parts: NGrams()),  # and the newest: kernels for few take eight
     "model": DrafterKind(4, Speculate.draft_model_source),
     "head": DrafterKind(4, Speculate.head_source),
     "synthetic": DrafterKind(3, lambda options, parts: Synthetic(options.draft_accept)),

@@ -13,22 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.models.config import ModelConfig
-from common.models.fields import Field
 from common.request import Request
 from continuous.batch import upload
 from continuous.engine import Engine
-from continuous.runner import Forwarded
+from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from forward.attention import Attention
 from forward.layers import RMSNorm
@@ -88,7 +86,8 @@ class Head(Model):
     lm_head: ReducedHead
 
     def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
-        config = head_config(large.config, layers, width)
+        windows = (None,) * layers
+        config = replace(large.config, num_layers=layers, intermediate_size=width, sliding_windows=windows)
         super().__init__(config)
         assert config.rope is not None
         self.embed_tokens = large.embed_tokens
@@ -154,27 +153,6 @@ def head_weight(large: Model) -> Tensor:
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
-def head_config(large: ModelConfig, layers: int, width: int) -> ModelConfig:
-    """The configuration of `layers` layers like a model's, with an MLP of `width`."""
-    windows = (None,) * layers
-    return replace(large, num_layers=layers, intermediate_size=width, sliding_windows=windows)
-
-
-def save(model: Head, path: Path, facts: dict[str, object]) -> None:
-    """Write a drafter's own weights in half precision, with what is needed to load them, and `facts`."""
-    own = {name: value.detach().to(torch.float16).cpu().contiguous() for name, value in model.own().items()}
-    own["ids"] = model.lm_head.ids.to(torch.int32).cpu()
-    shape = {
-        "kind": KIND,
-        "layers": model.config.num_layers,
-        "width": model.config.intermediate_size,
-        "hidden": model.config.hidden_size,
-        "vocab": model.config.vocab_size,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(own, path, metadata={"drafter": json.dumps({**shape, **facts})})
-
-
 def load(path: Path, large: Model) -> Head:
     """Read the head of a file, for the model that it was trained for.
 
@@ -193,30 +171,16 @@ def load(path: Path, large: Model) -> Head:
         raise UserError(f"draft_model is {str(path)!r}, which is no file of weights ({error})") from None
     if not isinstance(shape, dict) or shape.get("kind") != KIND:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
-    # No more than the file holds, or a wrong number would take all memory.
-    widest = max((side for tensor in own.values() for side in tensor.shape), default=1)
-    try:
-        layers, width, hidden, vocab = (
-            Field(name, int, 1, most).read(shape)
-            for name, most in (
-                ("layers", len(own)),
-                ("width", widest),
-                ("hidden", widest),
-                ("vocab", 1 << 24),
-            )
-        )
-    except UserError as error:
-        raise UserError(
-            f"draft_model is {str(path)!r}, but what it says of its shape is wrong: {error}"
-        ) from None
-    config = large.config
-    if (hidden, vocab) != (config.hidden_size, config.vocab_size):
-        raise UserError(
-            f"{path.name} drafts for a model of hidden size {hidden} and {vocab} tokens, "
-            f"but this one has {config.hidden_size} and {config.vocab_size}"
-        )
+    count = sum(name.endswith("input_layernorm.weight") for name in own)
+    width = len(own.get("layers.0.mlp.gate_proj.weight", ()))
+    config, layers = large.config, max(1, count)
+    sizes = {"layers": layers, "width": width, "hidden": config.hidden_size, "vocab": config.vocab_size}
+    for name, value in sizes.items():
+        if shape.get(name) != value:
+            told = f"{name} is {shape.get(name)!r}, not {value}"
+            raise UserError(f"{path.name} is another model's or damaged: {told}")
     ids = own.pop("ids", torch.empty(0)).long().to(large.device)
-    if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()):
+    if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= config.vocab_size)).any()):
         raise UserError(f"{path.name} is damaged: its ids name no tokens")
     model = Head(large, layers, width, ids)
     wanted = {name: value.shape for name, value in model.own().items()}
@@ -254,22 +218,13 @@ class HeadSource(DraftModel):
         """The engine whose hidden states are read."""
         self._large = engine
 
-    def states(self, first: int, count: int) -> Tensor:
-        """Return the newest step's states of tokens `first .. first + count - 1`: `[count, 3 * hidden]`."""
-        assert self._large is not None and self._large.runner.last is not None
-        some = slice(first, first + count)
-        return torch.cat((self.taps.kept[some], self._large.runner.last.hidden[some]), dim=-1)
-
     def landed(self, work: Work, accepted: int) -> None:
         """Keep the hidden states of tokens that turned out right."""
         assert self._large is not None and self._large.runner.last is not None
         last = self._large.runner.last
         if self._starts[0] is not last:
-            starts, at = {}, 0
-            for one in last.works:
-                starts[id(one)] = at
-                at += one.count
-            self._starts = last, starts
+            places = accumulate((one.count for one in last.works), initial=0)
+            self._starts = last, dict(zip(map(id, last.works), places, strict=False))
         request, place = work.request, self._starts[1].get(id(work))
         if request.row < 0:
             return
@@ -281,7 +236,8 @@ class HeadSource(DraftModel):
         if request not in self._first:
             self._first[request], self._count[request], self._fed[request] = work.start, 0, []
         count = work.count - len(work.drafts) + accepted
-        self._fed[request].append(self.states(place, count))
+        some = slice(place, place + count)
+        self._fed[request].append(torch.cat((self.taps.kept[some], last.hidden[some]), dim=-1))
         self._count[request] += count
 
     def carried(self, request: Request, drafts: Sequence[int]) -> None:
@@ -290,19 +246,14 @@ class HeadSource(DraftModel):
         self._count[request] = len(request.tokens) - 1 - self._first[request]
         self._fed[request] = []
 
-    def _tokens(self, request: Request, own: Request) -> list[int]:
-        return request.tokens[self._first[request] + 1 :]
+    def _skipped(self, request: Request) -> int:
+        return self._first[request] + 1
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
         known = self._count.get(request, 0)
         if not known or self._first[request] + known + 1 != len(request.tokens):
             return None  # steps have passed unseen
         return super()._ready(request, length)
-
-    def _enter(self, request: Request) -> Shadow:
-        first = self._first[request]
-        tokens = request.tokens[first + 1 :]
-        return Shadow(self._acquire(request, tokens, request.prompt_len - first - 1))
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
         behind = {shadow.request: place for place, (shadow, _) in enumerate(some)}
@@ -317,7 +268,7 @@ class HeadSource(DraftModel):
         for own in behind:
             self._fed[requests[own]] = []
 
-    def _forward(self, works: list[Work]) -> Forwarded:
+    def _step(self, works: list[Work]) -> Pending:
         parts = []
         for work in works:
             own = self._waiting[work.request]
@@ -332,7 +283,7 @@ class HeadSource(DraftModel):
         for place, work in enumerate(works):
             if work.takers:
                 self._waiting[work.request] = out[place : place + 1]
-        return step
+        return self.runner.sample(step)
 
     def leave(self, request: Request) -> None:
         """Also forget its hidden states."""

@@ -122,6 +122,21 @@ class Speculator(Watcher):
 
 # Verify.
 
+
+def write(rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    """Write tokens into `rows [R, max_len]`: for each line its row, the first place, and tokens."""
+    of, first, tokens = zip(*lines, strict=True)
+    counts = list(map(len, tokens))
+    ends = np.cumsum(counts)
+    columns = {
+        "rows": np.repeat(of, counts),
+        "places": np.arange(ends[-1]) + np.repeat(first - ends + counts, counts),
+        "tokens": np.concatenate(tokens),
+    }
+    moved = upload(rows.device, columns)
+    rows[moved["rows"], moved["places"]] = moved["tokens"]
+
+
 Agree = Callable[[Sequence[int], Sequence[int]], int]
 """Counts the drafts that are right, given what was sampled in their places and behind them."""
 
@@ -146,18 +161,10 @@ class Verifier(OneToken):
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the drafts behind the newest tokens of their rows, where the step reads its inputs."""
-        drafted = [work for work in works if work.drafts]
-        if drafted:
-            lens = [len(work.drafts) for work in drafted]
-            ends = np.cumsum(lens)
-            first = np.repeat([work.start + work.count for work in drafted] - ends, lens)
-            columns = {
-                "rows": np.repeat([work.row for work in drafted], lens),
-                "positions": first + np.arange(ends[-1]),
-                "tokens": np.concatenate([work.drafts for work in drafted]),
-            }
-            moved = upload(self.tokens.device, columns)
-            self.tokens[moved["rows"], moved["positions"]] = moved["tokens"]
+        ends = ((work, work.start + work.count) for work in works if work.drafts)
+        lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
+        if lines:
+            write(self.tokens, lines)
 
     def before(self, works: Sequence[Work]) -> Tensor | None:
         """Return the drafts before each sample, `[S, K]` for `Sampler.sample`; None if there are none."""

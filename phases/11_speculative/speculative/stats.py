@@ -28,10 +28,8 @@ class SpeculationStats:
         drafts = len(work.drafts)
         tried = drafts if work.request.finish_reason is None else accepted
         self.steps += 1
-        missing = tried - len(self.drafted)
-        if missing > 0:
-            self.drafted += [0] * missing
-            self.accepted += [0] * missing
+        for counts in (self.drafted, self.accepted):
+            counts += [0] * (tried - len(counts))
         for place in range(tried):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
@@ -71,13 +69,8 @@ class SpeculationStats:
             f"{name}: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
             f"{self.acceptance:.0%} accepted, {self.tokens_per_step:.2f} tokens a step",
             *(
-                f"  draft {place + 1:>2}: {share(right, drafted):>4.0%} of {drafted:,} accepted  "
+                f"  draft {place + 1:>2}: {right / drafted:>4.0%} of {drafted:,} accepted  "
                 f"{'█' * round(30 * right / most)}{'░' * round(30 * (drafted - right) / most)}"
                 for place, (drafted, right) in enumerate(zip(self.drafted, self.accepted, strict=True))
             ),
         ]
-
-
-def share(part: float, whole: float) -> float:
-    """`part / whole`, or 0 of nothing."""
-    return part / whole if whole else 0.0

@@ -31,7 +31,7 @@ class Taps:
         self.kept = torch.zeros(tokens, len(places) * hidden, dtype=model.dtype, device=model.device)
         for slot, place in enumerate(places):
             part = self.kept[:, slot * hidden : (slot + 1) * hidden]
-            layers_of(model)[place].register_forward_hook(partial(_keep, part))
+            model.get_submodule(f"layers.{place}").register_forward_hook(partial(_keep, part))
 
 
 def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:
@@ -43,10 +43,3 @@ def stream(out: Any) -> Tensor:
     """Return what a layer puts out; a fused one leaves its last addition to the next."""
     whole: Tensor = out if isinstance(out, Tensor) else out[0] + out[1]
     return whole
-
-
-def layers_of(model: Model) -> nn.ModuleList:
-    """The model's layers, the lowest first."""
-    layers = model.get_submodule("layers")
-    assert isinstance(layers, nn.ModuleList)
-    return layers

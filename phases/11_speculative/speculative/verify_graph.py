@@ -30,7 +30,7 @@ from paged_cache.memory import activation_bytes
 
 
 class VerifyGraph(ChunkGraph):
-    """A step of up to `tokens` tokens of up to `requests` requests, all of which may be sampled.
+    """A `ChunkGraph` all of whose tokens may be sampled.
 
     features: how it samples, one of `decode_graph.CAPTURED`.
 
@@ -40,17 +40,10 @@ class VerifyGraph(ChunkGraph):
     for_host: Tensor
 
     def __init__(
-        self,
-        machine: GraphContext,
-        tokens: int,
-        requests: int,
-        layout: Layout,
-        inputs: Tensor,
-        features: Needs,
-        capturer: Capturer,
+        self, machine: GraphContext, layout: Layout, inputs: Tensor, features: Needs, capturer: Capturer
     ) -> None:
         self.plan = Plan(features, (), None).for_any_rows()
-        super().__init__(machine, tokens, requests, layout, inputs, capturer)
+        super().__init__(machine, layout, inputs, capturer)
 
     def compute(self) -> None:
         """The step; what is captured."""
@@ -104,9 +97,8 @@ class VerifyPlan:
         ):
             part(f"{tokens} tokens of {requests} requests, all sampled")
             given = self._staging.device[: layout.size]
-            self.graphs[tokens, requests, kind] = VerifyGraph(
-                self.runner.machine, tokens, requests, layout, given, kind, capturer
-            )
+            graph = VerifyGraph(self.runner.machine, layout, given, kind, capturer)
+            self.graphs[tokens, requests, kind] = graph
 
     def takes(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
         """The graph for a small step, if there is one that samples as these requests want it."""

@@ -18,8 +18,7 @@ from continuous.runner import RequestError, Results
 from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel.crew import Crew, RanksLost
-from parallel.line import Line
-from parallel.messages import Enter, EnteredRequest, Leave, Rehearsed, Sum, Turn
+from parallel.messages import Enter, EnteredRequest, Leave, Line, Sum, Turn
 from parallel.told import Teller, Told
 
 KEPT = 1000
@@ -227,10 +226,3 @@ class Follower(InRanks):
         engine.take_in()  # what came before that
         if request.finish_reason is None:
             engine.end(request, "error")
-
-    def rehearse(self, engine: Engine) -> None:
-        """Take part in a rehearsal: whatever rank 0 plays."""
-        while not isinstance(message := self.line.receive(), Rehearsed):
-            self.follow(engine, message)
-        engine.stats = type(engine.stats)()
-        engine.cache.forget()

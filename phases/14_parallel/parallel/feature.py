@@ -19,11 +19,9 @@ from paged_cache import Feature, PagedEngine, Parts, Recipe, build
 from parallel import crew as crews
 from parallel import engine as engines
 from parallel.crew import Crew
-from parallel.drafts import SplitSpeculate
 from parallel.launch import meet, part
-from parallel.line import Line
 from parallel.loading import load_part
-from parallel.messages import Build, Rehearsed
+from parallel.messages import Build, Line, Rehearsed
 from parallel.ranks import Ranks, graphs_of
 from parallel.sampler import RanksChooser
 from parallel.shard import Shard
@@ -116,11 +114,21 @@ def own_engine(
         if isinstance(feature, Parallel):
             own.append(Split(feature, ranks, crew, line))
         elif isinstance(feature, Speculate):
-            own.append(SplitSpeculate.of(feature, ranks.rank))
+            guesses = SplitSpeculate(**vars(feature))
+            if ranks.rank and feature.drafter == "model":  # which is rank 0's alone; here no drafter is asked
+                guesses = replace(guesses, drafter="ngram", draft_model=None, draft_length=feature.length)
+            own.append(guesses)
         else:
             own.append(feature)
     device, dtype = str(ranks.device), recipe.dtype
     return build(recipe.model, recipe.sizes, own, device=device, dtype=dtype, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True)
+class SplitSpeculate(Speculate):
+    """`Speculate` inside a rank's own engine: rank 0 guesses, on the host; a graph would on all ranks."""
+
+    whole: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -170,10 +178,10 @@ class Split(Feature):
             parts.wrap(
                 self, masks=lambda own: FirstMasks(own, *about) if line is None else OtherMasks(*about)
             )
-        if parts.stages["rehearse"] and crew is not None:
-            parts.stages["rehearse"].append(lambda whole: crew.tell(Rehearsed()))
+        if crew is None:  # it follows what rank 0 plays when it is made
+            parts.stages["rehearse"] = []
         elif parts.stages["rehearse"]:
-            parts.stages["rehearse"] = [follow_rehearsal]
+            parts.stages["rehearse"].append(lambda whole: crew.tell(Rehearsed()))
 
     def _loop(self, engine: PagedEngine) -> engines.Leader | engines.Follower:
         """Rank 0's loop, or another's, around what it has without ranks."""
@@ -195,10 +203,3 @@ class Split(Feature):
         ledger = parts.ledger
         blocks = self.ranks.smallest(ledger.blocks)
         parts.ledger = replace(ledger, blocks=blocks, cache=ledger.cache // ledger.blocks * blocks)
-
-
-def follow_rehearsal(parts: Parts) -> None:
-    """Take part in the rehearsal that rank 0 plays."""
-    loop = parts.engine.loop
-    assert isinstance(loop, engines.Follower)
-    loop.rehearse(parts.engine)

@@ -18,8 +18,7 @@ import torch
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from parallel.feature import own_engine
-from parallel.line import Line
-from parallel.messages import Build, Closed, Here, Join, RunFunction, Turn
+from parallel.messages import Build, Closed, Here, Join, Line, Rehearsed, RunFunction, Turn
 from parallel.ranks import Ranks, device_of, graphs_of, meeting
 
 
@@ -63,6 +62,9 @@ def live(order: Build, ranks: Ranks, line: Line) -> None:
     tokenizer = Tokenizer(order.tokenizer) if order.tokenizer is not None else None
     engine: Any = own_engine(order.recipe, ranks, tokenizer, line=line)
     while not isinstance(message := line.receive(), Closed):
+        if isinstance(message, Rehearsed):
+            engine.cache.forget()
+            continue
         assert isinstance(message, Turn), f"rank {ranks.rank} was told {message!r}"
         engine.loop.follow(engine, message)
     graphs_of(engine)()

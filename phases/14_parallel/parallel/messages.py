@@ -1,39 +1,35 @@
-"""Messages from rank 0 to the other ranks, and their answers. Messages are pickled."""
+"""Messages from rank 0 to the other ranks, their answers, and the line on which they come, pickled."""
 
 from __future__ import annotations
 
+import os
+import pickle
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from common.events import TextStream
 from common.request import Request
-from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
+
+ENTERED = ("id", "tokens", "prompt_len", "limit", "params", "seed", "index", "sample", "priority", "salt")
+"""Fields of a request that has just been put in line."""
 
 
 class EnteredRequest(NamedTuple):
-    """A request as it stands in line, for ranks that have none of it."""
+    """A request as it stands in line, for ranks that have none of it: its `ENTERED`, by name."""
 
-    id: int
-    tokens: list[int]
-    prompt_len: int
-    limit: int
-    params: SamplingParams
-    seed: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
-    sample: int
-    priority: int
-    salt: str
+    fields: dict[str, Any]
 
     @classmethod
     def of(cls, request: Request) -> EnteredRequest:
         """Of a request that has just been put in line."""
-        return cls(*(getattr(request, name) for name in cls._fields))
+        return cls({name: getattr(request, name) for name in ENTERED})
 
     def request(self, tokenizer: Tokenizer | None) -> Request:
         """The same request on another rank."""
-        made = Request(**self._asdict())
-        if tokenizer is not None and self.params.stop:
-            made.text = TextStream(tokenizer, self.params, self.tokens[: self.prompt_len])
+        made = Request(**self.fields)
+        if tokenizer is not None and made.params.stop:
+            made.text = TextStream(tokenizer, made.params, made.tokens[: made.prompt_len])
         return made
 
 
@@ -115,3 +111,21 @@ class Sum(NamedTuple):
 
     number: int
     value: int
+
+
+class Line:
+    """The connection of another rank to rank 0."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def receive(self) -> Any:
+        """The next message. Ends this process when rank 0 is gone."""
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def send(self, message: Any) -> None:
+        """Answer rank 0."""
+        self.connection.send_bytes(pickle.dumps(message))

@@ -11,8 +11,7 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.seams import NoMasks
 from continuous.work import Work
-from parallel.line import Line
-from parallel.messages import Drafts
+from parallel.messages import Drafts, Line
 from speculative.loops import Watcher
 from structured.loop import NONE_LANDED, EarlyMasks, Landed
 

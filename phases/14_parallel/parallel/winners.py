@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.sampling.rows import Needs
 from common.sampling.sampler import Plan, Sampler
-from cuda_graphs.sampling import Winners, best_of_chunks, drawn, race_of_chunks, winner
+from cuda_graphs.sampling import DrawSettings, Winners, best_of_chunks, best_of_rows
 from parallel.sampler import RanksChooser
 
 
@@ -19,10 +19,9 @@ class KernelRanksChooser(RanksChooser):
         if self.own_tokens < self.room:  # as many chunks on every rank
             logits = logits.clone()
             logits[:, self.own_tokens :] = float("-inf")
-        if Needs.RANDOM not in plan.features:
-            return winner(self._all(best_of_chunks(logits)))
-        found = race_of_chunks(logits, rows, steps, sampler.floats, sampler.ints, self.first_token)
-        return drawn(self._all(found), rows, sampler.floats)
+        random = Needs.RANDOM in plan.features
+        draw = DrawSettings(rows, steps, sampler.floats, sampler.ints) if random else None
+        return best_of_rows(self._all(best_of_chunks(logits, draw, self.first_token)), draw)
 
     def _all(self, own: Winners) -> Winners:
         """All ranks' chunks, in the order of their tokens."""

@@ -6,7 +6,7 @@ writes it over NVLink as if it were its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,9 @@ import triton
 from torch import Tensor
 
 from common.errors import UserError
-from parallel.reduce import Reducer
+from parallel.ranks import Ranks, Reducer
 from phases.appendix.all_reduce.kernel import ALIGN, PROGRAMS, all_reduce_kernel
 from triton_paged_attention.hardware import dependent_launch
-
-if TYPE_CHECKING:
-    from parallel.ranks import Ranks
 
 DEPENDENT_ROWS = 8
 """Up to so many rows the kernels around are those of phase 09, which begin before the last one ends."""

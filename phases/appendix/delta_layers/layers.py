@@ -19,7 +19,7 @@ from hybrid_cache.kernels import FusedDelta, GroupedTriton
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.kernels import scan, under_gate
-from phases.appendix.latency.lone import attend_lone
+from phases.appendix.latency.lone import LoneInputs, attend_lone
 from phases.appendix.latency.tables import LoneKey, lone_default
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
@@ -94,7 +94,7 @@ class FusedGatedAttention(FusedAttention):
         batch, room, config = attention.batch, self.workspace, self.lone_config
         angles = cos_sin[0].flatten(0, -2), cos_sin[1].flatten(0, -2)
         given = qkv, angles, self.norms, self.spec, cache, batch.block_tables, batch.context_lens
-        return attend_lone(*given, slots, workspace=room, config=config, meet=True).out
+        return attend_lone(LoneInputs(*given, slots), workspace=room, config=config, meet=True).out
 
 
 class FusedHybridBlock(nn.Module):

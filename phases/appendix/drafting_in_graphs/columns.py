@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from forward.model import Model
-from phases.appendix.latency.lone_few import FEW_TOKENS, FewParts
+from phases.appendix.latency.lone import LoneParts
+from phases.appendix.latency.lone_few import FEW_TOKENS
 from phases.appendix.latency.ways import LatencyBlock, LatencyWay
 from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
@@ -54,7 +55,7 @@ class CudaKernel:
 
     Args:
         source: a file of CUDA C++ with a kernel of its name, and with `bytes_shared`, the shared memory
-            that it wants to be given. It may include the headers (`.cuh`) beside it and here.
+            that it wants to be given.
         constants: names that are numbers in it.
     """
 
@@ -79,10 +80,8 @@ class CudaKernel:
         major, minor = torch.cuda.get_device_capability(device)
         options = [f"--gpu-architecture=sm_{major}{minor}", "-std=c++17"]
         options += [f"-D{name}={int(value)}" for name, value in constants.items()]
-        headers = sorted({*Path(__file__).parent.glob("*.cuh"), *source.parent.glob("*.cuh")})
-        texts, names = [path.read_bytes() for path in headers], [path.name.encode() for path in headers]
         text, name = source.read_bytes(), source.name.encode()
-        program = _checked(nvrtc.nvrtcCreateProgram(text, name, len(headers), texts, names))
+        program = _checked(nvrtc.nvrtcCreateProgram(text, name, 0, [], []))
         encoded = [option.encode() for option in options]
         status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
         if int(status):
@@ -143,28 +142,9 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> ColumnS
     return ColumnShape(part, tiles)
 
 
-class Splits(NamedTuple):
-    """Layout of the splits that attention left: see `phases.appendix.latency.lone_few.lone_few_kernel`."""
-
-    most: int
-    head_dim: int
-    heads: int
-    capacity: int
-    block: int
-    min_tiles: int
-    window: int
-
-
 @cache
-def kernel(
-    size: int, outputs: int, shape: ColumnShape, norms: tuple[bool, bool], gated: bool, adds: bool,
-    ahead: bool, splits: Splits | None, device: torch.device,
-) -> CudaKernel:  # fmt: skip
-    """The kernel for a shape, compiled once. norms: whether there is one, and it has distances from 1."""
-    names = ["K", "N", "EACH", "TILES", "NORM", "ONE_PLUS", "GATED", "ADD", "AHEAD"]
-    constants = dict(zip(names, (size, outputs, *shape, *norms, gated, adds, ahead), strict=True))
-    more = ["SPLITS", "D", "H", "CAPACITY", "BLOCK", "MIN_TILES", "WINDOW"]
-    constants |= dict(zip(more, splits or (0,) * len(more), strict=True))
+def kernel(device: torch.device, **constants: int) -> CudaKernel:
+    """The kernel with these constants, see `columns.cu`, compiled once."""
     return CudaKernel(Path(__file__).with_name("columns.cu"), constants, device)
 
 
@@ -184,8 +164,8 @@ def columns(
     outputs = weight.shape[0] // (1 if gate is None else 2)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     call = kernel(
-        size, outputs, shape, (norm is not None, one_plus), gate is not None, residual is not None, run_ahead,
-        None, x.device,
+        x.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=norm is not None,
+        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead, SPLITS=0,
     )  # fmt: skip
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
@@ -196,7 +176,7 @@ def columns(
 def project_few_heads(
     linear: nn.Linear,  # weight [N, H D]
     shape: ColumnShape,
-    parts: FewParts,
+    parts: LoneParts,
     residual: Tensor,  # [T, N] bfloat16
 ) -> Tensor:
     """`residual + weight @ attention's output`, the output in the workspace as `parts`: `[T, N]`.
@@ -206,12 +186,13 @@ def project_few_heads(
     layer, space, config = parts.layer, parts.workspace, parts.config
     weight, tokens = linear.weight, len(residual)
     outputs, size = weight.shape
-    assert config.splits <= MOST_SPLITS
-    splits = Splits(
-        config.splits, layer.head_dim, layer.num_heads, 1 << (tokens - 1).bit_length(),
-        config.block_n, config.min_tiles, layer.sliding_window or 0,
+    assert config.splits <= MOST_SPLITS and parts.query_starts is not None
+    call = kernel(
+        residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0, ONE_PLUS=0, GATED=0,
+        ADD=1, AHEAD=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
+        CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n, MIN_TILES=config.min_tiles,
+        WINDOW=layer.sliding_window or 0,
     )  # fmt: skip
-    call = kernel(size, outputs, shape, (False, False), False, True, True, splits, residual.device)
     out = torch.empty_like(residual)
     call(
         *_grid(weight, shape), out, space.partial, weight, residual, residual,
@@ -276,13 +257,10 @@ def _can(linear: nn.Linear) -> bool:
 def install(model: Model, *, fewest: int = 2) -> None:
     """Take a few tokens through blocks as columns, attention's splits too, where all matrices have shapes."""
     for block in model.modules():
-        direct = block.ways[0] if isinstance(block, FusedBlock) and block.ways else None
         if not isinstance(block, FusedBlock):
             continue
-        attend, mlp = block.self_attn, block.mlp
-        if isinstance(direct, LatencyBlock) and isinstance(
-            mlp, FusedMLP
-        ):  # of experts no product has columns
+        direct, attend, mlp = next(iter(block.ways), None), block.self_attn, block.mlp
+        if isinstance(direct, LatencyBlock) and isinstance(mlp, FusedMLP):  # experts have no columns
             assert isinstance(attend, FusedAttention)
             layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
             gates = (None, None, mlp.kind, None)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
-from paged_cache import Feature, PagedEngine, Parts
+from paged_cache import Feature, Parts
 from speculative import Speculate, Speculator
 from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
 from speculative.ngram import NGrams
-
-if TYPE_CHECKING:  # there is no Triton everywhere
-    from phases.appendix.drafting_in_graphs.loop import InGraph, InGraphDrafter
 
 
 @dataclass(frozen=True)
@@ -50,19 +46,12 @@ class DraftAhead(Feature):
 
     def _whole_steps(self, parts: Parts, speculator: Speculator, length: int) -> None:
         """Steps that verify and draft in one graph, around those that overlap."""
-        from phases.appendix.drafting_in_graphs.loop import InGraphDrafter, ahead_bytes
+        from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph, InGraphDrafter, ahead_bytes
 
         drafter = InGraphDrafter(speculator)
         parts.wrap(self, drafter=lambda plain: drafter)
-        parts.loops["in graph"] = partial(in_graph, drafter, length)
+        parts.loops["in graph"] = lambda engine: InGraph(engine.loop, Ahead(engine, drafter, length))
         models = 2 if isinstance(speculator.source, HeadSource) else 1
         parts.reserve.append(
             lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), length, models=models)
         )
-
-
-def in_graph(drafter: InGraphDrafter, length: int, engine: PagedEngine) -> InGraph:
-    """Return a loop whose steps draft where they can, around the one that the engine has."""
-    from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph
-
-    return InGraph(engine.loop, Ahead(engine, drafter, length))

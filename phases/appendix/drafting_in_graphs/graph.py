@@ -23,19 +23,10 @@ from common.sampling.sampler import Needs, Plan
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, narrow_logits
-from cuda_graphs.step_kernels import gather_inputs
 from forward.attention import Attention
 from paged_cache.attention import PagedBatch
 from phases.appendix.drafting_in_graphs.columns import by_columns
-from phases.appendix.drafting_in_graphs.kernels import (
-    Chain,
-    Places,
-    accept,
-    find_places,
-    hand_on,
-    look_up,
-    side_by_side,
-)
+from phases.appendix.drafting_in_graphs.kernels import Chain, Places, Step, side_by_side
 from phases.appendix.latency.ways import add_way
 from speculative.head import Head, ReducedHead
 from triton_paged_attention.linear import FusedLinear
@@ -148,9 +139,9 @@ class AheadGraph:
         count = (drafts - 1) * size
         contexts = ints(count, dtype=torch.int32)
         self.later = Chain(ints(size), ints(drafts, size), ints(count), ints(count), contexts)
-        self.newest, self.positions, self.slots = ints(size), ints(count), ints(count)
+        self.newest, self.drafted = ints(size), fixed_batch(count, 1, device)
         chain = fixed_batch(size, 1, device)
-        several_at = zip(contexts.view(-1, size), self.slots.view(-1, size), strict=True)
+        several_at = zip(contexts.view(-1, size), self.drafted.slots.view(-1, size), strict=True)
         self.chain = [replace(chain, context_lens=own, slots=slots) for own, slots in several_at]
         self.drafter = None
         if pair.small is not None:
@@ -163,54 +154,43 @@ class AheadGraph:
         """The step; what is captured."""
         pair = self.pair
         large, batch, places = pair.large, self.batch, self.places
-        find_places(self.given, pair.next_at, places, self.drafts)
-        self._find(large, places.token_rows, places.token_at, batch.input_ids, batch.positions, batch.slots)
+        # Made anew: where nothing is captured, the host reads it after the next step has run.
+        self.told = self.newest.new_empty(self.size, 2 * self.drafts + 2)
+        step = Step(self.given, large.rows.tokens, pair.next_at, self.told, places, self.later, self.drafts)
+        step.find_places()
+        large.gather(places.token_rows, places.token_at, batch)
         large.attention.begin(replace(batch, block_tables=large.tables.data[places.rows]))
         hidden = large.model(batch.input_ids, batch.positions, large.attention)  # [places, hidden]
         logits = narrow_logits(large.model, hidden)
         chosen = large.sampler.sample(logits, places.token_rows, (), places.steps, self.plan)
-        # Made anew: where nothing is captured, the host reads it after the next step has run.
-        self.told = self.newest.new_empty(self.size, 2 * self.drafts + 2)
-        self.written = self.given, large.rows.tokens, pair.next_at, self.told, places
-        accept(chosen.tokens, batch.input_ids, *self.written, self.later, self.drafts)
+        step.accept(chosen.tokens, batch.input_ids)
         self.told[:, 1 : self.drafts + 2] = chosen.for_host.view(self.size, -1)
         if self.drafter is None:
-            look_up(places.at, places.rows, large.rows.tokens, pair.next_at, self.told, self.drafts)
+            step.look_up()
         else:
-            self._draft(self.drafter, hidden, chosen.tokens)
+            self._draft(step, self.drafter, hidden, chosen.tokens)
 
-    def _draft(self, drafter: HeadDrafts, hidden: Tensor, sampled: Tensor) -> None:
+    def _draft(self, step: Step, drafter: HeadDrafts, hidden: Tensor, sampled: Tensor) -> None:
         """The head catches up with what was sampled, and writes ahead from the last right place."""
         small, batch, places, later = drafter.on, self.small_batch, self.places, self.later
         tables = small.tables.data[places.small_rows]
-        self._find(small, places.small_token_rows, places.small_at, None, batch.positions, batch.slots)
+        small.gather(places.small_token_rows, places.small_at, batch)
         small.attention.begin(replace(batch, block_tables=tables))
         out = drafter.catch_up(sampled, hidden, batch.positions, small.attention)
         last = out[later.picked]  # [size, hidden]
-        self._hand_on(drafter, last, 0)
+        self._hand_on(step, drafter, last, 0)
         if not self.chain:
             return
-        self._find(small, later.rows, later.at, None, self.positions, self.slots)
-        drafter.go_on(self.positions.view(-1, self.size))
+        small.gather(later.rows, later.at, self.drafted)
+        drafter.go_on(self.drafted.positions.view(-1, self.size))
         for number, decodes in enumerate(self.chain):
             small.attention.begin(replace(decodes, block_tables=tables))
             last = drafter.step(number, self.newest, last, small.attention)
-            self._hand_on(drafter, last, number + 1)
+            self._hand_on(step, drafter, last, number + 1)
 
-    def _hand_on(self, drafter: HeadDrafts, last: Tensor, number: int) -> None:
+    def _hand_on(self, step: Step, drafter: HeadDrafts, last: Tensor, number: int) -> None:
         made = drafter.choose(last, self.places.small_rows, self.later.draft_steps[number])
-        tokens = drafter.on.rows.tokens
-        hand_on(made, number, drafter.names, *self.written, tokens, self.newest, self.drafts)
-
-    @staticmethod
-    def _find(
-        on: GraphContext, rows: Tensor, at: Tensor, ids: Tensor | None, positions: Tensor, slots: Tensor
-    ) -> None:
-        """Find which tokens stand in these places, and where their keys go."""
-        ids = torch.empty_like(at) if ids is None else ids
-        gather_inputs(
-            rows, at, on.rows.tokens, on.tables.data, on.block_size, ids=ids, positions=positions, slots=slots
-        )
+        step.hand_on(made, number, drafter.names, drafter.on.rows.tokens, self.newest)
 
 
 def several(size: int, each: int, device: torch.device) -> PagedBatch:

@@ -22,6 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from speculative.ngram import MOST_TOKENS
 from triton_paged_attention.hardware import dependent_launch
 
+AT_ONCE = 1024
+"""Places that are compared at once."""
+
 
 @triton.jit
 def places_kernel(
@@ -129,107 +132,6 @@ def side_by_side_kernel(
     tl.store(out + (token * PARTS + part) * SIZE + i, x, mask=mask)
 
 
-class Places(NamedTuple):
-    """Positions of everything in a step; one number a request, or `[B * (K + 1)]` for all its places.
-
-    The order is `places_kernel`'s. at, token_at and small_at: positions, -1 for padding.
-    """
-
-    at: Tensor  # [B] int64
-    rows: Tensor  # [B] int64
-    token_rows: Tensor
-    token_at: Tensor
-    steps: Tensor
-    contexts: Tensor  # [B] int32
-    small_rows: Tensor  # [B] int64; the drafter's, and so the next three
-    small_token_rows: Tensor
-    small_at: Tensor
-    small_contexts: Tensor  # [B] int32
-
-
-class Chain(NamedTuple):
-    """Sources of the drafts; the last three are for all drafts but the first: `[(K - 1) * B]`."""
-
-    picked: Tensor  # [B] int64, where among the places the last right one is
-    draft_steps: Tensor  # [K, B] int64, the step number of each draft
-    rows: Tensor  # int64
-    at: Tensor  # int64, where the drafter computes the draft before it; -1: padding
-    contexts: Tensor  # int32
-
-
-def find_places(given: Tensor, next_at: Tensor, places: Places, drafts: int) -> None:
-    """Fill in the places of a step; `next_at [R]` int64 is the position of each row's newest token."""
-    size = given.shape[1]
-    places_kernel[(size,)](given, next_at, *places, size, K=drafts, num_warps=1)
-
-
-def accept(
-    sampled: Tensor,  # [B * (K + 1)] int64
-    ids: Tensor,  # [B * (K + 1)] int64, the newest token of each request and its drafts
-    given: Tensor,
-    tokens: Tensor,  # [R, max_len] int64
-    next_at: Tensor,
-    told: Tensor,  # [B, 2 * K + 2] int64: how many were right, all that was sampled, the drafts made since
-    places: Places,
-    chain: Chain,
-    drafts: int,
-) -> None:
-    """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the chain."""
-    size = len(places.at)
-    accept_kernel[(size,)](
-        sampled, ids, places.at, places.rows, given, tokens, next_at, told, *chain, tokens.shape[1], size,
-        K=drafts, num_warps=1,
-    )  # fmt: skip
-
-
-def hand_on(
-    made: Tensor,  # [B] int64, the drafts, or where they stand in `names`
-    number: int,  # of these drafts, from 0
-    names: Tensor | None,  # [N] int64, token ids
-    given: Tensor,
-    tokens: Tensor,
-    next_at: Tensor,
-    told: Tensor,
-    places: Places,
-    small_tokens: Tensor,  # [R, max_len] int64, the drafter's
-    newest: Tensor,  # [B] int64, the drafts' token ids
-    drafts: int,
-) -> None:
-    """Write one draft of each request where it will be read."""
-    hand_on_kernel[(len(made),)](
-        made, made if names is None else names, places.at, places.rows, given, tokens, next_at, told,
-        small_tokens, newest, tokens.shape[1], small_tokens.shape[1], len(made),
-        K=drafts, D=number, NAMED=names is not None, num_warps=1,
-    )  # fmt: skip
-
-
-def side_by_side(
-    first: Tensor,  # [rows, (parts - 1) * h]
-    second: Tensor,  # [T, h]
-    weights: Tensor,  # [parts, h]
-    eps: float,
-    *,
-    ids: Tensor | None = None,  # [T] int64
-    norm_last: bool = False,
-) -> Tensor:
-    """A row of `first` (`ids` says which; by default the rows in turn) and one of `second`, each part's
-    RMSNorm applied, the last one's with `norm_last` only: `[T, parts * h]`.
-    """
-    (tokens, size), parts = second.shape, len(weights)
-    out = torch.empty(tokens, parts * size, dtype=second.dtype, device=second.device)
-    early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
-    side_by_side_kernel[(tokens, parts)](
-        out, first, second.contiguous(), weights, out if ids is None else ids, eps,
-        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last, PDL=early,
-        num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
-    return out
-
-
-AT_ONCE = 1024
-"""Places that are compared at once."""
-
-
 @triton.jit
 def look_up_kernel(
     at, rows, tokens, next_at, told, max_len, K: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
@@ -265,22 +167,111 @@ def look_up_kernel(
         tl.store(told + i * (2 * K + 2) + K + 2 + j, tl.where(found >= 0, draft, -1))
 
 
-def look_up(
-    at: Tensor,  # [B] int64, -1: padding
-    rows: Tensor,  # [B] int64
-    tokens: Tensor,  # [R, max_len] int64
-    next_at: Tensor,  # [R] int64, the position of the newest token of each row
-    told: Tensor,  # [B, 2 * K + 2] int64, see `kernels.accept`
-    drafts: int,
-) -> None:
-    """Write drafts behind each request's newest token, by the rule of `ngram.NGramIndex`.
+class Places(NamedTuple):
+    """Positions of everything in a step; one number a request, or `[B * (K + 1)]` for all its places.
 
-    Only the last `MOST_TOKENS` tokens are searched, or a long text would take longer than the step. Where no
-    n-gram is found, the newest token is repeated there, and `told` says -1.
+    The order is `places_kernel`'s. at, token_at and small_at: positions, -1 for padding.
     """
-    if tokens.shape[1] >= 1 << 24:
-        raise ValueError(f"rows have {tokens.shape[1]:,} tokens, but places must fit into 24 bits")
-    look_up_kernel[(len(at),)](
-        at, rows, tokens, next_at, told, tokens.shape[1], K=drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS,
-        num_warps=8,
+
+    at: Tensor  # [B] int64
+    rows: Tensor  # [B] int64
+    token_rows: Tensor
+    token_at: Tensor
+    steps: Tensor
+    contexts: Tensor  # [B] int32
+    small_rows: Tensor  # [B] int64; the drafter's, and so the next three
+    small_token_rows: Tensor
+    small_at: Tensor
+    small_contexts: Tensor  # [B] int32
+
+
+class Chain(NamedTuple):
+    """Sources of the drafts; the last three are for all drafts but the first: `[(K - 1) * B]`."""
+
+    picked: Tensor  # [B] int64, where among the places the last right one is
+    draft_steps: Tensor  # [K, B] int64, the step number of each draft
+    rows: Tensor  # int64
+    at: Tensor  # int64, where the drafter computes the draft before it; -1: padding
+    contexts: Tensor  # int32
+
+
+class Step(NamedTuple):
+    """Tensors of a step of `B` requests with `drafts` drafts each.
+
+    told: how many drafts were right, all that was sampled, the drafts made since.
+    """
+
+    given: Tensor
+    tokens: Tensor  # [R, max_len] int64
+    next_at: Tensor  # [R] int64, the position of the newest token of each row
+    told: Tensor  # [B, 2 * K + 2] int64
+    places: Places
+    chain: Chain
+    drafts: int
+
+    def find_places(self) -> None:
+        """Fill in the places."""
+        size = self.given.shape[1]
+        places_kernel[(size,)](self.given, self.next_at, *self.places, size, K=self.drafts, num_warps=1)
+
+    def accept(self, sampled: Tensor, ids: Tensor) -> None:
+        """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the chain.
+
+        sampled, ids: `[B * (K + 1)]` int64; ids are the newest token of each request and its drafts.
+        """
+        places, size = self.places, len(self.places.at)
+        accept_kernel[(size,)](
+            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at, self.told,
+            *self.chain, self.tokens.shape[1], size, K=self.drafts, num_warps=1,
+        )  # fmt: skip
+
+    def hand_on(
+        self, made: Tensor, number: int, names: Tensor | None, small_tokens: Tensor, newest: Tensor
+    ) -> None:
+        """Write one draft of each request where it will be read.
+
+        made: `[B]` int64, drafts number `number` from 0, or where they stand in `names [N]`, token ids.
+        small_tokens: `[R, max_len]` int64, the drafter's. newest: `[B]` int64, the drafts' token ids.
+        """
+        hand_on_kernel[(len(made),)](
+            made, made if names is None else names, self.places.at, self.places.rows, self.given, self.tokens,
+            self.next_at, self.told, small_tokens, newest, self.tokens.shape[1], small_tokens.shape[1],
+            len(made), K=self.drafts, D=number, NAMED=names is not None, num_warps=1,
+        )  # fmt: skip
+
+    def look_up(self) -> None:
+        """Write drafts behind each request's newest token, by the rule of `ngram.NGramIndex`.
+
+        Only the last `MOST_TOKENS` tokens are searched, or a long text would take longer than the step. Where
+        no n-gram is found, the newest token is repeated there, and `told` says -1.
+        """
+        most = self.tokens.shape[1]
+        if most >= 1 << 24:
+            raise ValueError(f"rows have {most:,} tokens, but places must fit into 24 bits")
+        look_up_kernel[(len(self.places.at),)](
+            self.places.at, self.places.rows, self.tokens, self.next_at, self.told, most,
+            K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS, num_warps=8,
+        )  # fmt: skip
+
+
+def side_by_side(
+    first: Tensor,  # [rows, (parts - 1) * h]
+    second: Tensor,  # [T, h]
+    weights: Tensor,  # [parts, h]
+    eps: float,
+    *,
+    ids: Tensor | None = None,  # [T] int64
+    norm_last: bool = False,
+) -> Tensor:
+    """A row of `first` (`ids` says which; by default the rows in turn) and one of `second`, each part's
+    RMSNorm applied, the last one's with `norm_last` only: `[T, parts * h]`.
+    """
+    (tokens, size), parts = second.shape, len(weights)
+    out = torch.empty(tokens, parts * size, dtype=second.dtype, device=second.device)
+    early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
+    side_by_side_kernel[(tokens, parts)](
+        out, first, second.contiguous(), weights, out if ids is None else ids, eps,
+        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last, PDL=early,
+        num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+    return out

@@ -12,14 +12,13 @@ import torch
 
 from common.request import Request
 from common.sampling.sampler import HostSampled, Needs, Sampled
-from continuous.batch import upload
 from continuous.engine import Engine
 from continuous.runner import Pending, Token
 from continuous.seams import Loop
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import CAPTURED
+from cuda_graphs.decode_graph import CAPTURED, captured
 from cuda_graphs.memory import PER_GRAPH
 from cuda_graphs.plans import SMALL_BATCH
 from cuda_graphs.runner import GraphRunner
@@ -31,24 +30,18 @@ from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
 from speculative.head import HeadSource
 from speculative.loops import Watcher, waits
 from speculative.ngram import NGrams
-from speculative.speculation import Source, Speculator
-from speculative.stats import SpeculationStats
+from speculative.speculation import Source, Speculator, write
 
 
 class InGraphDrafter(Watcher):
     """A `Drafter` around a speculator. An ordinary step in the place of one in a graph begins only once.
 
-    begun: what `begin` will return for the next step, if a loop has asked already.
+    stats: of the guesses. begun: what `begin` will return for the next step, if a loop has asked already.
     """
 
     def __init__(self, speculator: Speculator) -> None:
-        self.speculator = speculator
+        self.speculator, self.stats = speculator, speculator.stats
         self.begun: bool | None = None
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """Counts of what came of the guesses."""
-        return self.speculator.stats
 
     @property
     def waits(self) -> bool:
@@ -218,7 +211,7 @@ class Ahead(Source):
         if self.engine.masks.wants(works):
             return None
         plan = self.runner.sampler.plan([request.row for request in running])
-        return plan.features if plan.features in CAPTURED and plan.wanted is None else None
+        return plan.features if captured(plan) else None
 
     def _enter(self, running: Sequence[Request]) -> int:
         """Guess as before an ordinary step, and put the guesses where the graph reads them."""
@@ -231,22 +224,12 @@ class Ahead(Source):
         if not wanted:
             return 0
         k = max(length for length in self.lengths if length <= wanted)
-        drafts = [[*guesses[r], *[r.tokens[-1]] * k][:k] for r in running]
         self.blank = {r.row for r in running if not guesses[r]}
-        rows = np.array([request.row for request in running])
-        newest = np.array([len(request.tokens) - 1 for request in running])
-        columns = {
-            "rows": rows,
-            "newest": newest,
-            "draft_rows": np.repeat(rows, k),
-            "places": (newest[:, None] + 1 + np.arange(k)).ravel(),
-            "drafts": np.array(drafts, np.int64).ravel(),
-        }
-        if int(newest.max()) + k >= self.engine.scheduler.rows.max_len:
+        if max(len(request.tokens) for request in running) - 1 + k >= self.engine.scheduler.rows.max_len:
             return 0
-        moved = upload(self.next_at.device, columns)
-        self.next_at[moved["rows"]] = moved["newest"]
-        self.engine.runner.rows.tokens[moved["draft_rows"], moved["places"]] = moved["drafts"]
+        drafts = [(r.row, len(r.tokens), [*guesses[r], *[r.tokens[-1]] * k][:k]) for r in running]
+        write(self.engine.runner.rows.tokens, drafts)
+        write(self.next_at[:, None], [(r.row, 0, [len(r.tokens) - 1]) for r in running])
         return k
 
     def _go_on(self, running: Sequence[Request]) -> int:
@@ -318,8 +301,7 @@ def draft_lengths(most: int) -> list[int]:
 
 def request_sizes(rows: int, *, models: int) -> list[int]:
     """Requests for which there are graphs, of engines with so many rows."""
-    most = min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows)
-    return [size for size in decode_sizes(most) if size <= most]
+    return decode_sizes(min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows))
 
 
 def ahead_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:

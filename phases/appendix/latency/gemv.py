@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.tables import GemvConfig, GemvKey, gemv_default
+from phases.appendix.latency.tables import GemvConfig, gemv_config
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.linear import KINDS, activate
@@ -138,7 +138,7 @@ def gemv(x: Tensor, weight: Tensor, *, config: GemvConfig | None = None, **aroun
     """
     gated = around.get("gate") is not None
     size, rows = weight.shape[1], weight.shape[0] // (1 + gated)
-    shape = config or gemv_default(GemvKey(rows, size, gated), x.device)
+    shape = config or gemv_config(rows, size, gated, x.device)
     trigger = 2 if shape.late else int(not around.get("run_ahead", True))
     return launch(
         gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, around,

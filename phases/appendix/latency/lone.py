@@ -14,7 +14,7 @@ A split leaves its part of the output and the logarithm of its weight. The parts
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -193,10 +193,25 @@ def starts_early(layer: LayerSpec) -> bool:
     return layer.index > 0
 
 
-class LoneParts(NamedTuple):
-    """Attention's output of a lone token.
+class LoneInputs(NamedTuple):
+    """Inputs of attention of a lone request: of one token, or of a few, which have `query_starts`."""
 
-    out: `[1, H D]`, if attention has combined its splits; otherwise `workspace` holds them.
+    qkv: Tensor  # [T, (H + 2 KH) D]
+    cos_sin: tuple[Tensor, Tensor]  # T D numbers each, float32
+    norms: HeadNorms | None
+    layer: LayerSpec
+    cache: LayerBlocks  # new keys and values are stored here
+    block_tables: Tensor  # [1, max_blocks] int32; other rows are not read
+    context_lens: Tensor  # [1] int32, the new tokens included
+    slots: Tensor  # [T] int64; negative: not stored
+    query_starts: Tensor | None = None  # [2] int32: tokens from the second number on are padding
+
+
+class LoneParts(NamedTuple):
+    """Attention's output of a lone request.
+
+    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, those of a few
+        tokens by split, token and head.
     """
 
     out: Tensor
@@ -204,42 +219,38 @@ class LoneParts(NamedTuple):
     context_lens: Tensor
     workspace: Workspace
     config: LoneConfig
+    query_starts: Tensor | None = None
 
 
-def attend_lone(
-    qkv: Tensor,  # [1, (H + 2 KH) D]
-    cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
-    norms: HeadNorms | None,
-    layer: LayerSpec,
-    cache: LayerBlocks,  # the new key and value are stored here
-    block_tables: Tensor,  # [1, max_blocks] int32
-    context_lens: Tensor,  # [1] int32
-    slots: Tensor,  # [1] int64; negative: not stored
-    *,
-    workspace: Workspace,
-    config: LoneConfig,
-    meet: bool,
-) -> LoneParts:
+def attend_lone(given: LoneInputs, *, workspace: Workspace, config: LoneConfig, meet: bool) -> LoneParts:
     """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
 
     Launch it behind a `gemv` with `run_ahead=False` where it does not start early: see `starts_early`.
     """
-    assert not cache.scaled, "a lone token's key and value are stored by a kernel that knows no scales"
+    group = triton.next_power_of_2(given.layer.num_heads // given.layer.num_kv_heads)
+    return launch(lone_kernel, given, workspace, config, meet, BLOCK_M=max(16, group), GROUP_PAD=group)
+
+
+def launch(
+    kernel: Any, given: LoneInputs, workspace: Workspace, config: LoneConfig, meet: bool, **more: int
+) -> LoneParts:
+    """Launch the attention of a lone request. more: what only this kernel is told."""
+    qkv, layer, cache = given.qkv, given.layer, given.cache
+    assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    group = heads // kv_heads
-    out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms if norms is not None else (qkv, qkv, 0.0, False)
+    out = torch.empty(len(qkv), heads * d, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = given.norms or (qkv, qkv, 0.0, False)
+    starts = () if given.query_starts is None else (given.query_starts,)
     early = dependent_launch(qkv.device)
-    lone_kernel[(kv_heads, config.splits)](
-        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens, slots,
+    kernel[(kv_heads, config.splits)](
+        out, qkv, *given.cos_sin, q_weight, k_weight, cache.k, cache.v, given.block_tables,
+        given.context_lens, *starts, given.slots,
         workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse, workspace.arrived,
         eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
-        NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=config.block_n, SPLITS=config.splits, MEET=meet,
-        GROUP_PAD=triton.next_power_of_2(group), PDL=early,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n, SPLITS=config.splits,
+        MEET=meet, PDL=early, num_warps=config.num_warps, num_stages=config.num_stages, **more,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return LoneParts(out, layer, context_lens, workspace, config)
+    return LoneParts(out, layer, given.context_lens, workspace, config, given.query_starts)

@@ -3,26 +3,19 @@
 `lone.py` for two to eight tokens, where a step is as much a chain of kernels as with one. The keys of the
 new tokens are a tile of their own, which comes from registers; what is in the cache does not depend on them
 and is being loaded before the wait. Its splits are combined as a lone token's are: by every program of the
-output projection (a `CombinesFewHeads`), or by the last of them to arrive.
+output projection (a `CombinesHeads`), or by the last of them to arrive.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from paged_cache.pool import LayerBlocks
-from phases.appendix.latency.lone import norm_and_turn
-from phases.appendix.latency.tables import LoneFewConfig
+from phases.appendix.latency.lone import LoneInputs, LoneParts, launch, norm_and_turn
+from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace, combine_rows
-from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, raw_scores, unit
 
 FEW_TOKENS = 8
@@ -175,61 +168,18 @@ def fits(tokens: int, layer: LayerSpec) -> bool:
     return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
 
-class FewParts(NamedTuple):
-    """Attention's output of a few tokens of a lone request.
-
-    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, numbers of a
-    split, token and head one after the other.
-    """
-
-    out: Tensor
-    layer: LayerSpec
-    context_lens: Tensor
-    query_starts: Tensor
-    workspace: Workspace
-    config: LoneFewConfig
-
-
-def attend_few(
-    qkv: Tensor,  # [T, (H + 2 KH) D]
-    cos_sin: tuple[Tensor, Tensor],  # T D numbers each, float32
-    norms: HeadNorms | None,
-    layer: LayerSpec,
-    cache: LayerBlocks,  # new keys and values are stored here
-    block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
-    context_lens: Tensor,  # [1] int32, the new tokens included
-    query_starts: Tensor,  # [2] int32: tokens from the second number on are padding
-    slots: Tensor,  # [T] int64; negative: not stored
-    *,
-    workspace: Workspace,
-    config: LoneFewConfig,
-    meet: bool,
-) -> FewParts:
+def attend_few(given: LoneInputs, *, workspace: Workspace, config: LoneConfig, meet: bool) -> LoneParts:
     """Attention's output for the tokens of one request; rows of padding are left as they are.
 
-    With `meet` false, its splits stay apart in the workspace for a `CombinesFewHeads`.
+    With `meet` false, its splits stay apart in the workspace for a `CombinesHeads`.
 
     Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
     """
-    assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
-    assert fits(len(qkv), layer), f"{len(qkv)} tokens of {layer.num_heads} heads do not fit into a tile"
-    heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    group, tokens = heads // kv_heads, triton.next_power_of_2(len(qkv))
-    rows = kv_heads * config.splits * tokens * group
+    layer, count = given.layer, len(given.qkv)
+    assert fits(count, layer), f"{count} tokens of {layer.num_heads} heads do not fit into a tile"
+    tokens = triton.next_power_of_2(count)
+    rows = config.splits * tokens * layer.num_heads
     assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
-    out = torch.empty(len(qkv), heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = norms if norms is not None else (qkv, qkv, 0.0, False)
-    early = dependent_launch(qkv.device)
-    lone_few_kernel[(kv_heads, config.splits)](
-        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens, query_starts,
-        slots, workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse,
-        workspace.arrived, eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
-        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
-        NORM=norms is not None, ONE_PLUS=one_plus, TOKENS=tokens,
-        BLOCK_M=max(16, triton.next_power_of_2(tokens * group)), BLOCK_N=config.block_n,
-        SPLITS=config.splits, MIN_TILES=config.min_tiles, MEET=meet, PDL=early,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-        **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
-    return FewParts(out, layer, context_lens, query_starts, workspace, config)
+    block = max(16, triton.next_power_of_2(tokens * layer.num_heads // layer.num_kv_heads))
+    more = {"TOKENS": tokens, "BLOCK_M": block, "MIN_TILES": config.min_tiles}
+    return launch(lone_few_kernel, given, workspace, config, meet, **more)

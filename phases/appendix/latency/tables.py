@@ -25,17 +25,10 @@ class GemvConfig:
     late: bool = False
 
 
-class GemvKey(NamedTuple):
-    """A matrix `[rows, size]`; gated: two such matrices."""
-
-    rows: int
-    size: int
-    gated: bool
-
-
 @cache  # kernels ask at every launch
-def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
-    """About 16,384 weights a program, 32 KiB in half precision, and at least 256 programs.
+def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> GemvConfig:
+    """Defaults for a matrix `[rows, size]`, if gated of two: about 16,384 weights a program, 32 KiB in half
+    precision, and at least 256 programs.
 
     As long as a row is read in one sweep, the next kernel may start at once and wait with its own weights in
     registers; otherwise it would only take this one's place.
@@ -43,21 +36,24 @@ def gemv_default(key: GemvKey, device: torch.device) -> GemvConfig:
     On a CPU kernels are interpreted, a millisecond a program: few of them, whatever they do.
     """
     if device.type == "cpu":
-        return GemvConfig(32, min(512, 1 << (key.size - 1).bit_length()))
-    block_k = min(4096, 1 << (key.size - 1).bit_length())
-    wanted = max(1, min(16_384 // (key.size * (2 if key.gated else 1)), key.rows // 256))
-    num_warps = 4 if key.gated and key.size <= 2048 else 8
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=key.size > block_k)
+        return GemvConfig(32, min(512, 1 << (size - 1).bit_length()))
+    block_k = min(4096, 1 << (size - 1).bit_length())
+    wanted = max(1, min(16_384 // (size * (2 if gated else 1)), rows // 256))
+    num_warps = 4 if gated and size <= 2048 else 8
+    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=size > block_k)
 
 
 @dataclass(frozen=True)
 class LoneConfig:
-    """Block sizes of attention of one token: keys per tile, programs (a power of two) per key/value head."""
+    """Block sizes of attention of one token: keys per tile, programs (a power of two) per key/value head; of
+    a few tokens at most so many, and at least `min_tiles` tiles in each.
+    """
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 1
     splits: int = 32
+    min_tiles: int = 1
 
 
 class LoneKey(NamedTuple):
@@ -83,28 +79,13 @@ def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
     return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
 
 
-@dataclass(frozen=True)
-class LoneFewConfig:
-    """Block sizes of attention of a few tokens: keys per tile, at most so many programs (a power
-    of two) per key/value head, and at least so many tiles in each.
-    """
-
-    block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    splits: int = MOST_SPLITS
-    min_tiles: int = 1
-
-
-def lone_few_config(key: LoneKey) -> LoneFewConfig:
+def lone_few_config(key: LoneKey) -> LoneConfig:
     """Defaults: tiles like a lone token's, one or more a split, and as many splits as the decode kernel has.
 
     Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
     once.
     """
-    block_n = tile_keys(key)
-    num_warps = 4 if key.d_pad <= 64 else 8
-    return LoneFewConfig(block_n, num_warps)
+    return LoneConfig(tile_keys(key), 4 if key.d_pad <= 64 else 8, num_stages=2, splits=MOST_SPLITS)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
-from phases.appendix.latency.lone import LoneParts, attend_lone, starts_early
-from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, FewParts, attend_few, fits
-from phases.appendix.latency.tables import HeadsConfig, LoneKey, heads_config, lone_default, lone_few_config
+from phases.appendix.latency.lone import LoneInputs, LoneParts, attend_lone, starts_early
+from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, attend_few, fits
+from phases.appendix.latency.tables import LoneKey, heads_config, lone_default, lone_few_config
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -42,10 +41,6 @@ class LatencyAttention(TritonPagedAttention):
         """True if the step is one request's, whose tokens then come first, and the cache has no scales."""
         return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
 
-    def takes_few(self, layer: LayerSpec, tokens: int) -> bool:
-        """Return True if `attend_few` may be called for this step of so many tokens."""
-        return self.alone and fits(tokens, layer)
-
     def plan(self) -> None:
         """Also: look up, once a step and not in every layer, how a lone token's attention runs."""
         super().plan()
@@ -66,20 +61,18 @@ class LatencyAttention(TritonPagedAttention):
         *,
         few: bool,
         meet: bool,
-    ) -> LoneParts | FewParts:
+    ) -> LoneParts:
         """From the projection's output to attention's, head norms, RoPE and KV store included.
 
         few: whether the request has more than one token. meet: see `attend_lone`.
         """
         batch, cache = self.batch, self.pool.layers[layer.index]
-        given = qkv, cos_sin, norms, layer, cache, batch.block_tables, batch.context_lens
+        where = batch.block_tables, batch.context_lens, batch.slots
+        given = LoneInputs(qkv, cos_sin, norms, layer, cache, *where)
         if few:
-            room, config = self._few_workspace, self._few_config
-            where = batch.query_starts, batch.slots
-            return attend_few(*given, *where, workspace=room, config=config, meet=meet)
-        return attend_lone(
-            *given, batch.slots, workspace=self._workspace, config=self._lone_config, meet=meet
-        )
+            given = given._replace(query_starts=batch.query_starts)
+            return attend_few(given, workspace=self._few_workspace, config=self._few_config, meet=meet)
+        return attend_lone(given, workspace=self._workspace, config=self._lone_config, meet=meet)
 
 
 class LatencyWay:
@@ -113,9 +106,9 @@ def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
     return way
 
 
-CombinesHeads = Callable[[Any, Tensor], Tensor]
-"""From the splits of a request's tokens, `LoneParts` or `FewParts`, and a residual `[T, hidden]` to its sum
-with the projection behind attention."""
+CombinesHeads = Callable[[LoneParts, Tensor], Tensor]
+"""From the splits of a request's tokens and a residual `[T, hidden]` to its sum with the projection behind
+attention."""
 
 
 def heads_of(linear: nn.Module) -> CombinesHeads | None:
@@ -123,11 +116,9 @@ def heads_of(linear: nn.Module) -> CombinesHeads | None:
     if not isinstance(linear, nn.Linear):
         return None
     config = heads_config(*linear.weight.shape)
-    return None if config is None else partial(_combine, linear, config)
-
-
-def _combine(linear: nn.Linear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
-    return project_heads(residual, linear.weight, linear.bias, parts, shape=config)
+    if config is None:
+        return None
+    return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts, shape=config)
 
 
 class LatencyBlock:
@@ -161,7 +152,7 @@ class LatencyBlock:
         lone = len(x) == 1 and attention.alone
         heads = self.heads if lone else self.few_heads
         qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
-        if not lone and not attention.takes_few(attend.spec, len(x)):  # of several requests
+        if not lone and not (attention.alone and fits(len(x), attend.spec)):  # of several requests
             x = attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
         else:
             meet = heads is None
