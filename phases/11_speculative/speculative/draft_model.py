@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.request import Request
+from continuous.rows import write
 from continuous.runner import Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
-from speculative.speculation import Source, write
+from speculative.speculation import Source
 
 
 @dataclass(eq=False, slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from common.request import Request
 from continuous.batch import upload
 from continuous.engine import Engine
+from continuous.rows import write
 from continuous.runner import OneToken, Results, Token
 from continuous.work import Work
 from speculative.control import Control
@@ -121,21 +122,6 @@ class Speculator(Watcher):
 
 
 # Verify.
-
-
-def write(rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-    """Write tokens into `rows [R, max_len]`: for each line its row, the first place, and tokens."""
-    of, first, tokens = zip(*lines, strict=True)
-    counts = list(map(len, tokens))
-    ends = np.cumsum(counts)
-    columns = {
-        "rows": np.repeat(of, counts),
-        "places": np.arange(ends[-1]) + np.repeat(first - ends + counts, counts),
-        "tokens": np.concatenate(tokens),
-    }
-    moved = upload(rows.device, columns)
-    rows[moved["rows"], moved["places"]] = moved["tokens"]
-
 
 Agree = Callable[[Sequence[int], Sequence[int]], int]
 """Counts the drafts that are right, given what was sampled in their places and behind them."""
