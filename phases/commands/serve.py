@@ -145,8 +145,8 @@ def _serve(app: App, given: SimpleNamespace, keyed: bool, begun: Usage | None) -
     finally:
         listening.close()
     if server.failure is not None:
-        if server.failure.wrong_input:
-            raise UserError(str(server.failure))
+        if isinstance(server.failure, UserError):
+            raise server.failure
         err.print(f"error: the engine cannot be started: {server.failure}", markup=False)
         return 1
     return server.code

@@ -424,12 +424,12 @@ def test_a_replica_whose_engine_has_died_takes_nothing_and_ends(tmp_path):
         replica.check_health()
 
 
-@pytest.mark.parametrize(("wrong_input", "kind"), [(True, UserError), (False, CannotStart)])
-def test_a_replica_that_cannot_be_made_says_why(tmp_path, wrong_input, kind):
+@pytest.mark.parametrize("kind", [UserError, CannotStart])
+def test_a_replica_that_cannot_be_made_says_why(tmp_path, kind):
     engine, app = served(tmp_path)
 
     async def fails() -> None:
-        raise CannotStart("cache_bytes is 100", wrong_input)
+        raise kind("cache_bytes is 100")
 
     engine.run, engine.state = fails, "starting"
     with pytest.raises(kind, match="cache_bytes is 100"):

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from common.errors import UserError
 from common.files import new_folder
 from serving import process
 from serving.client import EngineClient
@@ -29,11 +30,7 @@ QUICK = 60.0
 
 
 class CannotStart(Exception):
-    """The first engine could not be made. wrong_input: the user can correct it, and the message says how."""
-
-    def __init__(self, reason: str, wrong_input: bool) -> None:
-        super().__init__(reason)
-        self.wrong_input = wrong_input
+    """The first engine could not be made, through no fault of the user's: that would be a `UserError`."""
 
 
 class EngineProcess(EngineClient):
@@ -67,6 +64,7 @@ class EngineProcess(EngineClient):
 
         Raises:
             CannotStart: the first engine could not be made.
+            UserError: the same, and the user can correct it.
         """
         pause = 0.0
         while not self._stopping:
@@ -78,7 +76,7 @@ class EngineProcess(EngineClient):
             if self._stopping:
                 return
             if self.ready is None:
-                raise failure or CannotStart("the engine process ended while it started", wrong_input=False)
+                raise failure or CannotStart("the engine process ended while it started")
             self.restarts += 1
             pause = min(2 * pause or 0.5, LONGEST_PAUSE) if time.monotonic() - started < QUICK else 0.0
             log.error("the engine has ended; the next one starts in %.1f s", pause)
@@ -95,7 +93,7 @@ class EngineProcess(EngineClient):
         if self.process is not None:
             self.process.kill()  # `_live` sees it and tidies up
 
-    async def _live(self) -> CannotStart | None:
+    async def _live(self) -> Exception | None:
         """One life of an engine process, from its start to its end, by itself or by our hand."""
         folder = new_folder()
         socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -124,7 +122,7 @@ class EngineProcess(EngineClient):
             socket.close()
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> CannotStart | None:
+    async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
         """Deal out what the engine says."""
         while True:
             message = report(await socket.recv())
@@ -137,7 +135,7 @@ class EngineProcess(EngineClient):
                     self.state = "stopped" if self._stopping else "ready"
                 case Failed():
                     log.error("the engine cannot be made: %s", message.reason)
-                    return CannotStart(message.reason, message.wrong_input)
+                    return (UserError if message.wrong_input else CannotStart)(message.reason)
 
     def _kill(self) -> None:
         child, self.process = self.process, None

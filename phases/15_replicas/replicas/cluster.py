@@ -139,7 +139,7 @@ class Cluster:
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
         except Exception as error:  # of many kinds, none of them documented
-            raise CannotStart(f"Ray Serve's proxy: {error}", wrong_input=False) from error
+            raise CannotStart(f"Ray Serve's proxy: {error}") from error
 
     def _hear(self, number: int, frame: object) -> None:
         if self.signalled.is_set():
@@ -173,9 +173,9 @@ class Cluster:
         if state == "DEPLOY_FAILED":
             found = REASON.findall(message)
             kind, reason = found[-1] if found else ("", message[-600:])
-            raise UserError(reason) if kind == "UserError" else CannotStart(reason, wrong_input=False)
+            raise UserError(reason) if kind == "UserError" else CannotStart(reason)
         if state != "RUNNING":
-            raise CannotStart(f"not ready after {START_SECONDS:g} s: {message or state}", wrong_input=False)
+            raise CannotStart(f"not ready after {START_SECONDS:g} s: {message or state}")
 
     def _state(self) -> tuple[str, str]:
         """Of the application, and of the first deployment in it that has something to say."""

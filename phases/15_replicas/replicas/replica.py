@@ -8,9 +8,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from common.errors import UserError
 from replicas.gate import GONE, KEY, NAME
-from serving.alive import CannotStart
 from serving.app import App
 from serving.http.exchange import Receive, Scope, Send
 
@@ -79,12 +77,7 @@ class Replica:
         while self.app.engine.state != "ready" and not running.done():
             await asyncio.sleep(LOOK_SECONDS)
         if self.app.engine.state != "ready":
-            try:
-                await running
-            except CannotStart as error:
-                if error.wrong_input:
-                    raise UserError(str(error)) from None
-                raise
+            await running
         self._tasks = [running, asyncio.ensure_future(self._watch())]
 
     async def stop(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 
+from common.errors import UserError
 from common.words import count
 from serving.alive import CannotStart
 from serving.app import App
@@ -42,7 +43,7 @@ class HttpServer(uvicorn.Server):
     code: that the process should end with.
     """
 
-    failure: CannotStart | None = None
+    failure: Exception | None = None
     announced, code = False, 0
 
     def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any) -> None:
@@ -94,12 +95,12 @@ class HttpServer(uvicorn.Server):
         finally:
             await self.app.engine.stop()
             engine.cancel()
-            with contextlib.suppress(asyncio.CancelledError, CannotStart):
+            with contextlib.suppress(asyncio.CancelledError, CannotStart, UserError):
                 await engine
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
         failure = None if task.cancelled() else task.exception()
-        if isinstance(failure, CannotStart):
+        if isinstance(failure, CannotStart | UserError):
             self.failure, self.should_exit = failure, True
         elif failure is not None:
             log.error("the engine is no longer kept alive", exc_info=failure)
