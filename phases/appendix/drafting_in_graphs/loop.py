@@ -13,6 +13,7 @@ import torch
 from common.request import Request
 from common.sampling.sampler import HostSampled, Needs, Sampled
 from continuous.engine import Engine
+from continuous.rows import write
 from continuous.runner import Pending, Token
 from continuous.seams import Loop
 from continuous.work import Work
@@ -30,7 +31,7 @@ from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
 from speculative.head import HeadSource
 from speculative.loops import Watcher, waits
 from speculative.ngram import NGrams
-from speculative.speculation import Source, Speculator, write
+from speculative.speculation import Source, Speculator
 
 
 class InGraphDrafter(Watcher):
