@@ -8,10 +8,10 @@ is in the batch: tiles of one kind cut K in the same parts, and no output is add
 Floor, of a layer of Qwen3-30B-A3B in bfloat16 (9.4 MB an expert) on an H200 (4.8 TB/s, 990 TFLOP/s dense):
 
     tokens   experts chosen   bytes     floor by bytes   floor by products
-         1              8       75 MB          16 us               0.1 us
-        16             82      770 MB         160 us               1.2 us
-       256            128     1.21 GB         252 us                20 us
-      8192            128     1.21 GB         252 us               624 us
+    1                     8       75 MB          16 us              0.1 us
+    16                   82      770 MB         160 us              1.2 us
+    256                 128     1.21 GB         252 us               20 us
+    8192                128     1.21 GB         252 us              624 us
 """
 
 from __future__ import annotations
