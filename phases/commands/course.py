@@ -17,8 +17,7 @@ from common.console import err, out
 from common.errors import UserError
 from phases.commands.arguments import course_app
 from phases.course import grading, hints, making
-from phases.course.blanks import NotThere
-from phases.course.checking import Failure, State, Verdict, check_file, read
+from phases.course.checking import Failure, State, Verdict, check_file
 from phases.course.exercises import Exercise, find_question, of_phases
 from phases.course.nursery import Nursery
 
@@ -132,10 +131,9 @@ def solution(exercise: ExerciseId) -> int:
     """Show what the reference does, as a difference to yours, and note it."""
     copy = making.around(Path.cwd())
     (one,) = _chosen(copy, exercise)[:1]
-    try:
-        source = read(copy.folder, one)
-    except NotThere:
-        source = ""
+    source = ""
+    with suppress(OSError, UnicodeDecodeError):  # then all of the reference is shown
+        source = making.text_in(copy.folder, one.file)
     text = hints.solution(one, source)
     hints.log(copy.folder, "solution", one.id)
     styles = {"+": "green", "-": "red", "@": "cyan"}

@@ -17,9 +17,6 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-MODULES = ("torch", "hypothesis")
-"""What it imports before it forks."""
-
 WAITING = 4.0
 """Seconds that a run may take for each of processor time: other programs may run beside."""
 
@@ -94,8 +91,8 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, as `conftest.py` does
-    for name in MODULES:
-        import_module(name)
+    import hypothesis  # noqa: F401  (a fork has it, as it has PyTorch)
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(0, 0, flush=True)
     for line in sys.stdin:
