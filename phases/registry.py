@@ -17,7 +17,7 @@ from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.loading import facts_of
 from forward.model import Model
-from phases import PHASES, Phase, appendix, too_early
+from phases import PHASES, Phase, appendix, own_options
 from phases import phase_named as phase_named
 
 if TYPE_CHECKING:
@@ -72,15 +72,6 @@ def first_phases() -> dict[str, int]:
     return found
 
 
-def _own(phase: Phase, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those of later phases, which must be off. Raises `UserError`."""
-    first = first_phases()
-    for name, value in options.items():
-        if first.get(name, 0) > phase.number and value is not False:
-            raise UserError(too_early(name, first[name], phase))
-    return {name: value for name, value in options.items() if first.get(name, 0) <= phase.number}
-
-
 def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
     """Return the sizes and features that options mean for a phase from 05 on.
 
@@ -88,12 +79,12 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
     more = [kind for kind in features().values() if kind.phase <= phase.number]
-    return preset(phase).choose(_own(phase, options), device, more)
+    return preset(phase).choose(own_options(phase, options, first_phases()), device, more)
 
 
 def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
-    own = _own(phase, options)
+    own = own_options(phase, options, first_phases())
     if phase.number >= BLOCKS:
         choose(phase, own, device)
     elif phase.number >= ROWS:
