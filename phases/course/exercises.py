@@ -115,13 +115,11 @@ def _raw(phase: Phase) -> dict[str, Any]:
 
 
 def _exercise(phase: Phase, raw: dict[str, Any]) -> Exercise:
-    more = {key: value for key, value in raw.items() if key != "case"}
-    for key in ("tests", "hidden", "later"):
-        more[key] = tuple(_node(phase, name) for name in raw.get(key, ()))
-    more["file"] = _file(phase, raw["file"])
-    more["functions"] = tuple(raw["functions"])
-    more["masked"] = tuple(_file(phase, name) for name in raw.get("masked", ()))
-    return Exercise(**more, cases=tuple(Case(**case) for case in raw.get("case", ())))
+    cases = tuple(Case(**case) for case in raw.pop("case", ()))
+    for key, made in {"tests": _node, "hidden": _node, "later": _node, "masked": _file}.items():
+        raw[key] = tuple(made(phase, name) for name in raw.get(key, ()))
+    raw |= {"file": _file(phase, raw["file"]), "functions": tuple(raw["functions"])}
+    return Exercise(**raw, cases=cases)
 
 
 def _file(phase: Phase, name: str) -> str:
