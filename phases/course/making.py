@@ -17,6 +17,7 @@ from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
 
 COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
+HELD = "*Held back.*\n"
 LARGEST = 1 << 22
 """Characters of a file that a student hands in."""
 
@@ -48,13 +49,14 @@ def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
     phases, asked = about(chosen)
     blanks = files_of(chosen, [file for phase in phases for file in lessons.must_read(phase)])
     bodies: dict[str, list[str]] = {}
-    ids: dict[str, str] = {}
+    told: dict[str, str] = {}
     made: dict[str, str] = {}
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         made[file] = blank(source, names)
         bodies |= {f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()}
-        ids |= {f"{file}:{name}": given for name, given in names.items() if given}
+        for name, given in names.items():
+            told[f"{file}:{name}"] = f"*This code is exercise {given}, `{name}`.*\n" if given else HELD
     own = {exercise.file for exercise in chosen}
     for file in [file for file in made if file not in own and lessons.gives_away(made[file], bodies)]:
         del made[file]  # it is read in the checkout
@@ -64,11 +66,11 @@ def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
     for phase in phases:
         asks = [one.id for one in asked if one.phase is phase]
         shown |= {
-            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, ids, asks)
+            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, told, asks)
             for page in lessons.pages(phase)
         }
         file = f"notebooks/{phase.name}.ipynb"
-        made[file] = lessons.notebook(ROOT / file, bodies, ids)
+        made[file] = lessons.notebook(ROOT / file, bodies, told)
     there = {*made, *shown, *lessons.pictures(shown)}
     made |= {file: lessons.linked(text, file, there) for file, text in shown.items()}
     return {**made, GUIDE: guide(chosen)}
