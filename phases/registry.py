@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +15,14 @@ from common.errors import UserError
 from common.events import Streams
 from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
+from continuous.sizes import Sizes
 from forward.loading import facts_of
 from forward.model import Model
+from paged_cache.build import build
+from paged_cache.parts import Feature, PagedSizes
+from paged_cache.preset import Chosen, Preset
 from phases import PHASES, Phase, appendix, own_options
 from phases import phase_named as phase_named
-
-if TYPE_CHECKING:
-    from paged_cache.parts import Feature
-    from paged_cache.preset import Chosen, Preset
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
@@ -63,9 +63,6 @@ def preset(phase: Phase) -> Preset:
 
 def first_phases() -> dict[str, int]:
     """Every option of an engine and every feature's switch, with the first phase that has it."""
-    from continuous.sizes import Sizes
-    from paged_cache.parts import PagedSizes
-
     found = {name: BLOCKS for name in names(PagedSizes)} | {name: ROWS for name in names(Sizes)}
     for kind in features().values():
         found |= dict.fromkeys((kind.name, *names(kind)), kind.phase)
@@ -88,8 +85,6 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
     if phase.number >= BLOCKS:
         choose(phase, own, device)
     elif phase.number >= ROWS:
-        from continuous.sizes import Sizes
-
         Sizes(**route(own, [Sizes])[0])
     else:
         known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
@@ -129,8 +124,6 @@ def load_engine(
         package = import_phase(phase)
         early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
         return early
-    from paged_cache.build import build
-
     chosen = choose(phase, options, where)
     check_model(phase, model)
     return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)
