@@ -108,7 +108,7 @@ def fetch(
     """Download a model (and convert it, if it is one of the bundled two)."""
 
 
-asked, drawn, masked, printed = (partial(flag, panel=title) for title in a.PANELS)
+asking, drawing, masking, printing = (partial(flag, panel=title) for title in a.PANELS)
 
 
 @command("run:run")
@@ -116,43 +116,43 @@ def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
     prompt: Annotated[
-        list[str] | None, asked("text to continue; several times: several requests", metavar="TEXT")
+        list[str] | None, asking("text to continue; several times: several requests", metavar="TEXT")
     ] = None,
-    prompts_file: Annotated[Path | None, asked("file with one prompt a line")] = None,
-    chat: Annotated[bool, asked("put prompts into the model's chat form", "--chat")] = False,
-    max_tokens: Annotated[int, drawn("most tokens to generate")] = 128,
+    prompts_file: Annotated[Path | None, asking("file with one prompt a line")] = None,
+    chat: Annotated[bool, asking("put prompts into the model's chat form", "--chat")] = False,
+    max_tokens: Annotated[int, drawing("most tokens to generate")] = 128,
     temperature: Annotated[
-        float | None, drawn("0 takes the most likely token each time", show_default="0")
+        float | None, drawing("0 takes the most likely token each time", show_default="0")
     ] = None,
     top_k: Annotated[
-        int | None, drawn("sample among the k most likely tokens; 0: all", show_default="0")
+        int | None, drawing("sample among the k most likely tokens; 0: all", show_default="0")
     ] = None,
     top_p: Annotated[
-        float | None, drawn("sample among the most likely tokens up to this share", show_default="1")
+        float | None, drawing("sample among the most likely tokens up to this share", show_default="1")
     ] = None,
     generation_config: Annotated[
         str,
-        drawn(
+        drawing(
             "what holds where these say nothing: neutral (the most likely token), or model (its "
             "generation_config.json)"
         ),
     ] = "neutral",
-    seed: Annotated[int | None, drawn("makes sampling repeatable")] = None,
-    json_schema: Annotated[Path | None, masked("file with a JSON schema that it obeys")] = None,
-    regex: Annotated[str | None, masked("regular expression that it matches")] = None,
+    seed: Annotated[int | None, drawing("makes sampling repeatable")] = None,
+    json_schema: Annotated[Path | None, masking("file with a JSON schema that it obeys")] = None,
+    regex: Annotated[str | None, masking("regular expression that it matches")] = None,
     choice: Annotated[
         list[str] | None,
-        masked("texts between commas, one of which it is; may be given several times", metavar="TEXTS"),
+        masking("texts between commas, one of which it is; may be given several times", metavar="TEXTS"),
     ] = None,
-    grammar: Annotated[Path | None, masked("file with a Lark or GBNF grammar that derives it")] = None,
+    grammar: Annotated[Path | None, masking("file with a Lark or GBNF grammar that derives it")] = None,
     trace: Annotated[
-        bool, masked("show each step's mask, and what the model would have said", "--trace")
+        bool, masking("show each step's mask, and what the model would have said", "--trace")
     ] = False,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    as_json: Annotated[bool, printed("one JSON object instead of text", "--json")] = False,
-    stats: Annotated[bool, printed("also how many guesses were right, from phase 11 on", "--stats")] = False,
-    verbose: Annotated[bool, printed("also where the memory goes", "--verbose", "-v")] = False,
+    as_json: Annotated[bool, printing("one JSON object instead of text", "--json")] = False,
+    stats: Annotated[bool, printing("also how many guesses were right, from phase 11 on", "--stats")] = False,
+    verbose: Annotated[bool, printing("also where the memory goes", "--verbose", "-v")] = False,
     **options: Any,
 ) -> None:
     """Generate text with one phase."""
