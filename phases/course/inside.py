@@ -24,10 +24,6 @@ JUDGES: dict[str, str] = tomllib.loads(Path(__file__).with_name("rules.toml").re
 """What tests judge with: places, and names in them."""
 
 
-class NoNetwork(Exception):
-    """A connection to another machine was tried."""
-
-
 def main(arguments: list[str]) -> int:
     """Run pytest with these arguments; without any, the cases of the job that lies in this folder."""
     folder = Path.cwd()
@@ -46,10 +42,10 @@ def main(arguments: list[str]) -> int:
 
 
 def near(network: list[str], _: object, address: object) -> None:
-    """Note an address of another machine, and raise `NoNetwork`."""
+    """Note an address of another machine, and raise `PermissionError`."""
     if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "localhost", "::1"):
         network.append(str(address))
-        raise NoNetwork(f"{address} is another machine")
+        raise PermissionError(f"{address} is another machine")
 
 
 def told(case: dict[str, str], file: Path) -> dict[str, str]:
