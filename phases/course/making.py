@@ -40,12 +40,11 @@ def about(chosen: Iterable[Exercise]) -> tuple[list[Phase], tuple[Question, ...]
     return phases, tuple(question for question in questions() if question.phase in phases)
 
 
-def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
+def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     """Return every text of a copy with these exercises, by its path: always the same from the same reference.
 
     What a lesson has measured is withheld: it answers the phase's questions.
     """
-    chosen = tuple(chosen)
     phases, asked = about(chosen)
     blanks = files_of(chosen, [file for phase in phases for file in lessons.must_read(phase)])
     bodies: dict[str, list[str]] = {}
