@@ -20,7 +20,7 @@ from phases import ROOT
 from phases.course.blanks import NotThere, graft, is_blank
 from phases.course.exercises import Case, Exercise
 from phases.course.guard import refusal
-from phases.course.inside import JOB, LONGEST, RESULT, plain
+from phases.course.inside import LONGEST, RESULT, plain
 from phases.course.lessons import trap_of, trap_with
 from phases.course.making import text_in
 from phases.course.nursery import OUT_OF_TIME, Nursery
@@ -150,10 +150,9 @@ def _record(
     """
     word = secrets.token_hex(16)
     cases = [{"setup": case.setup, "call": case.call} for case in exercise.cases]
-    job = {"word": word, "file": exercise.file, "cases": cases}
-    (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+    job = {"word": word, "file": exercise.file, "cases": cases, "arguments": arguments}
     (folder / RESULT).unlink(missing_ok=True)
-    status, output = nursery.run(folder, arguments, limit)
+    status, output = nursery.run(folder, job, limit)
     empty = {"tests": {}, "cases": [], "network": [], "changed": [], "ended": ""}
     with suppress(OSError, ValueError, AttributeError):
         record = json.loads((folder / RESULT).read_text(encoding="utf-8"))

@@ -17,25 +17,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-JOB, RESULT = "course-job.json", "course-result.json"
+RESULT = "course-result.json"
 LONGEST, SHOWN = 600, 8
 """Characters, and lines of a note."""
 JUDGES: dict[str, str] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text())["judges"]
 """What tests judge with: places, and names in them."""
 
 
-def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments; without any, the cases of the job that lies in this folder."""
+def main(job: dict[str, Any]) -> int:
+    """Run pytest with a job's arguments; without any, its cases."""
     folder = Path.cwd()
-    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    (folder / JOB).unlink()
     network: list[str] = []
     sys.addaudithook(lambda event, args: near(network, *args) if event == "socket.connect" else None)
     file, record = folder / job["file"], {"word": job["word"], "network": network}
-    if arguments:
+    if job["arguments"]:
         import pytest  # the command, which needs some names of this file, has no need of it
 
-        return int(pytest.main(arguments, plugins=[Recorder(record, file)]))
+        return int(pytest.main(job["arguments"], plugins=[Recorder(record, file)]))
     record["cases"] = [told(case, file) for case in job["cases"]]
     (folder / RESULT).write_text(json.dumps(record), encoding="utf-8")
     return 0
