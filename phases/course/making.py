@@ -175,8 +175,8 @@ def around(folder: Path) -> Copy:
 
 def guide(chosen: Sequence[Exercise]) -> str:
     """Return the copy's own page: what to do, and what there is."""
-    there, asked = about(chosen)
-    files = {*(one.file for one in chosen), *(file for phase in there for file in lessons.must_read(phase))}
+    phases, asked = about(chosen)
+    files = {*(one.file for one in chosen), *(file for phase in phases for file in lessons.must_read(phase))}
     held = sorted({name for one in chosen for name in one.masked if name.partition(":")[0] in files})
     links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
     named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}
@@ -184,7 +184,7 @@ def guide(chosen: Sequence[Exercise]) -> str:
         "exercises": [
             f"| {one.id} | {one.title} | {one.points} | {links[one.id]} | {named[one.id]} |" for one in chosen
         ],
-        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in there],
+        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in phases],
         "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
         "held": [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
         or ["- nothing"],
