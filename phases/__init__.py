@@ -141,7 +141,14 @@ def phase_named(text: str, *others: str) -> Phase:
     return phase
 
 
-def too_early(name: str, first: int, phase: Phase) -> str:
-    """Say that an option is of a later phase."""
-    flag = "--" + name.replace("_", "-")
-    return f"{flag} is for phases from {first:02d} on, but the phase is {phase.name}"
+def own_options(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> dict[str, Any]:
+    """Return options without those of later phases, which must be off. Raises `UserError`.
+
+    first: the first phase that has an option.
+    """
+    later = [name for name in options if first.get(name, 0) > phase.number]
+    for name in later:
+        if options[name] is not False:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is for phases from {first[name]:02d} on, but the phase is {phase.name}")
+    return {name: value for name, value in options.items() if name not in later}

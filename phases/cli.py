@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -108,61 +108,51 @@ def fetch(
     """Download a model (and convert it, if it is one of the bundled two)."""
 
 
+asking, drawing, masking, printing = (partial(flag, panel=title) for title in a.PANELS)
+
+
 @command("run:run")
 def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
     prompt: Annotated[
-        list[str] | None,
-        flag("text to continue; several times: several requests", panel=a.PROMPT, metavar="TEXT"),
+        list[str] | None, asking("text to continue; several times: several requests", metavar="TEXT")
     ] = None,
-    prompts_file: Annotated[Path | None, flag("file with one prompt a line", panel=a.PROMPT)] = None,
-    chat: Annotated[bool, flag("put prompts into the model's chat form", "--chat", panel=a.PROMPT)] = False,
-    max_tokens: Annotated[int, flag("most tokens to generate", panel=a.SAMPLING)] = 128,
+    prompts_file: Annotated[Path | None, asking("file with one prompt a line")] = None,
+    chat: Annotated[bool, asking("put prompts into the model's chat form", "--chat")] = False,
+    max_tokens: Annotated[int, drawing("most tokens to generate")] = 128,
     temperature: Annotated[
-        float | None, flag("0 takes the most likely token each time", panel=a.SAMPLING, show_default="0")
+        float | None, drawing("0 takes the most likely token each time", show_default="0")
     ] = None,
     top_k: Annotated[
-        int | None, flag("sample among the k most likely tokens; 0: all", panel=a.SAMPLING, show_default="0")
+        int | None, drawing("sample among the k most likely tokens; 0: all", show_default="0")
     ] = None,
     top_p: Annotated[
-        float | None,
-        flag("sample among the most likely tokens up to this share", panel=a.SAMPLING, show_default="1"),
+        float | None, drawing("sample among the most likely tokens up to this share", show_default="1")
     ] = None,
     generation_config: Annotated[
         str,
-        flag(
+        drawing(
             "what holds where these say nothing: neutral (the most likely token), or model (its "
-            "generation_config.json)",
-            panel=a.SAMPLING,
+            "generation_config.json)"
         ),
     ] = "neutral",
-    seed: Annotated[int | None, flag("makes sampling repeatable", panel=a.SAMPLING)] = None,
-    json_schema: Annotated[
-        Path | None, flag("file with a JSON schema that it obeys", panel=a.GRAMMAR)
-    ] = None,
-    regex: Annotated[str | None, flag("regular expression that it matches", panel=a.GRAMMAR)] = None,
+    seed: Annotated[int | None, drawing("makes sampling repeatable")] = None,
+    json_schema: Annotated[Path | None, masking("file with a JSON schema that it obeys")] = None,
+    regex: Annotated[str | None, masking("regular expression that it matches")] = None,
     choice: Annotated[
         list[str] | None,
-        flag(
-            "texts between commas, one of which it is; may be given several times",
-            panel=a.GRAMMAR,
-            metavar="TEXTS",
-        ),
+        masking("texts between commas, one of which it is; may be given several times", metavar="TEXTS"),
     ] = None,
-    grammar: Annotated[
-        Path | None, flag("file with a Lark or GBNF grammar that derives it", panel=a.GRAMMAR)
-    ] = None,
+    grammar: Annotated[Path | None, masking("file with a Lark or GBNF grammar that derives it")] = None,
     trace: Annotated[
-        bool, flag("show each step's mask, and what the model would have said", "--trace", panel=a.GRAMMAR)
+        bool, masking("show each step's mask, and what the model would have said", "--trace")
     ] = False,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
-    as_json: Annotated[bool, flag("one JSON object instead of text", "--json", panel=a.OUTPUT)] = False,
-    stats: Annotated[
-        bool, flag("also how many guesses were right, from phase 11 on", "--stats", panel=a.OUTPUT)
-    ] = False,
-    verbose: Annotated[bool, flag("also where the memory goes", "--verbose", "-v", panel=a.OUTPUT)] = False,
+    as_json: Annotated[bool, printing("one JSON object instead of text", "--json")] = False,
+    stats: Annotated[bool, printing("also how many guesses were right, from phase 11 on", "--stats")] = False,
+    verbose: Annotated[bool, printing("also where the memory goes", "--verbose", "-v")] = False,
     **options: Any,
 ) -> None:
     """Generate text with one phase."""

@@ -19,8 +19,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -34,7 +34,7 @@ CANNOT_WRITE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and tell what went wrong in one line on standard error; returns the code to end with."""
-    with Signals() as signals:
+    with signals() as caught:
         streams: tuple[Any, ...] = ()
         try:
             streams = sys.stdout, sys.stderr  # Typer puts others in their places when a pipe breaks
@@ -44,7 +44,7 @@ def exit_code(command: Callable[[], int]) -> int:
             print(end="", flush=True)
             line = "interrupted" if code == INTERRUPTED else ""  # Typer catches KeyboardInterrupt itself
         except BaseException as error:
-            judged = _judge(error, signals.caught)
+            judged = _judge(error, caught[-1] if caught else 0)
             if judged is None:
                 raise
             code, line = judged
@@ -54,37 +54,32 @@ def exit_code(command: Callable[[], int]) -> int:
     return code
 
 
-class Signals:
+@contextmanager
+def signals() -> Iterator[list[int]]:
     """In this block SIGTERM unwinds like Ctrl-C, so that children and half-written files are cleaned up.
 
-    caught: the last of the two signals, or 0. What was interrupted may have made another error of it:
-    importing PyTorch does.
+    Yields those of the two signals that came. What was interrupted may have made another error of one:
+    importing PyTorch does. One that has a handler or is ignored, as under `nohup` and `&`, is left alone.
     """
+    caught: list[int] = []
 
-    def __init__(self) -> None:
-        self.caught = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        """Take over, unless they have a handler or are ignored, as under `nohup` and `&`."""
-        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in usual.items():
-                if signal.getsignal(number) == handler:
-                    self._before[number] = signal.signal(number, self._catch)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.caught = number
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
         if number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)  # a second one does not wait
             raise SystemExit(TERMINATED)
         raise KeyboardInterrupt
+
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    main = threading.current_thread() is threading.main_thread()
+    taken = [number for number, handler in usual.items() if main and signal.getsignal(number) == handler]
+    try:
+        for number in taken:
+            signal.signal(number, catch)
+        yield caught
+    finally:
+        for number in taken:
+            signal.signal(number, usual[number])
 
 
 def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:

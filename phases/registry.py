@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,14 +15,14 @@ from common.errors import UserError
 from common.events import Streams
 from common.options import names, route, unknown
 from common.text.tokenizer import Tokenizer
+from continuous.sizes import Sizes
 from forward.loading import facts_of
 from forward.model import Model
-from phases import PHASES, Phase, appendix, too_early
+from paged_cache.build import build
+from paged_cache.parts import Feature, PagedSizes
+from paged_cache.preset import Chosen, Preset
+from phases import PHASES, Phase, appendix, own_options
 from phases import phase_named as phase_named
-
-if TYPE_CHECKING:
-    from paged_cache.parts import Feature
-    from paged_cache.preset import Chosen, Preset
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
@@ -63,22 +63,10 @@ def preset(phase: Phase) -> Preset:
 
 def first_phases() -> dict[str, int]:
     """Every option of an engine and every feature's switch, with the first phase that has it."""
-    from continuous.sizes import Sizes
-    from paged_cache.parts import PagedSizes
-
     found = {name: BLOCKS for name in names(PagedSizes)} | {name: ROWS for name in names(Sizes)}
     for kind in features().values():
         found |= dict.fromkeys((kind.name, *names(kind)), kind.phase)
     return found
-
-
-def _own(phase: Phase, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those of later phases, which must be off. Raises `UserError`."""
-    first = first_phases()
-    for name, value in options.items():
-        if first.get(name, 0) > phase.number and value is not False:
-            raise UserError(too_early(name, first[name], phase))
-    return {name: value for name, value in options.items() if first.get(name, 0) <= phase.number}
 
 
 def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
@@ -88,17 +76,15 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
     more = [kind for kind in features().values() if kind.phase <= phase.number]
-    return preset(phase).choose(_own(phase, options), device, more)
+    return preset(phase).choose(own_options(phase, options, first_phases()), device, more)
 
 
 def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
-    own = _own(phase, options)
+    own = own_options(phase, options, first_phases())
     if phase.number >= BLOCKS:
         choose(phase, own, device)
     elif phase.number >= ROWS:
-        from continuous.sizes import Sizes
-
         Sizes(**route(own, [Sizes])[0])
     else:
         known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
@@ -138,8 +124,6 @@ def load_engine(
         package = import_phase(phase)
         early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
         return early
-    from paged_cache.build import build
-
     chosen = choose(phase, options, where)
     check_model(phase, model)
     return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)

@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-# Groups of the help of `ladder run`.
-PROMPT, SAMPLING, GRAMMAR, OUTPUT = (
+PANELS = (
     "What to complete",
     "How tokens are chosen",
     "What the output may be, from phase 12 on",
     "What is printed",
 )
-
+"""Groups of the help of `ladder run`."""
 
 course_app = typer.Typer(
     help="Exercises: make a working copy, check it, ask for hints, grade it.", no_args_is_help=True

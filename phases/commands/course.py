@@ -17,8 +17,7 @@ from common.console import err, out
 from common.errors import UserError
 from phases.commands.arguments import course_app
 from phases.course import grading, hints, making
-from phases.course.blanks import NotThere
-from phases.course.checking import Failure, State, Verdict, check_file, read
+from phases.course.checking import Failure, State, Verdict, check_file
 from phases.course.exercises import Exercise, find_question, of_phases
 from phases.course.nursery import Nursery
 
@@ -44,10 +43,9 @@ def make(
 ) -> int:
     """Make a working copy with blank functions, the lessons, and the tests that are shown."""
     copy = making.make(folder, of_phases(phases))
-    out.print(
-        f"{len(copy.exercises)} exercises in {escape(str(folder))}, and {len(copy.questions)} questions."
-    )
-    out.print(f"Next: cd {escape(str(folder))}, read README.md, and run `ladder course check`.")
+    place = escape(str(folder))
+    out.print(f"{len(copy.exercises)} exercises in {place}, and {len(copy.questions)} questions.")
+    out.print(f"Next: cd {place}, read README.md, and run `ladder course check`.")
     return 0
 
 
@@ -74,9 +72,8 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
         return list(copy.exercises)
     chosen = [one for one in copy.exercises if wanted == one.id or wanted.rjust(2, "0") == one.id[:2]]
     if not chosen:
-        raise UserError(
-            f"exercise is {wanted!r}, but this copy has {', '.join(one.id for one in copy.exercises)}"
-        )
+        known = ", ".join(one.id for one in copy.exercises)
+        raise UserError(f"exercise is {wanted!r}, but this copy has {known}")
     return chosen
 
 
@@ -116,10 +113,8 @@ def hint(
     copy = making.around(Path.cwd())
     (one,) = _chosen(copy, exercise)[:1]
     if level is None:
-        level = min(
-            hints.LEVELS,
-            1 + len({entry.get("level") for entry in hints.logged(copy.folder, one.id, "hint")}),
-        )
+        seen = {entry.get("level") for entry in hints.logged(copy.folder, one.id, "hint")}
+        level = min(hints.LEVELS, 1 + len(seen))
     text = hints.hint(one, level)
     hints.log(copy.folder, "hint", one.id, level=level)
     out.print(f"[bold]{one.id} {escape(one.title)}[/], hint {level} of {hints.LEVELS}\n")
@@ -132,10 +127,9 @@ def solution(exercise: ExerciseId) -> int:
     """Show what the reference does, as a difference to yours, and note it."""
     copy = making.around(Path.cwd())
     (one,) = _chosen(copy, exercise)[:1]
-    try:
-        source = read(copy.folder, one)
-    except NotThere:
-        source = ""
+    source = ""
+    with suppress(OSError, UnicodeDecodeError):  # then all of the reference is shown
+        source = making.text_in(copy.folder, one.file)
     text = hints.solution(one, source)
     hints.log(copy.folder, "solution", one.id)
     styles = {"+": "green", "-": "red", "@": "cyan"}
@@ -165,9 +159,8 @@ def answer(
     if not right:
         out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")
         return 1
-    out.print(
-        f"{question.id}  [green]yes[/]: {grading.truth(question):.3g} was measured, in {question.evidence}"
-    )
+    known = grading.truth(question)
+    out.print(f"{question.id}  [green]yes[/]: {known:.3g} was measured, in {question.evidence}")
     if question.why:
         out.print(f"      {escape(question.why)}", soft_wrap=True)
     return 0

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,11 +106,15 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Rung:
-    """One phase's turn. fraction: of what the device could do at best."""
+    """One phase's turn.
+
+    said: what it has changed.
+    fraction: of what the device could do at best.
+    """
 
     phase: Phase
     served: Served
-    work: Mapping[str, float]
+    said: str
     fraction: float
 
 
@@ -132,15 +135,12 @@ def run(given: SimpleNamespace) -> int:
     out.print(
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
-    rungs: list[Rung] = []
-    for phase in PHASES:
-        if phase.number not in SHOWS:
-            continue
-        missing = missing_for(phase, where)
-        if missing:
+    rungs, before = list[Rung](), dict[str, float]()
+    for number, show in SHOWS.items():
+        phase = PHASES[number - 1]
+        if missing := missing_for(phase, where):
             out.print(f"[dim]{phase.name} is left out: it needs {missing}[/dim]")
             continue
-        show = SHOWS[phase.number]
         made_with = f" (here with {show.option[0]} {show.option[1]})" if show.option else ""
         out.print(Rule(f"{phase.name}: {phase.title}", align="left", style="dim"))
         out.print(f"[dim]{show.why}{made_with}[/dim]")
@@ -152,8 +152,11 @@ def run(given: SimpleNamespace) -> int:
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
         least = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
-        rungs.append(Rung(phase, served, work, ideal_seconds(least, top) / served.seconds))
-        out.print(f"[dim]{change(phase, rungs[-2].work if rungs[1:] else None, work)}[/dim]")
+        rungs.append(
+            Rung(phase, served, change(phase, before, work), ideal_seconds(least, top) / served.seconds)
+        )
+        out.print(f"[dim]{rungs[-1].said}[/dim]")
+        before = work
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
     _summary(rungs, where)
@@ -173,10 +176,9 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
     out.print(Rule(style="dim"))
     out.print(f"[bold]{QUESTION}[/bold]\n{rungs[-1].served.completions[0].text.strip()}\n")
     made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
-    for before, rung in pairwise([None, *rungs]):
-        assert rung is not None
-        shown = change(rung.phase, before.work if before else None, rung.work) or "the speed, on a GPU"
-        made.add_row(rung.phase.name, shown, f"{rung.served.tokens_per_second:,.1f}", f"{rung.fraction:.0%}")
+    for rung in rungs:
+        said = rung.said or "the speed, on a GPU"
+        made.add_row(rung.phase.name, said, f"{rung.served.tokens_per_second:,.1f}", f"{rung.fraction:.0%}")
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
@@ -253,12 +255,12 @@ def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
         work["at_once"] = stats.most_running
 
 
-def change(phase: Phase, before: Mapping[str, float] | None, now: Mapping[str, float]) -> str:
+def change(phase: Phase, before: Mapping[str, float], now: Mapping[str, float]) -> str:
     """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
     name = SHOWS[phase.number].count
     if not name:
         return ""
-    new, old = round(now[name]), round(before[name]) if before else 0
+    new, old = round(now[name]), round(before.get(name, 0))
     if not old or not new or old == new:
         return f"{COUNTS[name]}: {new:,}"
     factor, more = max(new, old) / min(new, old), "more" if new > old else "fewer"

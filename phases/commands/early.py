@@ -9,7 +9,7 @@ from common.device_names import check_device, check_dtype
 from common.errors import UserError, choice, integer
 from common.models.hub import local
 from common.sampling.params import MODEL, NEUTRAL, SamplingParams
-from phases import phase_named, too_early
+from phases import own_options, phase_named
 from phases.commands.arguments import METHODS, SCHEMES, joined
 
 RANDOM = "random:"
@@ -34,10 +34,7 @@ def check(given: SimpleNamespace) -> None:
     if phase is not None and given.options:
         from phases.commands.flags import all_flags
 
-        first = {flag.name: flag.first for flag in all_flags()}
-        for name, value in given.options.items():
-            if first.get(name, 0) > phase.number and value is not False:
-                raise UserError(too_early(name, first[name], phase))
+        own_options(phase, given.options, {flag.name: flag.first for flag in all_flags()})
     for name, allowed in CHOICES.items():
         if name in asked:
             choice(name, asked[name], allowed)

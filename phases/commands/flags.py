@@ -99,17 +99,15 @@ def _made() -> list[Flag]:
 
     made = [*_of(Limits, "Limits of the server"), *_of(ReplicaOptions, "Replicas")]
     made += _of(Sizes, _panel(registry.ROWS), registry.ROWS)
-    made += _of(PagedSizes, _panel(registry.BLOCKS), registry.BLOCKS)
+    paged = _of(PagedSizes, _panel(registry.BLOCKS), registry.BLOCKS)
+    made += [flag for flag in paged if flag.name not in names(Sizes)]
     for kind in registry.features().values():
         appendix = "Appendix to " if kind.__module__.startswith("phases.appendix.") else ""
         panel = appendix + _panel(kind.phase)
         what = (inspect.getdoc(kind) or "").split("\n")[0]
         made.append(Flag(kind.name, "bool", what, panel, first=kind.phase))
         made += _of(kind, panel, kind.phase)
-    first = dict[str, Flag]()
-    for flag in made:
-        first.setdefault(flag.name, flag)  # sizes of a paged cache are those of 04 and more
-    return list(first.values())
+    return made
 
 
 def _panel(number: int) -> str:

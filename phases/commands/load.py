@@ -61,7 +61,7 @@ def run(given: SimpleNamespace) -> int:
     out.print(shown(rows))
     for row in rows:
         for error in row.get("errors", ()):
-            err.print(f"error: {_plain(error)}", markup=False, soft_wrap=True)
+            err.print(f"error: {error}", markup=False, soft_wrap=True)
     if given.json is not None:
         kept = {"url": given.url, "sha256": work.sha256, "runs": rows}
         with whole(given.json) as scratch:
@@ -105,14 +105,3 @@ def shown(rows: Sequence[dict[str, Any]]) -> Table:
 def _number(value: float) -> str:
     """Three digits and a point at most: 8,142 and 42.1 and 0.52."""
     return f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}"
-
-
-def _plain(error: str) -> str:
-    """A failure of a connection in words; what a server has said stays as it is."""
-    name, _, reason = error.partition(": ")
-    said = {
-        "ConnectionRefusedError": "the server takes no connections any more",
-        "ConnectionResetError": "the server has cut a connection",
-        "TimeoutError": "the server has not answered in time",
-    }.get(name)
-    return f"{said} ({reason or name})" if said else error

@@ -46,17 +46,13 @@ def list_phases(given: SimpleNamespace) -> int:
     made = table()
     made.add_column("Phase", no_wrap=True)  # a name to type must be whole: other columns give way
     made.add_column("What it adds", ratio=3)
-    if evidence:
-        made.add_column("Gain in", ratio=2)
+    made.add_column("Gain in", ratio=2)
     for device in evidence:
         made.add_column(device, justify="right", no_wrap=True)
     for phase in PHASES:
         gains = [gain(phase, found.get(phase.name)) for found in evidence.values()]
-        words = [gain_words(phase.headline) if any(gains) else ""] if evidence else []
-        made.add_row(phase.name, phase.summary, *words, *map(factor_text, gains))
+        words = gain_words(phase.headline) if any(gains) else ""
+        made.add_row(phase.name, phase.summary, words, *map(factor_text, gains))
     out.print(made)
-    if evidence:
-        out.print(
-            "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"
-        )
+    out.print("[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]")
     return 0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks.profiler import record
-from benchmarks.trace import Row, StepTable, read_trace, step_tables
+from benchmarks.trace import StepTable, read_trace, step_tables
 from benchmarks.workloads import uniform
 from common.console import err, out, table
 from common.device import pick_device, pick_dtype
@@ -27,7 +27,7 @@ FOLDER = ROOT / "build" / "profile"
 MOST_TOKENS = 1 << 20
 """Of the whole workload."""
 ROWS = 16
-"""Rows of a table; the kernels that took least share the last one."""
+"""Rows of a table, of the kernels that took most; the trace has all of them."""
 
 
 class Size(NamedTuple):
@@ -107,12 +107,7 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
     title = f"{steps.kind}: {'kernel' if on_device else 'operator'}"
     shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
     total = sum(row.seconds for row in steps.rows) or 1.0
-    rows, rest = steps.rows[:ROWS], steps.rows[ROWS:]
-    if rest:
-        rest = (rows[-1], *rest)
-        others = Row(f"({len(rest)} others)", sum(r.calls for r in rest), sum(r.seconds for r in rest))
-        rows = (*rows[:-1], others)
-    for row in rows:
+    for row in steps.rows[:ROWS]:
         calls = (f"{row.calls:,}", f"{row.calls / steps.steps:,.1f}") if row.calls else ("", "")
         mean = f"{row.seconds / row.calls * 1e6:,.1f}" if row.calls else ""
         shown.add_row(row.name, *calls, f"{row.seconds * 1e3:,.3f}", f"{row.seconds / total:.1%}", mean)

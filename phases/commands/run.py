@@ -49,8 +49,7 @@ def run(given: SimpleNamespace) -> int:
     tokenizer = Tokenizer(folder)
     chat = given.chat  # then prompts are questions
     ids = [tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t) for t in prompts]
-    missing = missing_for(phase, where)
-    if missing:
+    if missing := missing_for(phase, where):
         err.print(
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
         )

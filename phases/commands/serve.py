@@ -18,7 +18,7 @@ from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
-from common.errors import UserError
+from common.errors import EngineLost, UserError
 from common.models.hub import model_folder
 from common.neighbours import Usage, usage, warn
 from common.options import route
@@ -132,8 +132,7 @@ def _serve_replicas(
     try:
         return cluster.serve(lambda: _say_ready(cluster.host, cluster.port))
     except CannotStart as error:
-        err.print(f"error: the replicas cannot be started: {error}", markup=False)
-        return 1
+        raise EngineLost(f"the replicas cannot be started: {error}") from None
 
 
 def _serve(app: App, given: SimpleNamespace, keyed: bool, begun: Usage | None) -> int:
@@ -147,8 +146,7 @@ def _serve(app: App, given: SimpleNamespace, keyed: bool, begun: Usage | None) -
     if server.failure is not None:
         if isinstance(server.failure, UserError):
             raise server.failure
-        err.print(f"error: the engine cannot be started: {server.failure}", markup=False)
-        return 1
+        raise EngineLost(f"the engine cannot be started: {server.failure}")
     return server.code
 
 

@@ -105,14 +105,10 @@ def _raised(source: str, node: Function) -> Iterator[str]:
 
 
 def is_blank(source: str, name: str, exercise: str) -> bool:
-    """Return True if a student has left a function as it was made: all that it does is to raise.
-
-    Raises:
-        NotThere: the function is gone.
-    """
+    """Return True if a student has left a function as it was made: all that it does is to raise."""
     node = functions(source).get(name)
     if node is None:
-        raise NotThere(f"{name} is gone")
+        return False
     left = ast.unparse(node.body[-1]) == f"raise NotImplementedError({message_of(exercise)!r})"
     return left and len(node.body) <= (1 if ast.get_docstring(node) is None else 2)
 
@@ -130,8 +126,7 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
         SyntaxError: the student's text is no Python.
     """
     theirs, ours, tree = functions(student), functions(reference), ast.parse(reference)
-    gone = sorted(set(names) - set(theirs))
-    if gone:
+    if gone := sorted(set(names) - set(theirs)):
         raise NotThere(f"{', '.join(gone)} is gone")
     edits: list[Edit] = []
     for name in names:
@@ -153,13 +148,11 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
         if owner in classes and name not in ours and not method.startswith("__"):
             edits.append((classes[owner] + 1, classes[owner], ["", *lines_of(student, node)]))
     known = {name for other in tree.body for name in names_of(other)}
-    same = {ast.unparse(other) for other in tree.body}
-    first = next((_first(node) for node in tree.body if isinstance(node, Function | ast.ClassDef)), 0)
-    at = first or len(reference.split("\n"))
+    at = next(_first(node) for node in tree.body if isinstance(node, Function | ast.ClassDef))
     top: list[str] = []
     for statement in ast.parse(student).body:
         bound = names_of(statement)
-        if bound and not known & bound and ast.unparse(statement) not in same:
+        if bound and not known & bound:
             whole = isinstance(statement, Function | ast.ClassDef)
             text = ast.get_source_segment(student, statement) or ""
             top += [*lines_of(student, statement), "", ""] if whole else [*text.split("\n"), ""]
@@ -171,8 +164,8 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
 def _outside(node: Function) -> tuple[object, ...]:
     """Return a function's interface: whether it is asynchronous, its decorators, and its parameters."""
     given = copy.deepcopy(node.args)
-    for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
-        if each is not None:
+    for each in ast.walk(given):
+        if isinstance(each, ast.arg):
             each.annotation = None
     decorators = [ast.unparse(each) for each in node.decorator_list]
     return isinstance(node, ast.AsyncFunctionDef), decorators, ast.unparse(given)

@@ -9,8 +9,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from phases import ROOT
 from phases.course.blanks import NotThere, graft, is_blank
 from phases.course.exercises import Case, Exercise
 from phases.course.guard import refusal
-from phases.course.inside import JOB, LONGEST, RESULT, plain
+from phases.course.inside import LONGEST, RESULT, plain
 from phases.course.lessons import trap_of, trap_with
 from phases.course.making import text_in
 from phases.course.nursery import OUT_OF_TIME, Nursery
@@ -66,9 +66,7 @@ class Verdict:
         return self.state == "passes here"
 
 
-def check(
-    exercise: Exercise, source: str, nursery: Nursery, *, hidden: bool = False, limit: float = LIMIT
-) -> Verdict:
+def check(exercise: Exercise, source: str, nursery: Nursery, *, hidden: bool = False) -> Verdict:
     """Judge the functions of an exercise in a student's `source`.
 
     hidden: also run what students do not see.
@@ -76,22 +74,19 @@ def check(
     reference = exercise.path.read_text(encoding="utf-8")
     try:
         compile(source, exercise.file, "exec")
-    except SyntaxError as error:
-        return _refused(exercise, f"line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`")
-    except (ValueError, RecursionError, MemoryError) as error:
-        return _refused(exercise, str(error))
-    try:
         if all(is_blank(source, name, exercise.id) for name in exercise.functions):
             return Verdict(exercise, "not started")
         reason = refusal(reference, source, exercise.functions)
         grafted = graft(reference, source, exercise.functions)
         compile(grafted, exercise.file, "exec")
-    except (NotThere, SyntaxError, ValueError, RecursionError) as error:
-        return _refused(exercise, str(error).splitlines()[0])
+    except SyntaxError as error:
+        return _refused(exercise, f"line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`")
+    except (NotThere, ValueError, RecursionError, MemoryError) as error:
+        return _refused(exercise, str(error).partition("\n")[0])
     if reason:
         return _refused(exercise, reason)
     nodes = [*exercise.tests, *(exercise.hidden if hidden else ()), *exercise.later]
-    return run(exercise, grafted, nodes, nursery, limit)
+    return run(exercise, grafted, nodes, nursery)
 
 
 def _refused(exercise: Exercise, why: str) -> Verdict:
@@ -102,7 +97,10 @@ def run(
     exercise: Exercise, text: str, nodes: Sequence[str], nursery: Nursery, limit: float = LIMIT
 ) -> Verdict:
     """Judge an exercise with this text in its file: cases first, in a process of their own, then tests."""
-    with overlay({exercise.file: text}) as folder:
+    with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
+        folder = Path(name).resolve()
+        copy_reference(folder)
+        (folder / exercise.file).write_text(text, encoding="utf-8")
         for page in folder.glob("phases/*/exercises.toml"):  # it has the expected values
             page.unlink()
         if exercise.cases:
@@ -142,17 +140,6 @@ def copy_reference(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-@contextmanager
-def overlay(files: Mapping[str, str]) -> Iterator[Path]:
-    """A copy of the reference in which these files have these texts; it is gone at the end of the `with`."""
-    with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
-        folder = Path(name).resolve()
-        copy_reference(folder)
-        for file, text in files.items():
-            (folder / file).write_text(text, encoding="utf-8")
-        yield folder
-
-
 def _record(
     folder: Path, exercise: Exercise, arguments: list[str], nursery: Nursery, limit: float
 ) -> dict[str, Any]:
@@ -163,10 +150,9 @@ def _record(
     """
     word = secrets.token_hex(16)
     cases = [{"setup": case.setup, "call": case.call} for case in exercise.cases]
-    job = {"word": word, "file": exercise.file, "cases": cases}
-    (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+    job = {"word": word, "file": exercise.file, "cases": cases, "arguments": arguments}
     (folder / RESULT).unlink(missing_ok=True)
-    status, output = nursery.run(folder, arguments, limit)
+    status, output = nursery.run(folder, job, limit)
     empty = {"tests": {}, "cases": [], "network": [], "changed": [], "ended": ""}
     with suppress(OSError, ValueError, AttributeError):
         record = json.loads((folder / RESULT).read_text(encoding="utf-8"))
@@ -203,17 +189,9 @@ def _of_case(exercise: Exercise, case: Case, told: Mapping[str, str] | None) -> 
         alike = type(value) is type(expected)
     # What raises, or is of another kind, resembles no wrong answer.
     trap = trap_with(exercise.phase, case.trap) if case.trap and alike else ""
-    failure = Failure(
-        "",
-        told.get("message", ""),
-        repr(expected)[:LONGEST],
-        got[:LONGEST],
-        case.call,
-        case.setup,
-        told.get("place", ""),
-        trap,
-    )
-    return Verdict(exercise, "fails", failure)
+    said = {name: told.get(name, "") for name in ("message", "place")}
+    values = {"expected": repr(expected)[:LONGEST], "got": got[:LONGEST]}
+    return Verdict(exercise, "fails", Failure(call=case.call, setup=case.setup, trap=trap, **values, **said))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -251,20 +229,10 @@ def _failed(exercise: Exercise, node: str, told: Mapping[str, str]) -> Verdict:
     return Verdict(exercise, "fails" if here else "breaks a later phase", failure)
 
 
-def read(folder: Path, exercise: Exercise) -> str:
-    """A student's file. Raises `NotThere` when it is none that may be read."""
-    try:
-        return text_in(folder, exercise.file)
-    except FileNotFoundError as error:
-        raise NotThere(str(error)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise NotThere(f"{exercise.file} cannot be read: {error}") from None
-
-
 def check_file(folder: Path, exercise: Exercise, nursery: Nursery, *, hidden: bool = False) -> Verdict:
     """`check` for what lies in a student's copy."""
     try:
-        source = read(folder, exercise)
-    except NotThere as error:
-        return _refused(exercise, str(error))
+        source = text_in(folder, exercise.file)
+    except (OSError, UnicodeDecodeError) as error:
+        return _refused(exercise, f"{exercise.file} cannot be read: {error}")
     return check(exercise, source, nursery, hidden=hidden)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -60,7 +60,7 @@ class Exercise:
     @property
     def phase(self) -> Phase:
         """The phase whose lesson it belongs to."""
-        return _phase(self.id)
+        return PHASES[int(self.id[:2]) - 1]
 
     @property
     def path(self) -> Path:
@@ -90,11 +90,7 @@ class Question:
     @property
     def phase(self) -> Phase:
         """The phase whose lesson it belongs to."""
-        return _phase(self.id)
-
-
-def _phase(name: str) -> Phase:
-    return next(phase for phase in PHASES if phase.number == int(name[:2]))
+        return PHASES[int(self.id[:2]) - 1]
 
 
 @cache
@@ -115,13 +111,11 @@ def _raw(phase: Phase) -> dict[str, Any]:
 
 
 def _exercise(phase: Phase, raw: dict[str, Any]) -> Exercise:
-    more = {key: value for key, value in raw.items() if key != "case"}
-    for key in ("tests", "hidden", "later"):
-        more[key] = tuple(_node(phase, name) for name in raw.get(key, ()))
-    more["file"] = _file(phase, raw["file"])
-    more["functions"] = tuple(raw["functions"])
-    more["masked"] = tuple(_file(phase, name) for name in raw.get("masked", ()))
-    return Exercise(**more, cases=tuple(Case(**case) for case in raw.get("case", ())))
+    cases = tuple(Case(**case) for case in raw.pop("case", ()))
+    for key, made in {"tests": _node, "hidden": _node, "later": _node, "masked": _file}.items():
+        raw[key] = tuple(made(phase, name) for name in raw.get(key, ()))
+    raw |= {"file": _file(phase, raw["file"]), "functions": tuple(raw["functions"])}
+    return Exercise(**raw, cases=cases)
 
 
 def _file(phase: Phase, name: str) -> str:
@@ -163,18 +157,15 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
     return chosen
 
 
-def files_of(chosen: Iterable[Exercise], more: Iterable[str] = ()) -> dict[str, dict[str, str]]:
+def files_of(chosen: Sequence[Exercise], more: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return for each file of a copy its blank functions, with the exercise's id, or "" for those held back.
 
     more: files that are there to be read.
     """
     found: dict[str, dict[str, str]] = {file: {} for file in more}
-    chosen = tuple(chosen)
     for exercise in chosen:
         found.setdefault(exercise.file, {}).update(dict.fromkeys(exercise.functions, exercise.id))
-    for exercise in chosen:
-        for name in exercise.masked:
-            file, _, function = name.partition(":")
-            if file in found:
-                found[file].setdefault(function, "")
+    for file, _, function in (name.partition(":") for exercise in chosen for name in exercise.masked):
+        if file in found:
+            found[file].setdefault(function, "")
     return found

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence import RESULTS, Evidence
 from common.errors import UserError
-from phases import ROOT
 from phases.course.checking import State, Verdict, check_file
 from phases.course.exercises import Exercise, Question
 from phases.course.hints import logged
 from phases.course.making import ANSWERS, Copy, fingerprint, made_files, opened, parsed, text_in
 from phases.course.nursery import Nursery
 
-RESULTS = ROOT / "benchmarks" / "results"
 EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
 """The part of the points; nothing in other states."""
 
@@ -49,12 +48,14 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
     scores = [score(copy, exercise, nursery) for exercise in copy.exercises]
     answers = given(folder)
     for question in copy.questions:
-        right = question.id in answers and is_right(question, answers[question.id])
-        state = "passes" if right else "fails" if question.id in answers else "not started"
-        reason = "" if right else f"{answers[question.id]:g}" if question.id in answers else ""
-        if reason:
-            reason += f" is not within {question.tolerance:.0%} of the evidence ({truth(question):.3g})"
-        points = question.points if right else 0
+        answer, reason = answers.get(question.id), ""
+        right = answer is not None and is_right(question, answer)
+        state = "not started" if answer is None else "passes" if right else "fails"
+        if state == "fails":
+            reason = (
+                f"{answer:g} is not within {question.tolerance:.0%} of the evidence ({truth(question):.3g})"
+            )
+        points = question.points * right
         guesses = len(logged(folder, question.id, "answer"))
         about = (question.id, question.question, points, question.points, state, reason)
         scores.append(Score(*about, guesses=guesses))
@@ -112,18 +113,12 @@ def truth(question: Question) -> float:
 
 
 def _metric(question: Question, wanted: Mapping[str, Any]) -> float:
-    path = RESULTS / wanted.get("evidence", question.evidence)
-    try:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"question {question.id} needs {path}, which cannot be read") from None
-    metric = wanted.get("metric", question.metric)
-    asked = {key: value for key, value in wanted.items() if key not in ("metric", "evidence")}
-    for run in runs:
-        found = {**run["options"], **run}
-        if all(found.get(key) == value for key, value in asked.items()) and metric in run["metrics"]:
-            return float(run["metrics"][metric]["median"])
-    raise UserError(f"question {question.id} needs a run of {path.name} that is not there: {dict(wanted)}")
+    facts = {"evidence": question.evidence, "metric": question.metric, **wanted}
+    evidence, metric = Evidence.load(RESULTS / facts.pop("evidence")), facts.pop("metric")
+    found = [run.median(metric) for run in evidence.find(**facts) if metric in run.metrics]
+    if not found:
+        raise UserError(f"question {question.id} needs a run of {evidence.phase} that is not there: {facts}")
+    return found[0]
 
 
 def is_right(question: Question, answer: float) -> bool:

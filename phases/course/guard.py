@@ -20,13 +20,10 @@ from phases.course.blanks import graft
 _RULES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
-def _words(*names: str) -> Iterator[frozenset[str]]:
-    yield from (frozenset(_RULES[name].split()) for name in names)
-
-
-PLAIN, PARTS, WAYS, FILES = _words("plain", "parts", "ways", "files")
-UNWANTED, REACHING, SPECIAL = _words("unwanted", "reaching", "special")
-BASES, MAKERS, CHANGING = _words("bases", "makers", "changing")
+_NAMES = ["plain", "parts", "ways", "files", "unwanted", "reaching", "special", "bases", "makers", "changing"]
+PLAIN, PARTS, WAYS, FILES, UNWANTED, REACHING, SPECIAL, BASES, MAKERS, CHANGING = (
+    frozenset(_RULES[name].split()) for name in _NAMES
+)
 CHANGED = "= "
 LONGEST = 100_000
 """Characters of a file."""

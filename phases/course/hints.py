@@ -10,7 +10,7 @@ from difflib import unified_diff
 from pathlib import Path
 
 from common.errors import UserError
-from phases.course.blanks import functions, lines_of
+from phases.course.blanks import Function, functions, lines_of
 from phases.course.exercises import Exercise
 from phases.course.lessons import paragraph
 from phases.course.making import parsed, text_in
@@ -49,14 +49,14 @@ def solution(exercise: Exercise, source: str) -> str:
         theirs = {}
     parts: list[str] = []
     for name in exercise.functions:
-        before = _dedented(lines_of(source, theirs[name])) if name in theirs else []
-        after = _dedented(lines_of(reference, ours[name]))
+        before = _lines(source, theirs[name]) if name in theirs else []
+        after = _lines(reference, ours[name])
         parts += unified_diff(before, after, f"yours: {name}", f"reference: {name}", n=20, lineterm="")
     return "\n".join(parts)
 
 
-def _dedented(lines: list[str]) -> list[str]:
-    return textwrap.dedent("\n".join(lines)).split("\n")
+def _lines(source: str, node: Function) -> list[str]:
+    return textwrap.dedent("\n".join(lines_of(source, node))).split("\n")
 
 
 def log(folder: Path, what: str, exercise: str, **more: object) -> None:

@@ -17,52 +17,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-JOB, RESULT = "course-job.json", "course-result.json"
+RESULT = "course-result.json"
 LONGEST, SHOWN = 600, 8
 """Characters, and lines of a note."""
 JUDGES: dict[str, str] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text())["judges"]
 """What tests judge with: places, and names in them."""
 
 
-class NoNetwork(Exception):
-    """A connection to another machine was tried."""
-
-
-def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments; without any, the cases of the job that lies in this folder."""
+def main(job: dict[str, Any]) -> int:
+    """Run pytest with a job's arguments; without any, its cases."""
     folder = Path.cwd()
-    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    (folder / JOB).unlink()
     network: list[str] = []
     sys.addaudithook(lambda event, args: near(network, *args) if event == "socket.connect" else None)
-    if arguments:
+    file, record = folder / job["file"], {"word": job["word"], "network": network}
+    if job["arguments"]:
         import pytest  # the command, which needs some names of this file, has no need of it
 
-        return int(pytest.main(arguments, plugins=[Recorder(job, folder, network)]))
-    record = {
-        "word": job["word"],
-        "network": network,
-        "cases": [told(case, job, folder) for case in job["cases"]],
-    }
+        return int(pytest.main(job["arguments"], plugins=[Recorder(record, file)]))
+    record["cases"] = [told(case, file) for case in job["cases"]]
     (folder / RESULT).write_text(json.dumps(record), encoding="utf-8")
     return 0
 
 
 def near(network: list[str], _: object, address: object) -> None:
-    """Note an address of another machine, and raise `NoNetwork`."""
+    """Note an address of another machine, and raise `PermissionError`."""
     if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "localhost", "::1"):
         network.append(str(address))
-        raise NoNetwork(f"{address} is another machine")
+        raise PermissionError(f"{address} is another machine")
 
 
-def told(case: dict[str, str], job: dict[str, Any], folder: Path) -> dict[str, str]:
+def told(case: dict[str, str], file: Path) -> dict[str, str]:
     """Return the value of a case as text, `got`, or what was raised."""
     names: dict[str, Any] = {}
     try:
         exec(case["setup"], names)
         return {"got": repr(plain(eval(case["call"], names)))}
     except BaseException as error:  # pytest's `Skipped` and the like are none of `Exception`
-        return raised(error, folder / job["file"])
+        return raised(error, file)
 
 
 def plain(value: Any) -> Any:
@@ -80,9 +71,7 @@ def plain(value: Any) -> Any:
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
     """Return what was raised, and in which line of the student's file."""
-    while isinstance(
-        error, BaseExceptionGroup
-    ):  # Hypothesis has found several: the first is one to begin with
+    while isinstance(error, BaseExceptionGroup):  # Hypothesis has found several: the first is to begin with
         error = error.exceptions[0]
     notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
     example = [line for line in notes if line.strip()][:SHOWN]  # Hypothesis' falsifying example
@@ -98,16 +87,16 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
 class Recorder:
     """A plugin of pytest that writes down what became of each test, at the very end."""
 
-    def __init__(self, job: dict[str, Any], folder: Path, network: list[str]) -> None:
-        self._job, self._folder, self._network = job, folder, network
-        self._tests: dict[str, dict[str, str]] = {}
+    def __init__(self, record: dict[str, Any], file: Path) -> None:
+        self._record, self._file, self._result = record, file, Path.cwd() / RESULT
+        self._tests: dict[str, dict[str, str]] = record.setdefault("tests", {})
         self._raised: dict[str, dict[str, str]] = {}
-        self._judges: dict[str, Any] = {}
+        self._judges = found_judges()
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Keep what was raised."""
         if call.excinfo is not None:
-            self._raised[item.nodeid] = raised(call.excinfo.value, self._folder / self._job["file"])
+            self._raised[item.nodeid] = raised(call.excinfo.value, self._file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome, and of a failure what was raised."""
@@ -123,21 +112,11 @@ class Recorder:
         if report.failed:
             self._tests[report.nodeid] = {"outcome": "failed", "message": str(report.longrepr)[-LONGEST:]}
 
-    def pytest_sessionstart(self) -> None:
-        """Remember what tests judge with."""
-        self._judges = found_judges()
-
     def pytest_sessionfinish(self) -> None:
         """Write the record."""
         now = found_judges()
-        changed = [name for name, judge in self._judges.items() if now[name] is not judge]
-        record = {
-            "word": self._job["word"],
-            "tests": self._tests,
-            "network": self._network,
-            "changed": changed,
-        }
-        (self._folder / RESULT).write_text(json.dumps(record), encoding="utf-8")
+        self._record["changed"] = [name for name, judge in self._judges.items() if now[name] is not judge]
+        self._result.write_text(json.dumps(self._record), encoding="utf-8")
 
 
 def found_judges() -> dict[str, Any]:

@@ -108,43 +108,30 @@ def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
     return given
 
 
-def held_back(code: str, bodies: Mapping[str, list[str]], ids: Mapping[str, str]) -> str:
-    """Return what stands in the place of code that gives an answer away, or nothing where it does not.
-
-    bodies and ids: by `file:function`.
-    """
-    place = gives_away(code, bodies)
-    name = place.rpartition(":")[2]
-    return (
-        f"*This code is exercise {ids[place]}, `{name}`.*\n"
-        if place in ids
-        else "*Held back.*\n" * bool(place)
-    )
-
-
 def masked(
-    page: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str], questions: Sequence[str]
+    page: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str], questions: Sequence[str]
 ) -> str:
     """Return a page of a lesson without code that gives an answer away, and without comments.
 
+    bodies and told: by `file:function`, the lines of each answer, and what stands in its place.
     questions: ids of those that what was measured would answer.
     """
-    text = FENCE.sub(lambda found: held_back(found[1], bodies, ids) or found[0], _text(page))
+    text = FENCE.sub(lambda found: told.get(gives_away(found[1], bodies), found[0]), _text(page))
     if questions:
         command = f"`ladder course answer {questions[0]} NUMBER`"
-        told = f"*First answer {', '.join(questions)}: {command}. Then read it in the checkout's lesson.*"
-        text = MEASURED.sub(lambda found: f"{found[1]}\n{told}\n\n", text)
+        first = f"*First answer {', '.join(questions)}: {command}. Then read it in the checkout's lesson.*"
+        text = MEASURED.sub(lambda found: f"{found[1]}\n{first}\n\n", text)
     return re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
 
 
-def notebook(path: Path, bodies: Mapping[str, list[str]], ids: Mapping[str, str]) -> str:
-    """Return a notebook without outputs, and without code that gives an answer away."""
+def notebook(path: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str]) -> str:
+    """Return a notebook without outputs, and without code that gives an answer away: see `masked`."""
     book = json.loads(_text(path))
     for cell in book["cells"]:
         if cell["cell_type"] == "code":
             cell |= {"outputs": [], "execution_count": None}
-            told = held_back("".join(cell["source"]), bodies, ids)
-            cell["source"] = [f"# {told.strip()}"] if told else cell["source"]
+            place = gives_away("".join(cell["source"]), bodies)
+            cell["source"] = [f"# {told[place].strip()}"] if place else cell["source"]
     return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 

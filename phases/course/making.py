@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from phases import PHASES, ROOT
+from phases import PHASES, ROOT, Phase
 from phases.course import lessons
 from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
 
 COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
+HELD = "*Held back.*\n"
 LARGEST = 1 << 22
 """Characters of a file that a student hands in."""
 
@@ -32,40 +33,46 @@ class Copy:
     """`fingerprint` of what it was made from."""
 
 
-def made_files(chosen: Iterable[Exercise]) -> dict[str, str]:
+def about(chosen: Iterable[Exercise]) -> tuple[list[Phase], tuple[Question, ...]]:
+    """Return the phases that exercises belong to, and the questions of these."""
+    numbers = {exercise.phase.number for exercise in chosen}
+    phases = [phase for phase in PHASES if phase.number in numbers]
+    return phases, tuple(question for question in questions() if question.phase in phases)
+
+
+def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     """Return every text of a copy with these exercises, by its path: always the same from the same reference.
 
     What a lesson has measured is withheld: it answers the phase's questions.
     """
-    chosen = tuple(chosen)
-    phases = [phase for phase in PHASES if any(exercise.phase is phase for exercise in chosen)]
+    phases, asked = about(chosen)
     blanks = files_of(chosen, [file for phase in phases for file in lessons.must_read(phase)])
     bodies: dict[str, list[str]] = {}
-    ids: dict[str, str] = {}
+    told: dict[str, str] = {}
     made: dict[str, str] = {}
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         made[file] = blank(source, names)
         bodies |= {f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()}
-        ids |= {f"{file}:{name}": given for name, given in names.items() if given}
+        for name, given in names.items():
+            told[f"{file}:{name}"] = f"*This code is exercise {given}, `{name}`.*\n" if given else HELD
     own = {exercise.file for exercise in chosen}
     for file in [file for file in made if file not in own and lessons.gives_away(made[file], bodies)]:
         del made[file]  # it is read in the checkout
     for file in sorted({node.partition("::")[0] for exercise in chosen for node in exercise.tests}):
         made[file] = without((ROOT / file).read_text(encoding="utf-8"), hidden_in(file))
-    asked = [question for question in questions() if question.phase in phases]
     shown: dict[str, str] = {}
     for phase in phases:
         asks = [one.id for one in asked if one.phase is phase]
         shown |= {
-            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, ids, asks)
+            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, told, asks)
             for page in lessons.pages(phase)
         }
         file = f"notebooks/{phase.name}.ipynb"
-        made[file] = lessons.notebook(ROOT / file, bodies, ids)
+        made[file] = lessons.notebook(ROOT / file, bodies, told)
     there = {*made, *shown, *lessons.pictures(shown)}
     made |= {file: lessons.linked(text, file, there) for file, text in shown.items()}
-    return {**made, GUIDE: guide(chosen, asked)}
+    return {**made, GUIDE: guide(chosen)}
 
 
 def hidden_in(file: str) -> set[str]:
@@ -86,13 +93,8 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
     if ROOT.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UserError(f"{folder} is in the course's own checkout: make the working copy elsewhere")
     made = made_files(chosen)
-    asked = [question.id for question in questions() if any(one.phase is question.phase for one in chosen)]
-    about = {
-        "exercises": [exercise.id for exercise in chosen],
-        "questions": asked,
-        "made_from": fingerprint(made),
-    }
-    texts = {**made, COURSE: json.dumps(about, indent=1) + "\n", ANSWERS: "{}\n"}
+    told = {"exercises": [exercise.id for exercise in chosen], "made_from": fingerprint(made)}
+    texts = {**made, COURSE: json.dumps(told, indent=1) + "\n", ANSWERS: "{}\n"}
     files = {file: text.encode() for file, text in texts.items()}
     files |= {file: (ROOT / file).read_bytes() for file in lessons.pictures(made)}
     for file, data in files.items():
@@ -153,13 +155,12 @@ def fingerprint(made: dict[str, str]) -> str:
 def opened(folder: Path) -> Copy:
     """The working copy in a folder. Raises `UserError` when there is none."""
     try:
-        about = parsed(text_in(folder, COURSE))
-        wanted, asked = set(about["exercises"]), set(about["questions"])
-        made_from = str(about["made_from"])
+        told = parsed(text_in(folder, COURSE))
+        wanted, made_from = set(told["exercises"]), str(told["made_from"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder} is no working copy: `ladder course make DIR` makes one") from None
     chosen = tuple(exercise for exercise in exercises() if exercise.id in wanted)
-    return Copy(folder, chosen, tuple(one for one in questions() if one.id in asked), made_from)
+    return Copy(folder, chosen, about(chosen)[1], made_from)
 
 
 def around(folder: Path) -> Copy:
@@ -172,10 +173,10 @@ def around(folder: Path) -> Copy:
     )
 
 
-def guide(chosen: Sequence[Exercise], asked: Iterable[Question]) -> str:
+def guide(chosen: Sequence[Exercise]) -> str:
     """Return the copy's own page: what to do, and what there is."""
-    there = [phase for phase in PHASES if any(one.phase is phase for one in chosen)]
-    files = {*(one.file for one in chosen), *(file for phase in there for file in lessons.must_read(phase))}
+    phases, asked = about(chosen)
+    files = {*(one.file for one in chosen), *(file for phase in phases for file in lessons.must_read(phase))}
     held = sorted({name for one in chosen for name in one.masked if name.partition(":")[0] in files})
     links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
     named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}
@@ -183,7 +184,7 @@ def guide(chosen: Sequence[Exercise], asked: Iterable[Question]) -> str:
         "exercises": [
             f"| {one.id} | {one.title} | {one.points} | {links[one.id]} | {named[one.id]} |" for one in chosen
         ],
-        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in there],
+        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in phases],
         "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
         "held": [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
         or ["- nothing"],

@@ -16,9 +16,7 @@ import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-
-MODULES = ("torch", "hypothesis")
-"""What it imports before it forks."""
+from typing import Any
 
 WAITING = 4.0
 """Seconds that a run may take for each of processor time: other programs may run beside."""
@@ -75,11 +73,10 @@ class Nursery:
             self._process.stdin.close()
         self._process.wait()
 
-    def run(self, folder: Path, arguments: list[str], limit: float) -> tuple[int, str]:
+    def run(self, folder: Path, job: dict[str, Any], limit: float) -> tuple[int, str]:
         """Return status and output of `inside.main` in a folder; `OUT_OF_TIME` after `limit` seconds."""
         assert self._process.stdin is not None
-        job = {"folder": str(folder), "arguments": arguments, "limit": limit}
-        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.write(json.dumps([str(folder), job, limit]) + "\n")
         self._process.stdin.flush()
         status = self._answer()
         with (folder / "output").open("rb") as file:
@@ -94,23 +91,23 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, as `conftest.py` does
-    for name in MODULES:
-        import_module(name)
+    import hypothesis  # noqa: F401  (a fork has it, as it has PyTorch)
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(0, 0, flush=True)
     for line in sys.stdin:
-        job = json.loads(line)
+        folder, job, limit = json.loads(line)
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
             if not torch.cuda.is_available():
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            os._exit(run(Path(job["folder"]), job["arguments"], job["limit"]))
-        print(*wait(child, WAITING * job["limit"]), flush=True)
+            os._exit(run(Path(folder), job, limit))
+        print(*wait(child, WAITING * limit), flush=True)
 
 
-def run(folder: Path, arguments: list[str], limit: float) -> int:
+def run(folder: Path, job: dict[str, Any], limit: float) -> int:
     """Run `inside.main` of the copy in a process of no further use; its output goes to a file."""
     os.setsid()  # a group of its own, so that nothing that a test started stays behind
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 1))
@@ -124,7 +121,7 @@ def run(folder: Path, arguments: list[str], limit: float) -> int:
     places = [folder, *sorted((folder / "phases").glob("[0-9]*"))]
     os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300"}
     sys.path[:0] = map(str, places)
-    status = int(import_module("phases.course.inside").main(arguments))
+    status = int(import_module("phases.course.inside").main(job))
     sys.stdout.flush()
     return status
 
