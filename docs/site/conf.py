@@ -51,7 +51,7 @@ autodoc_default_options = {
     "show-inheritance": True,
     "ignore-module-all": True,
 }
-# Words of the source would be set on `load`, one method of all phases, once for each, without its first argument.
+# Words of the source would be set on `load`, one method of all phases, for each, without its first argument.
 autodoc_preserve_defaults = False
 # Extras that this environment may lack: their users' docstrings are shown all the same.
 autodoc_mock_imports = [name for name in ("xgrammar", "ray") if find_spec(name) is None]
