@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from phases.course.blanks import graft
+from phases.course.blanks import Function, graft
 
 _RULES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
@@ -162,17 +162,16 @@ def _is_module(parts: list[str]) -> bool:
 def _data(tree: ast.Module) -> frozenset[str]:
     """Return the attributes that hold data: read, written or declared in the reference, and no functions."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    found = {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in called
-    }
-    found |= {
-        part.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for part in node.body
-        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-    }
-    return frozenset(found - {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)})
+    data, functions = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if id(node) not in called:
+                data.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                data.add(name)
+            case ast.FunctionDef(name=name):
+                functions.add(name)
+    return frozenset(data - functions)
 
 
 def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
@@ -183,12 +182,7 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
     parents = {id(inner): node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
     definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     classes = {each.name for each in definitions}
-    functions = [
-        node
-        for each in definitions
-        for node in each.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = [part for each in definitions for part in each.body if isinstance(part, Function)]
     methods = {each.name for each in functions if not each.decorator_list}  # those that need an object
     owners = {id(each.args.args[0]) for each in functions if each.args.args}
 
@@ -202,9 +196,7 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
                 yield "self for something else"
             case ast.arg(arg="self") if id(node) not in owners:
                 yield "self outside of a method"
-            case ast.Attribute(attr=name) if (
-                name in REACHING or name.lstrip("_") in REACHING or _special(name)
-            ):
+            case ast.Attribute(attr=name) if {name, name.lstrip("_")} & REACHING or _special(name):
                 yield "." + name
             case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner) if name not in data:
                 if not (isinstance(owner, ast.Name) and owner.id == "self"):
