@@ -70,7 +70,7 @@ def signals() -> Iterator[list[int]]:
             raise SystemExit(TERMINATED)
         raise KeyboardInterrupt
 
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     main = threading.current_thread() is threading.main_thread()
     taken = [number for number, handler in usual.items() if main and signal.getsignal(number) == handler]
     try:
