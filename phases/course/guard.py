@@ -78,11 +78,8 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
             yield _short(name), node.lineno
-            for alias in node.names:
-                if alias.name in REACHING | {"*"} or (
-                    alias.name in sys.stdlib_module_names and name not in PLAIN
-                ):
-                    yield f"{name}.{alias.name}", node.lineno
+            away = REACHING | {"*"} | (frozenset() if name in PLAIN else sys.stdlib_module_names)
+            yield from ((f"{name}.{alias.name}", node.lineno) for alias in node.names if alias.name in away)
 
 
 def _short(name: str) -> str:

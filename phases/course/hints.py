@@ -13,7 +13,7 @@ from common.errors import UserError
 from phases.course.blanks import Function, functions, lines_of
 from phases.course.exercises import Exercise
 from phases.course.lessons import paragraph
-from phases.course.making import parsed, text_in
+from phases.course.making import text_in
 
 LOG = "course-log.jsonl"
 LEVELS = 3
@@ -71,7 +71,9 @@ def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
     found = []
     with suppress(OSError):
         for line in text_in(folder, LOG, errors="replace").splitlines():
-            with suppress(ValueError):  # a line of nonsense does not hide the others
-                found.append(parsed(line))
-    ours = [one for one in found if isinstance(one, dict)]
-    return [one for one in ours if one.get("exercise") == exercise and one.get("what") == what]
+            # A line of nonsense, however deep, does not hide the others.
+            with suppress(ValueError, AttributeError, RecursionError):
+                one = json.loads(line)
+                if (one.get("exercise"), one.get("what")) == (exercise, what):
+                    found.append(one)
+    return found

@@ -137,12 +137,9 @@ def notebook(path: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str
 
 def must_read(phase: Phase) -> list[str]:
     """Return the files that a lesson says must be read, relative to the checkout."""
-    found = re.search(
-        r"<!-- must read -->(.*?)<!-- /must read -->", _text(phase.folder / "README.md"), re.DOTALL
-    )
-    cells = [
-        line.split("|")[1] for line in (found[1] if found else "").splitlines() if line.startswith("| [")
-    ]
+    _, _, after = _text(phase.folder / "README.md").partition("<!-- must read -->")
+    table, _, _ = after.partition("<!-- /must read -->")
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| [")]
     links = [link for cell in cells for link in re.findall(r"\]\(([^)]+\.py)\)", cell)]
     return [str((phase.folder / link).resolve().relative_to(ROOT)) for link in links]
 

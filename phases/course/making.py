@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
 from phases import PHASES, ROOT, Phase
@@ -139,14 +138,6 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
     return text
 
 
-def parsed(text: str) -> Any:
-    """JSON of any student. Raises `ValueError` for what is none, however deep."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("too deep") from None
-
-
 def fingerprint(made: dict[str, str]) -> str:
     """One number for all that a copy was made of."""
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
@@ -155,9 +146,9 @@ def fingerprint(made: dict[str, str]) -> str:
 def opened(folder: Path) -> Copy:
     """The working copy in a folder. Raises `UserError` when there is none."""
     try:
-        told = parsed(text_in(folder, COURSE))
+        told = json.loads(text_in(folder, COURSE))
         wanted, made_from = set(told["exercises"]), str(told["made_from"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{folder} is no working copy: `ladder course make DIR` makes one") from None
     chosen = tuple(exercise for exercise in exercises() if exercise.id in wanted)
     return Copy(folder, chosen, about(chosen)[1], made_from)
