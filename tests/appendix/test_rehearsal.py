@@ -10,7 +10,7 @@ import torch
 import prefix_cache
 from common.events import generate
 from common.sampling.params import SamplingParams
-from continuous.engine import Stats
+from continuous.stats import Stats
 from forward.model import Model
 from phases import phase_named
 from phases.appendix.rehearsal.rehearsal import play, rehearse, scenes
@@ -22,7 +22,7 @@ from phases.registry import load_engine
 def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) -> None:
     given = {"max_rows": 4, "max_len": 200, "step_tokens": 64, "cache_bytes": 1 << 20} | options
     plain, rehearsed = (prefix_cache.load(model, **given) for _ in range(2))
-    assert rehearse(rehearsed) > 0
+    rehearse(rehearsed)
     assert rehearsed.stats == Stats() and rehearsed.idle
     assert rehearsed.cache.free == rehearsed.cache.allocator.count
     assert rehearsed.cache.allocator.free == rehearsed.cache.allocator.count, "the index remembers blocks"

@@ -7,7 +7,6 @@ is met when the first long prompt comes, or the first request with penalties.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from common.errors import UserError
 from common.progress import bar
 from common.sampling.params import SamplingParams
-from continuous.engine import Stats
+from continuous.stats import Stats
 from paged_cache import Feature, PagedEngine, Parts
 from triton_paged_attention.tables import LONG
 
@@ -67,9 +66,8 @@ def scenes(engine: PagedEngine) -> list[Scene]:
     ]
 
 
-def rehearse(engine: PagedEngine) -> float:
-    """Play every scene on an engine that has just been made; it forgets them. Returns the seconds it took."""
-    begun = time.perf_counter()
+def rehearse(engine: PagedEngine) -> None:
+    """Play every scene on an engine that has just been made; it forgets them."""
     played = scenes(engine)
     with bar("compiling kernels", len(played)) as part:
         for scene in played:
@@ -79,7 +77,6 @@ def rehearse(engine: PagedEngine) -> float:
     engine.cache.forget()
     if engine.runner.model.device.type == "cuda":
         torch.cuda.synchronize(engine.runner.model.device)
-    return time.perf_counter() - begun
 
 
 def play(engine: PagedEngine, scene: Scene) -> None:
