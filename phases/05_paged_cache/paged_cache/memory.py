@@ -39,20 +39,10 @@ class Ledger:
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
-        lines = [
-            ("weights", _mib(self.weights)),
-            ("rows", _mib(self.rows)),
-            ("activations", _mib(self.activations)),
-            *([("reserved", _mib(self.reserved))] if self.reserved else []),
-            ("cache", _mib(self.cache)),
-            ("blocks", f"{self.blocks:,} of {self.block_size} tokens"),
-            ("tokens", f"{self.tokens:,}"),
-        ]
+        sizes = [(name, vars(self)[name]) for name in ("weights", "rows", "activations", "reserved", "cache")]
+        lines = [(name, f"{size / 2**20:,.1f} MiB") for name, size in sizes if size or name != "reserved"]
+        lines += [("blocks", f"{self.blocks:,} of {self.block_size} tokens"), ("tokens", f"{self.tokens:,}")]
         return "\n".join(f"{name:<12}{value:>24}" for name, value in lines)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def weight_bytes(model: Model) -> int:
@@ -73,12 +63,6 @@ def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
     token = config.hidden_size * (2 * size + 4) + 3 * config.intermediate_size * size + 2 * heads * size
     logits = rows * config.vocab_size * (size + 4)
     return step_tokens * token + logits + Sampler.scratch_bytes(rows, config.vocab_size, model.device)
-
-
-def row_bytes(model: Model, rows: int, max_len: int, block_size: int) -> int:
-    """Return the bytes of `rows` rows of at most `max_len` tokens, unused penalties included."""
-    tables = 4 * -(-max_len // block_size)
-    return rows * (8 * max_len + tables) + Sampler.persistent_bytes(rows, model.config.vocab_size)
 
 
 def plan_cache(
@@ -110,7 +94,9 @@ def plan_cache(
         UserError: not even one block fits, or more is asked for than is free.
     """
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
-    for_rows = row_bytes(model, rows, max_len, block_size)
+    tables = 4 * -(-max_len // block_size)
+    for_rows = rows * (8 * max_len + tables)
+    for_rows += Sampler.persistent_bytes(rows, model.config.vocab_size)  # unused penalties included
     activations = activation_bytes(model, step_tokens, rows)
     free, total = free_memory(model.device)
     if for_rows > free:
