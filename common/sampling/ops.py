@@ -224,19 +224,6 @@ def penalize(
     return logits.sub_(presence * present)
 
 
-def behind_right_drafts(tokens: Tensor, drafts: Tensor) -> Tensor:
-    """Return 1 for each place before which every draft is the token chosen there, and 0 for the others.
-
-    tokens: int64 [B], chosen at all places; drafts: int64 [B, K], as for `Sampler.sample`. Returns int32 [B].
-    """
-    guessed = drafts >= 0  # [B, K]
-    count = guessed.sum(1, keepdim=True)  # [B, 1], how many places before this one are of the same row
-    place = torch.arange(len(tokens), device=tokens.device)[:, None]
-    before = place - count + torch.arange(drafts.shape[1], device=tokens.device)  # [B, K]
-    right = tokens[before.clamp(min=0, max=len(tokens) - 1)] == drafts
-    return (right | ~guessed).all(1).int()
-
-
 def reported(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return `tokens`, `[B]` int64, with `NAN_TOKEN` where the logit of the chosen token is NaN.
 

@@ -189,16 +189,14 @@ class Sampler(SamplerRows):
         steps: Tensor,
         plan: Plan | None = None,
         allowed: Allowed | None = None,
-        drafts: Tensor | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
 
         With a plan given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
         capture it.
 
-        A row may stand at several places with different steps (several positions of one request): each place
-        is chosen with its own step. For the penalties, `drafts` says what stands between the first of these
-        places and each of them. Of the tokens chosen those are counted that stand behind right drafts.
+        A row without penalties may stand at several places with different steps (several positions of one
+        request): each place is chosen with its own step.
 
         logits: float32 [B, V]; left as they are, but where there are masks and no request wants
             log-probabilities: then they are masked in place.
@@ -207,22 +205,16 @@ class Sampler(SamplerRows):
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
         plan: `plan(rows_host)`; made here if missing.
         allowed: the masks; None: every token may be chosen.
-        drafts: int64 [B, K] on the device, the tokens guessed before each place, oldest first, then -1. The
-            places of one row are neighbours, each with one draft more than the one before it. None: there
-            are none; it makes no difference to rows without penalties.
         """
         if plan is None:
             plan = self.plan(rows_host)
         logits = self.chooser.whole(self, logits, plan, allowed is not None)
-        adjusted = self._adjust(logits, rows, steps, plan, allowed, drafts)
+        adjusted = self._adjust(logits, rows, steps, plan, allowed)
         tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed is not None)
         if Needs.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
-            ones = torch.ones_like(place, dtype=torch.int32)
-            if drafts is not None:
-                ones = ones * ops.behind_right_drafts(tokens, drafts)
-            self.counts.view(-1).scatter_add_(0, place, ones)
+            self.counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
         reported = self.chooser.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
@@ -258,13 +250,7 @@ class Sampler(SamplerRows):
         return (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()  # [B, V]
 
     def _adjust(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        steps: Tensor,
-        plan: Plan,
-        allowed: Allowed | None,
-        drafts: Tensor | None,
+        self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Allowed | None
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
         edited = bool(plan.features & (Needs.EDITS | Needs.PENALTIES))
@@ -280,9 +266,5 @@ class Sampler(SamplerRows):
             at, some = rows[places], logits[places]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
             penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]  # each [B, 1]
-            counts = self.counts[at]  # [B, V], a copy
-            if drafts is not None:
-                before = drafts[places]
-                counts.scatter_add_(1, before.clamp(min=0), (before >= 0).int())
-            logits[places] = ops.penalize(some, self.in_prompt[at], counts, *penalties)
+            logits[places] = ops.penalize(some, self.in_prompt[at], self.counts[at], *penalties)
         return logits

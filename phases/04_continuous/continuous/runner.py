@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import TORCH, Allowed, Chooser, Needs, Plan, Sampled, Sampler
+from common.sampling.sampler import TORCH, Allowed, Chooser, Plan, Sampled, Sampler
 from continuous.batch import Batch, HostBatch
 from continuous.rows import Rows
 from continuous.work import Work
@@ -53,10 +53,6 @@ class OneToken:
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the drafts of a step into the rows, before it runs."""
-
-    def before(self, works: Sequence[Work]) -> Tensor | None:
-        """Return the drafts before each sample, for `Sampler.sample`."""
-        return None
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
         """Deal out what was sampled, in order."""
@@ -176,9 +172,8 @@ class Runner:
         plan = self.sampler.plan(rows_host)
         # A plan may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
         logits = self.logits(step.hidden[batch.sample_at], plan) if step.logits is None else step.logits
-        drafts = self.extra.before(step.works) if Needs.PENALTIES in plan.features else None
         sampled = self.sampler.sample(
-            logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed, drafts=drafts
+            logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
         return Pending(step.works, sampled, self.extra)

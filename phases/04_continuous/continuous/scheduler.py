@@ -148,11 +148,11 @@ class Scheduler:
     def _drafts(self, request: Request, end: int, budget: int) -> tuple[int, ...]:
         """Return guesses behind the newest token, which this step computes, and reserve room for them.
 
-        None where there is no room, since no request loses its place for a guess; and none where siblings
-        fork: each of them will go on in its own way.
+        None where there is no room, since no request loses its place for a guess; none where siblings fork:
+        each of them will go on in its own way; and none with penalties, which count all tokens before one.
         """
         newest = len(request.tokens) + request.placeholders
-        if end != newest or request.prefilling or request.siblings:
+        if end != newest or request.prefilling or request.siblings or request.params.penalized:
             return ()
         most = min(budget, request.limit - end - 1)  # one token is sampled in any case
         drafts = tuple(self.drafter.propose(request, most)) if most > 0 else ()

@@ -45,25 +45,18 @@ class DraftModel(Source):
         ready: dict[Request, Shadow] = {}
         behind: list[tuple[Shadow, int]] = []
         for request, length in zip(requests, lengths, strict=True):
-            guessed = self._guessed(request)
-            shadow = self.shadows[request] if guessed else self._ready(request, length)
-            if shadow is not None:
+            shadow = self.shadows.get(request)
+            if shadow is not None and shadow.known == len(request.tokens):
+                ready[request] = shadow  # with the device's drafts, or of a step that it had no turn in
+            elif (shadow := self._ready(request, length)) is not None:
                 ready[request] = shadow
-                if not guessed:
-                    behind.append((shadow, length))
+                behind.append((shadow, length))
         if behind:
             self._write(sorted(behind, key=lambda pair: pair[0].request.row))
         for request, shadow in ready.items():
             shadow.known = len(request.tokens)
         asked = zip(requests, lengths, strict=True)
         return [ready[request].drafts[:most] if request in ready else () for request, most in asked]
-
-    def _guessed(self, request: Request) -> bool:
-        """Return True if there are drafts behind all known tokens: the device's, or those of a step before
-        that the request had no turn in.
-        """
-        shadow = self.shadows.get(request)
-        return shadow is not None and shadow.known == len(request.tokens)
 
     def carried(self, request: Request, drafts: Sequence[int]) -> None:
         """The device has computed all the tokens that the request has now, and drafted behind them."""
@@ -108,9 +101,7 @@ class DraftModel(Source):
 
     def _enter(self, request: Request) -> Shadow:
         """A row of the draft model for a request, all of whose tokens are to be computed."""
-        # Counting drafts for penalties would count wrong ones, too. Without penalties there is less to do.
-        plain = replace(request.params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-        skipped, params = self._skipped(request), replace(plain, logprobs=None)
+        skipped, params = self._skipped(request), replace(request.params, logprobs=None)
         tokens, prompt_len = request.tokens[skipped:], request.prompt_len - skipped
         own = Request(request.id, tokens, prompt_len, request.limit, params, seed=request.seed)
         self.rows.acquire(own)

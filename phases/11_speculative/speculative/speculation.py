@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-import numpy as np
 from torch import Tensor
 
 from common.request import Request
-from continuous.batch import upload
 from continuous.engine import Engine
 from continuous.rows import write
 from continuous.runner import OneToken, Results, Token
@@ -90,7 +88,8 @@ class Speculator(Watcher):
         asked = []
         for request, length in zip(running, self.pace.lengths(running), strict=True):
             room = min(length, request.limit - len(request.tokens) - 1)  # one token is sampled in any case
-            if room > 0 and not (request.placeholders or request.prefilling or request.siblings):
+            busy = request.placeholders or request.prefilling or request.siblings
+            if room > 0 and not (busy or request.params.penalized):
                 asked.append((request, room))
         if asked:
             requests, lengths = zip(*asked, strict=True)
@@ -151,21 +150,6 @@ class Verifier(OneToken):
         lines = [(work.row, end - len(work.drafts), work.drafts) for work, end in ends]
         if lines:
             write(self.tokens, lines)
-
-    def before(self, works: Sequence[Work]) -> Tensor | None:
-        """Return the drafts before each sample, `[S, K]` for `Sampler.sample`; None if there are none."""
-        if not any(work.drafts for work in works):
-            return None
-        lines = [
-            work.drafts[:place]
-            for work in works
-            for _ in work.takers
-            for place in range(len(work.drafts) + 1)
-        ]
-        before = np.full((len(lines), max(map(len, lines)) + 1), -1)  # the last column ends the longest
-        for line, drafts in zip(before, lines, strict=True):
-            line[: len(drafts)] = drafts
-        return upload(self.tokens.device, {"before": before})["before"]
 
     # Accept.
 
