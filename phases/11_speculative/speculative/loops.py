@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from common.request import Request
 from continuous.engine import Engine
-from continuous.seams import Drafter, Loop
+from continuous.seams import NO_DRAFTS, Drafter, Loop
+from continuous.work import Work
 
 
 class Watcher(Drafter):
-    """A `Drafter` that may have to see every token. By itself it guesses nothing."""
+    """A `Drafter` that may have to see every token. By itself it does what the one inside does."""
+
+    inner: Drafter = NO_DRAFTS
 
     @property
     def waits(self) -> bool:
         """True while every token must be known before a step is scheduled; then steps do not overlap."""
-        return False
+        return isinstance(self.inner, Watcher) and self.inner.waits
 
+    def begin(self, running: Sequence[Request]) -> bool:
+        """See `Drafter`; so are the others."""
+        return self.inner.begin(running)
 
-NO_GUESSES = Watcher()
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Ask the one inside."""
+        return self.inner.propose(request, most)
+
+    def landed(self, work: Work, accepted: int) -> None:
+        """Tell the one inside."""
+        self.inner.landed(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """Tell the one inside."""
+        self.inner.leave(request)
 
 
 def waits(engine: Engine) -> bool:

@@ -29,11 +29,6 @@ class Teller(Watcher):
         """Return what was noted of the step that has just been scheduled."""
         return Drafts(self._asks, self._drafts)
 
-    @property
-    def waits(self) -> bool:
-        """See `Watcher`."""
-        return self.inner.waits
-
     def begin(self, running: Sequence[Request]) -> bool:
         """Return what the inner drafter says, and note it; the drafts of the step before are forgotten."""
         self._asks, self._drafts = self.inner.begin(running), {}
@@ -45,14 +40,6 @@ class Teller(Watcher):
         if drafts:
             self._drafts[request.id] = drafts
         return drafts
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """The other drafter's business."""
-        self.inner.landed(work, accepted)
-
-    def leave(self, request: Request) -> None:
-        """The other drafter's business."""
-        self.inner.leave(request)
 
 
 class Told(Watcher):

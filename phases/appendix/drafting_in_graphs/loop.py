@@ -41,13 +41,9 @@ class InGraphDrafter(Watcher):
     """
 
     def __init__(self, speculator: Speculator) -> None:
-        self.speculator, self.stats = speculator, speculator.stats
+        self.inner = self.speculator = speculator
+        self.stats = speculator.stats
         self.begun: bool | None = None
-
-    @property
-    def waits(self) -> bool:
-        """See `Watcher`."""
-        return self.speculator.waits
 
     def begin(self, running: Sequence[Request]) -> bool:
         """See `Speculator.begin`."""
@@ -64,18 +60,6 @@ class InGraphDrafter(Watcher):
         self.begun = False
         self.speculator.guesses.clear()
         return max(self.speculator.pace.lengths(running))
-
-    def propose(self, request: Request, most: int) -> Sequence[int]:
-        """See `Speculator.propose`."""
-        return self.speculator.propose(request, most)
-
-    def landed(self, work: Work, accepted: int) -> None:
-        """See `Speculator.landed`."""
-        self.speculator.landed(work, accepted)
-
-    def leave(self, request: Request) -> None:
-        """See `Speculator.leave`."""
-        self.speculator.leave(request)
 
 
 FEW_LOOKED_UP = 4

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from common.request import Request
-from continuous.seams import Drafter
+from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
-from speculative.loops import NO_GUESSES, Watcher
+from speculative.loops import Watcher
 from speculative.stats import SpeculationStats
 from structured.masks import Constraint
 
@@ -33,7 +33,7 @@ class GrammarDrafter(Watcher):
     to wait for a step.
 
     Args:
-        inner: guesses for requests with and without a grammar; one that is no `Watcher` has no say.
+        inner: guesses for requests with and without a grammar.
         jump_forward: whether to draft what is forced.
         most_ahead: running requests, at most, for which a step that runs ahead has drafts.
         in_turn: whether steps do not overlap as long as a request has a grammar and few run: where the device
@@ -47,24 +47,22 @@ class GrammarDrafter(Watcher):
 
     def __init__(
         self,
-        inner: Drafter = NO_GUESSES,
+        inner: Drafter = NO_DRAFTS,
         *,
         jump_forward: bool = True,
         most_ahead: int = 64,
         in_turn: bool = False,
     ) -> None:
-        self.inner = inner if isinstance(inner, Watcher) else NO_GUESSES
+        self.inner = inner
         self.jump_forward, self.most_ahead, self.in_turn = jump_forward, most_ahead, in_turn
         self.forced = self.refused = 0
-        counted = getattr(self.inner, "stats", None)
-        self.stats: SpeculationStats = SpeculationStats() if counted is None else counted
-        self._inner_counts = counted is not None
+        self.stats: SpeculationStats = getattr(self.inner, "stats", None) or SpeculationStats()
         self._jumping = self.looks_ahead = False
 
     @property
     def waits(self) -> bool:
         """While the other drafter does, or a request has a grammar and steps shall take turns."""
-        return self.inner.waits or (self.in_turn and self._jumping)
+        return super().waits or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Ask for drafts where the other drafter guesses, or a grammar may force."""
@@ -76,14 +74,10 @@ class GrammarDrafter(Watcher):
 
     def landed(self, work: Work, accepted: int) -> None:
         """Count, and tell the other drafter what it asks for."""
-        if self.inner.waits:
+        if super().waits:
             self.inner.landed(work, accepted)
-        if work.drafts and not (self._inner_counts and self.inner.waits):
+        elif work.drafts:
             self.stats.count(work, accepted)
-
-    def leave(self, request: Request) -> None:
-        """The other drafter's business."""
-        self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""

@@ -14,7 +14,7 @@ from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
-from paged_cache import Feature, PagedEngine, Parts
+from paged_cache import Feature, Parts
 from phases.appendix.guidance.drafter import GrammarDrafter
 from phases.appendix.guidance.loop import EarlyHalves
 from phases.appendix.guidance.masks import ThreadedMasks
@@ -65,17 +65,12 @@ class Guidance(Feature):
         most_forced = self.jump_rows if self.jump_forward else 0
         parts.wrap(self, masks=partial(ThreadedMasks, pool=pool, most_forced=most_forced))
         if "overlap" in parts.features:
-            parts.loops["overlap"] = early_halves
+            parts.loops["overlap"] = lambda engine: EarlyHalves(cast(EarlyMasks, engine.masks))
         if parts.drafter is not NO_DRAFTS or self.jump_forward:
             parts.loops.setdefault("waiting", watched)
             parts.stages["connect"].append(lambda whole: verify(whole.engine))
             forced = partial(GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows)
             parts.wrap(self, drafter=partial(forced, in_turn=on_cpu))
-
-
-def early_halves(engine: PagedEngine) -> EarlyHalves:
-    """Make the loop of an engine whose steps overlap."""
-    return EarlyHalves(cast(EarlyMasks, engine.masks))
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

@@ -12,32 +12,32 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending, Results
 from continuous.work import Work
-from structured.loop import EarlyMasks
+from structured.loop import EarlyMasks, TwoHalves
 
 
-class EarlyHalves:
+class EarlyHalves(TwoHalves):
     """A `Loop` as `TwoHalves` is, but the second half of a masked step comes with the next call.
 
     Args:
         masks: those of the engine.
         stage: given the works of the next step while masks are being made.
 
-    flying: the newest step that is wholly handed to the device.
     half: a step whose second half comes with the next call of `advance`.
     """
 
-    flying: Pending | None = None
+    masks: EarlyMasks
     half: Forwarded | None = None
 
     def __init__(
         self, masks: EarlyMasks, stage: Callable[[Sequence[Work]], object] = lambda works: None
     ) -> None:
-        self.masks, self.stage = masks, stage
+        super().__init__(masks)
+        self.stage = stage
 
     @property
     def idle(self) -> bool:
         """No step is on its way, nor half of one."""
-        return self.flying is None and self.half is None
+        return super().idle and self.half is None
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step, or half of it, then wait for the one before."""
@@ -59,9 +59,7 @@ class EarlyHalves:
     def land(self, engine: Engine) -> None:
         """Hand over the half that is left, and wait for what is on its way."""
         self._finish(engine)
-        landing, self.flying = self.flying, None
-        if landing is not None:
-            engine.collect(landing)
+        super().land(engine)
 
     def _begin(self, engine: Engine, step: Forwarded, landing: Pending) -> None:
         """Begin to make the masks of a step, and deal out the tokens of the one before meanwhile.
