@@ -18,7 +18,7 @@ from continuous.runner import RequestError, Results
 from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel.crew import Crew, RanksLost
-from parallel.messages import Enter, EnteredRequest, Leave, Line, Sum, Turn
+from parallel.messages import Enter, Leave, Line, Sum, Turn
 from parallel.told import Teller, Told
 
 KEPT = 1000
@@ -90,7 +90,7 @@ class Leader(InRanks):
 
     def entered(self, requests: Sequence[Request]) -> None:
         """Note that the others are to put the requests in line."""
-        self._commands.append(Enter([EnteredRequest.of(request) for request in requests]))
+        self._commands.append(Enter.of(requests))
 
     def left(self, request: Request) -> None:
         """Note that the others are to abort the request."""
@@ -203,7 +203,7 @@ class Follower(InRanks):
         self.turn = turn.number
         for command in turn.commands:
             if isinstance(command, Enter):
-                requests = [entry.request(engine.tokenizer) for entry in command.entries]
+                requests = command.taken(engine.tokenizer)
                 self._known.update((request.id, request) for request in requests)
                 engine.inbox.append(Add(requests))
             else:

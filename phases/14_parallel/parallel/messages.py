@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -11,32 +13,24 @@ from common.events import TextStream
 from common.request import Request
 from common.text.tokenizer import Tokenizer
 
-ENTERED = ("id", "tokens", "prompt_len", "limit", "params", "seed", "index", "sample", "priority", "salt")
-"""Fields of a request that has just been put in line."""
-
-
-class EnteredRequest(NamedTuple):
-    """A request as it stands in line, for ranks that have none of it: its `ENTERED`, by name."""
-
-    fields: dict[str, Any]
-
-    @classmethod
-    def of(cls, request: Request) -> EnteredRequest:
-        """Of a request that has just been put in line."""
-        return cls({name: getattr(request, name) for name in ENTERED})
-
-    def request(self, tokenizer: Tokenizer | None) -> Request:
-        """The same request on another rank."""
-        made = Request(**self.fields)
-        if tokenizer is not None and made.params.stop:
-            made.text = TextStream(tokenizer, made.params, made.tokens[: made.prompt_len])
-        return made
-
 
 class Enter(NamedTuple):
-    """The samples of a prompt stand in line."""
+    """The samples of a prompt stand in line, as they are sent: without what an engine finds out by itself."""
 
-    entries: list[EnteredRequest]
+    requests: list[Request]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Enter:
+        """Make a message of requests that have just been put in line."""
+        sent = [replace(r, text=None, constraint=None, siblings=[], rank=(), numbers=None) for r in requests]
+        return cls(sent)
+
+    def taken(self, tokenizer: Tokenizer | None) -> list[Request]:
+        """Return the requests on another rank."""
+        for one in self.requests:
+            if tokenizer is not None and one.params.stop:
+                one.text = TextStream(tokenizer, one.params, one.tokens[: one.prompt_len])
+        return self.requests
 
 
 class Leave(NamedTuple):
