@@ -41,11 +41,6 @@ class QuantizedWeight:
         rows, columns = self.data.shape
         return rows, columns * 8 // self.scheme.bits
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by their names here."""
-        found = {"data": self.data, "scale": self.scale, "zero": self.zero, "order": self.order}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
     def dequantize(self) -> Tensor:
         """The weight that this stands for, `[N, K]` float32. It is the oracle of every kernel."""
         n, k = self.shape

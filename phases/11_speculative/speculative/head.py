@@ -183,14 +183,11 @@ def load(path: Path, large: Model) -> Head:
     if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= config.vocab_size)).any()):
         raise UserError(f"{path.name} is damaged: its ids name no tokens")
     model = Head(large, layers, width, ids)
-    wanted = {name: value.shape for name, value in model.own().items()}
-    found = {name: value.shape for name, value in own.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            there, must = (list(some[name]) if name in some else "not there" for some in (found, wanted))
-            raise UserError(f"{path.name} is damaged: {name} is {there}, but must be {must}")
     with torch.no_grad():
         for name, value in model.own().items():
+            there, must = list(own.get(name, torch.empty(0)).shape), list(value.shape)
+            if there != must:
+                raise UserError(f"{path.name} is damaged: {name} is {there}, but must be {must}")
             value.copy_(own[name])
     return model.to(device=large.device, dtype=large.dtype).requires_grad_(False).eval()
 

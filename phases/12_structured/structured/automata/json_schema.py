@@ -51,7 +51,6 @@ MOST_COUNT = 500
 SPACE = optional(literal(" "))
 COMMA, COLON, QUOTE = Cat((literal(","), SPACE)), Cat((literal(":"), SPACE)), literal('"')
 ANY_CHAR = Chars(((0, LAST),), quoted=True)
-ANY_STRING = Cat((QUOTE, Repeat(ANY_CHAR), QUOTE))
 SIMPLE = {
     "null": literal("null"),
     "boolean": Alt((literal("true"), literal("false"))),
