@@ -81,7 +81,6 @@ VERSIONS = {
     "v3": lambda *a, **k: paged_decode_v3(*a, block_n=16, splits=3, **k),
     "v4": lambda *a, **k: paged_decode(*a, config=DecodeConfig(block_n=16), **k),
     "v4 split": lambda *a, **k: paged_decode(*a, config=DecodeConfig(block_n=16, splits=4), **k),
-    "v4 tma": lambda *a, **k: paged_decode(*a, config=DecodeConfig(block_n=16, splits=2, tma=True), **k),
     "default": paged_decode,
 }
 
@@ -95,7 +94,7 @@ def test_decode_matches_the_reference(version: str, feature: str) -> None:
     assert_attention(batch, out, TOLERANCE[torch.float32], f"{version}, {feature}", **FEATURES[feature])
 
 
-@pytest.mark.parametrize("version", [name for name in VERSIONS if "tma" not in name])
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("feature", ["plain", "window"])
 @pytest.mark.slow
 def test_scores_in_the_hundreds(version: str, feature: str) -> None:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.kernels.kv_store import describe, layout_of
+from triton_paged_attention.kernels.kv_store import layout_of
 from triton_paged_attention.tables import DecodeConfig, DecodeKey, decode_default
 from triton_paged_attention.tiles import LOG2_E, combine
 
@@ -67,7 +67,7 @@ def decode_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, TMA: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
@@ -111,7 +111,7 @@ def decode_kernel(
     m, total, acc = ATTEND(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
         soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
+        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
@@ -192,11 +192,8 @@ def paged_decode(
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
         assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
-    k_arg, v_arg = (
-        describe(c, config.block_n) if config.tma else c for c in (cache.k, layout.words(cache.v))
-    )
     decode_kernel[(kv_heads, config.splits, items)](
-        out, q, k_arg, v_arg, block_tables, context_lens,
+        out, q, cache.k, layout.words(cache.v), block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read
         context_lens if requests is None else requests,
         *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
@@ -207,7 +204,7 @@ def paged_decode(
         RAGGED=query_starts is not None, SUBSET=requests is not None,
         BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
-        MIN_TILES=config.min_tiles, TMA=config.tma, SCALED=cache.scaled, SINKS=sinks is not None,
+        MIN_TILES=config.min_tiles, SCALED=cache.scaled, SINKS=sinks is not None,
         ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -23,8 +23,6 @@ class DecodeConfig:
     block_n: tokens per tile.
     splits: programs that share one request and key/value head.
     min_tiles: fewest tiles that a split gets.
-    tma: copy tiles by the tensor memory accelerator (Hopper on; the block size must be a multiple of
-        `block_n` and the head size a power of two).
     """
 
     block_n: int = 64
@@ -32,7 +30,6 @@ class DecodeConfig:
     num_stages: int = 3
     splits: int = 1
     min_tiles: int = 1
-    tma: bool = False
 
 
 class DecodeKey(NamedTuple):

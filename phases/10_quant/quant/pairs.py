@@ -115,9 +115,9 @@ def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
     """Return the configuration for half the bytes: decode's tiles take twice the tokens, if in one block."""
     block_n = max(config.block_n, LEAST_TILE)
-    if isinstance(config, DecodeConfig) and block_size % (2 * block_n) == 0:
-        block_n *= 2
-    return replace(config, block_n=block_n, tma=False)
+    if isinstance(config, PrefillConfig):
+        return replace(config, block_n=block_n, tma=False)
+    return replace(config, block_n=block_n if block_size % (2 * block_n) else 2 * block_n)
 
 
 def words(values: Tensor) -> Tensor:
