@@ -121,11 +121,11 @@ def chunk_kernel(
         settings = tl.load(rows + row)
         hot = tl.load(floats + settings * float_stride + _TEMPERATURE)
         key = tl.load(ints + settings * int_stride + _KEY)
-        largest, won, at = chunk_race(x, column, hot, key, tl.load(steps + row), first, NATIVE)
+        top, won, at = chunk_race(x, column, hot, key, tl.load(steps + row), first, NATIVE)
         tl.store(races + place, won)
     else:
-        largest, at = first_best(x, column)
-    tl.store(best + place, largest)
+        top, at = first_best(x, column)
+    tl.store(best + place, top)
     tl.store(ids + place, at)
 
 
