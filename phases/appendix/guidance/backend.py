@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import llguidance as ll
 
@@ -70,12 +70,17 @@ class GuidanceGrammar(Compiled):
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
         self._starts, self._eos, self.bytes = starts, eos, size
-        self._made = count()
+        self._users = [WeakSet[GuidanceMatcher]() for _ in starts]
+        self._lock = threading.Lock()
 
     def matcher(self) -> GuidanceMatcher:
-        """Copy a parser at its start. `FEW` outputs share its lexer, and the next ones have another."""
-        number = next(self._made) // FEW % len(self._starts)
-        return GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
+        """Copy a parser at its start, whose lexer has few outputs: the first such, which has learnt most."""
+        with self._lock:
+            counts = [len(users) for users in self._users]
+            number = next((n for n, count in enumerate(counts) if count < FEW), counts.index(min(counts)))
+            made = GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
+            self._users[number].add(made)
+            return made
 
 
 class GuidanceBackend(Backend):
