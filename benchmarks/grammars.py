@@ -25,6 +25,7 @@ from structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # it may not be installed
     from phases.appendix.guidance.backend import GuidanceBackend
+    from phases.appendix.guidance.matcher import GuidanceMatcher
 
 PERSON = {
     "type": "object",
@@ -180,6 +181,13 @@ def along(make: Callable[[], Matcher], vocabulary: Vocabulary, outputs: int) -> 
     return times
 
 
+def fill(backend: GuidanceBackend, matchers: Sequence[GuidanceMatcher], words: Words) -> None:
+    """Fill a row of masks for each matcher, and wait for them."""
+    done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
+    if done is not None:
+        done.result()
+
+
 def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure a step's masks by the library, and moving all matchers, in milliseconds, without a model."""
     backend = cast("GuidanceBackend", library()(vocabulary))
@@ -190,9 +198,7 @@ def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, di
         rng, times, moves = random.Random(1), list[float](), list[float]()
         for _ in range(steps):
             begun = time.perf_counter()
-            done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(matchers)], words)
-            if done is not None:
-                done.result()
+            fill(backend, matchers, words)
             times.append(1e3 * (time.perf_counter() - begun))
             chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
             begun = time.perf_counter()

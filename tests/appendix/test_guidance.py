@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.grammars import fill
 from benchmarks.hostile_grammars import hostile
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
@@ -119,9 +120,7 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
     words = np.zeros((len(rows), known.words), np.int32)
     for step in range(8):
         words[:] = -1
-        done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(rows)], words)
-        if done is not None:
-            done.result()
+        fill(backend, rows, words)
         for row in range(1, len(rows)):
             assert (words[row] == words[0]).all(), f"token {step} of the output: mask {row} is another one"
         assert len({tuple(matcher.forced()) for matcher in rows}) == 1, f"token {step}: forced differs"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.grammars import fill
 from common.models.hub import model_folder
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
@@ -142,9 +143,7 @@ def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[l
         if not running:
             break
         begun = time.process_time()  # of work: a busy machine is no fault
-        done = backend.begin([(matcher, row, ()) for row, matcher in enumerate(running)], words)
-        if done is not None:
-            done.result()
+        fill(backend, running, words)
         moves = []
         for row, matcher in enumerate(running):
             found = [token for token in bits(words[row], len(real().tokens)) if token not in real().eos]
