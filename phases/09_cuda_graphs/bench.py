@@ -142,9 +142,10 @@ class Bench:
 
     def compare(self, work: Workload, variants: Sequence[str]) -> list[Run]:
         """Variants on one workload, all requests at once."""
-        made = {name: partial(self.generation, self.engine(name), work) for name in variants}
+        engines = {name: self.engine(name) for name in variants}
         short = work.first(len(work.items), tokens=4)
-        warm = {name: partial(self.generation, self.engine(name), short, 0) for name in variants}
+        made = {name: partial(self.generation, engine, work) for name, engine in engines.items()}
+        warm = {name: partial(self.generation, engine, short, 0) for name, engine in engines.items()}
         return [self.with_roofline(name, work, kept, ROWS) for name, kept in self.take(made, warm).items()]
 
     def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
