@@ -1,9 +1,9 @@
 """The tests that need a GPU, run on one: `ladder bench gpu_tests`.
 
-Runs `pytest -m gpu`, and the tests of the kernels that run in Triton's interpreter elsewhere and natively
-here. Shows their output, and keeps what came of them as evidence: one run for each test file, with the
-tests that passed, failed and were skipped, and the seconds they took. A failed test fails no benchmark: it
-stands in the evidence, by name, and so does a file that cannot be imported.
+Runs what `make test-gpu` runs, and the tests of the kernels that run in Triton's interpreter elsewhere and
+natively here. Shows their output, and keeps what came of them as evidence: one run for each test file, with
+the tests that passed, failed and were skipped, and the seconds they took. A failed test fails no benchmark:
+it stands in the evidence, by name, and so does a file that cannot be imported.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from common.console import err
 from common.errors import UserError
 
 NAME = "gpu_tests"
+TOGETHER = ("-n", "8", "--dist", "worksteal")
+"""Eight processes: what compiles kernels waits for a processor, not for the GPU."""
 SELECTIONS = (
-    ("-m", "gpu", "--continue-on-collection-errors", "tests"),
+    (*TOGETHER, "-m", "gpu and not alone", "--continue-on-collection-errors", "tests"),
+    ("-m", "gpu and alone", "--continue-on-collection-errors", "tests"),
     (
+        *TOGETHER,
         "-m",
         "not gpu",
         "tests/phases/test_06_formats.py",

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.evidence import RESULTS, ROOT, Evidence, Run
 from common.errors import UserError
 
-NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)([\d.,]+)(<!--/n-->)")
+NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
 WORKED = re.compile(r"<!--w-->.*?<!--/w-->|^<!--worked-->$.*?^<!--/worked-->$", re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"^<!-- (?:table|code):.*?^<!-- /(?:table|code) -->$", re.DOTALL | re.MULTILINE)
 QUOTED = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import front
+from benchmarks import front, numbers
 from benchmarks.evidence import ROOT, Evidence, Metric, Roofline, Run, collect, results
 from benchmarks.gains import factor_text, gain, gain_words
 from benchmarks.numbers import GENERATED, NUMBER, QUOTED, UNIT, WORKED
@@ -94,6 +94,11 @@ def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
     for pattern in (GENERATED, WORKED, NUMBER, QUOTED):
         bare = pattern.sub("~", bare)
     assert [found[0] for found in UNIT.finditer(bare)] == []
+
+
+def test_a_number_is_read_again_whatever_stood_there() -> None:
+    said = [numbers.fill(f"<!--n:17.single-->{text}<!--/n-->") for text in ("1", "2,000.5", "-15")]
+    assert len(set(said)) == 1 and "-15" not in said[0]
 
 
 def test_the_bars_are_the_tables_rates(tmp_path: Path) -> None:
