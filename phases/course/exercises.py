@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -52,7 +52,7 @@ class Exercise:
     later: tuple[str, ...] = ()
     """Quick tests of later phases that use these functions."""
     masked: tuple[str, ...] = ()
-    """`file:function` of code that would give the answer away: blank too in a copy that has the file."""
+    """`file:function` of code that would give the answer away: blank too where a copy has the file."""
     cases: tuple[Case, ...] = ()
     example: str = ""
     """Hint 2 where no case is short enough to be one."""
@@ -157,12 +157,9 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
     return chosen
 
 
-def files_of(chosen: Sequence[Exercise], more: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return for each file of a copy its blank functions, with the exercise's id, or "" for those held back.
-
-    more: files that are there to be read.
-    """
-    found: dict[str, dict[str, str]] = {file: {} for file in more}
+def files_of(chosen: Sequence[Exercise]) -> dict[str, dict[str, str]]:
+    """Return each file's blank functions, with the exercise's id, or "" for those held back."""
+    found: dict[str, dict[str, str]] = {}
     for exercise in chosen:
         found.setdefault(exercise.file, {}).update(dict.fromkeys(exercise.functions, exercise.id))
     for file, _, function in (name.partition(":") for exercise in chosen for name in exercise.masked):

@@ -135,15 +135,6 @@ def notebook(path: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str
     return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 
-def must_read(phase: Phase) -> list[str]:
-    """Return the files that a lesson says must be read, relative to the checkout."""
-    _, _, after = _text(phase.folder / "README.md").partition("<!-- must read -->")
-    table, _, _ = after.partition("<!-- /must read -->")
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| [")]
-    links = [link for cell in cells for link in re.findall(r"\]\(([^)]+\.py)\)", cell)]
-    return [str((phase.folder / link).resolve().relative_to(ROOT)) for link in links]
-
-
 def pictures(made: Mapping[str, str]) -> set[str]:
     """Return the pictures in these pages, relative to the checkout."""
     found = {
