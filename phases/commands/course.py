@@ -154,7 +154,6 @@ def answer(
         raise UserError(f"NUMBER is {value}, but it must be finite")
     copy = making.around(Path.cwd())
     right = grading.is_right(question, value)
-    grading.note(copy.folder, question, value)
     hints.log(copy.folder, "answer", question.id, answer=value)
     if not right:
         out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")

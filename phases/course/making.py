@@ -15,7 +15,7 @@ from phases.course import lessons
 from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
 
-COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
+COURSE, GUIDE = "course.json", "README.md"
 HELD = "*Held back.*\n"
 LARGEST = 1 << 22
 """Characters of a file that a student hands in."""
@@ -90,7 +90,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
         raise UserError(f"{folder} is in the course's own checkout: make the working copy elsewhere")
     made = made_files(chosen)
     told = {"exercises": [exercise.id for exercise in chosen], "made_from": fingerprint(made)}
-    texts = {**made, COURSE: json.dumps(told, indent=1) + "\n", ANSWERS: "{}\n"}
+    texts = {**made, COURSE: json.dumps(told, indent=1) + "\n"}
     files = {file: text.encode() for file, text in texts.items()}
     files |= {file: (ROOT / file).read_bytes() for file in lessons.pictures(made)}
     for file, data in files.items():
