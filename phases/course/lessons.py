@@ -1,4 +1,4 @@
-"""The course's use of the lessons: traps, paragraphs, and the lesson itself without the answers."""
+"""The course's use of the lessons: traps, and the lesson itself without the answers."""
 
 from __future__ import annotations
 
@@ -64,22 +64,6 @@ def _told(row: str) -> str:
     text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip("- ")
     text = re.sub(r"\s+", " ", LINK.sub(r"\1", text))
     return text.split(": `test_")[0]
-
-
-def paragraph(phase: Phase, begins: str) -> str:
-    """The paragraph of a lesson that begins so. Raises `KeyError` when there is none, or more than one."""
-    text = "\n\n".join(map(_text, pages(phase)))
-    blocks = [block.strip() for block in re.split(r"\n\s*\n", text)]
-    bare = begins.replace("*", "")
-    found = [block for block in blocks if block.replace("*", "").lstrip("- ").startswith(bare)]
-    if len(found) != 1:
-        raise KeyError(f"{len(found)} paragraphs of {phase.name}'s lesson begin with {begins!r}")
-    return plain(found[0])
-
-
-def plain(text: str) -> str:
-    """Markdown without links to files and without comments."""
-    return re.sub(r"<!--.*?-->\n?", "", LINK.sub(r"\1", text), flags=re.DOTALL)
 
 
 def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
