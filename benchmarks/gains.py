@@ -30,7 +30,7 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     if evidence is None:
         return None
     names = [other.name for other in reversed(PHASES) if other.number < phase.number]
-    wanted = dict(phase.headline_runs.get(str(evidence.machine["device"]), {}))
+    wanted = phase.headline_runs if evidence.find(**phase.headline_runs) else {}
     for variant in phase.headline_variants or (phase.name,):
         for after in evidence.find(variant, **wanted):
             if phase.headline not in after.metrics:

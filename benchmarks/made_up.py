@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from common.errors import UserError
-from common.files import new_folder
 from forward.shapes import SHAPES
 
 RANDOM = "random:"
@@ -34,7 +34,7 @@ def made_up_tokenizer(model: str) -> Path:
     shape = SHAPES.get(model.removeprefix(RANDOM))
     if shape is None:
         raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
-    folder = Path(new_folder())
+    folder = Path(tempfile.mkdtemp(prefix="ladder-"))
     write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
     return folder
 

@@ -208,13 +208,6 @@ def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[
     return list(params)
 
 
-def _listed(prompt: Sequence[int]) -> list[int]:
-    try:
-        return list(prompt)
-    except TypeError:
-        raise UserError(f"the prompt is {shown(prompt)}, but must be a list of token ids") from None
-
-
 def follow(
     engine: Streams, prompts: Sequence[Sequence[int]], params: Params, tokenizer: Tokenizer | None = None
 ) -> Iterator[tuple[Completion, str]]:
@@ -223,14 +216,14 @@ def follow(
     tokenizer: makes the texts; without one they are empty. A completion has its own when it ends.
     """
     each = params_per_prompt(prompts, params)
-    ids = [_listed(prompt) for prompt in prompts]
     arrival = time.perf_counter()
+    events = engine.stream(prompts, each)  # type: ignore[arg-type]  # refuses what is no prompt
+    ids = [list(prompt) for prompt in prompts]
     completions = {
         (index, sample): Completion(index, sample, prompt, arrival)
         for index, (prompt, settings) in enumerate(zip(ids, each, strict=True))
         for sample in range(settings.n)
     }
-    events = engine.stream(ids, each)  # refuses prompts that are none
     texts = (
         {key: TextStream(tokenizer, each[key[0]], ids[key[0]]) for key in completions} if tokenizer else {}
     )

@@ -1,21 +1,16 @@
-"""Files, written whole or not at all and read with a limit; folders, tried before long work, or temporary."""
+"""Files, written whole or not at all and read with a limit; folders, tried before long work."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from common.errors import UserError
 
 PROBE_BYTES = 1 << 16
-_TEMPORARY = re.compile(r"ladder-(\d+)-\w+")
 
 
 @contextmanager
@@ -75,13 +70,3 @@ def read_text(path: Path, flag: str, most: int) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{flag} {path} is not UTF-8 text") from None
-
-
-def new_folder() -> str:
-    """Make a temporary folder of this process, and remove those of processes of this user that have died."""
-    parent = Path(tempfile.gettempdir())
-    for folder in parent.glob("ladder-*"):
-        found = _TEMPORARY.fullmatch(folder.name)
-        if found and not psutil.pid_exists(int(found[1])):
-            shutil.rmtree(folder, ignore_errors=True)  # another user's stays: it cannot be removed
-    return tempfile.mkdtemp(prefix=f"ladder-{os.getpid()}-")

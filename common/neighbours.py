@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -81,13 +82,8 @@ def _busy(times: object) -> float:
 
 def _ours() -> float:
     """This process, what became of its children, and those that live."""
-    own = os.times()
-    total = own.user + own.system + own.children_user + own.children_system
-    for child in psutil.Process().children(recursive=True):
-        try:
-            spent = child.cpu_times()
-        except psutil.Error:  # ended meanwhile: it is among those that were
-            continue
-        total += spent.user + spent.system
-        total += getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0)
+    own, total = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):  # ended meanwhile: it is among those that were
+            total += sum(process.cpu_times()[:4])  # user and system, and both of its children
     return total

@@ -27,8 +27,8 @@ class Phase:
     """What it must have to run natively ('cuda'), or nothing when it runs on every device."""
     headline: str = "output_tokens_per_s"
     """The metric that this phase is about: its gain in tables is read from the evidence's runs."""
-    headline_runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Which runs that is read from, by kind of device: one model for all, options one would choose."""
+    headline_runs: Mapping[str, Any] = field(default_factory=dict)
+    """The runs that it is read from, where there are such: one model for all, options one would choose."""
     headline_variants: tuple[str, ...] = ()
     """And of which variants, the first that was measured, where none has just the phase's name."""
     headline_before: tuple[str, ...] = ()
@@ -86,31 +86,26 @@ _CONTENTS = (
 )
 """Package, title and summary of each phase, in order."""
 _MORE: dict[int, dict[str, Any]] = {
-    2: {"headline_runs": {"cuda": {"model": "qwen3-0.6b"}}},
-    3: {"headline_runs": {"cuda": {"model": "qwen3-0.6b"}}},
+    2: {"headline_runs": {"model": "qwen3-0.6b"}},
+    3: {"headline_runs": {"model": "qwen3-0.6b"}},
     5: {"headline": "requests_in_flight"},
     6: {"needs": "cuda"},
-    7: {"headline": "itl_ms_p99", "headline_runs": {"cuda": {"model": "qwen3-0.6b", "budget": 512}}},
+    7: {"headline": "itl_ms_p99", "headline_runs": {"model": "qwen3-0.6b", "budget": 512}},
     8: {"headline": "ttft_ms_p50"},
     9: {"headline_before": ("08_prefix_cache, kernels of 06", "08_prefix_cache")},
     10: {"headline_variants": ("10_quant fp8", "10_quant int8")},
-    11: {"headline_variants": ("11_speculative", "11_speculative, head")},
     13: {"headline_before": ("13_serving, phase 02 one at a time", "09_cuda_graphs, no server")},
-    14: {"headline_runs": {"cuda": {"ranks": 2, "part": "offline"}}},
+    14: {"headline_runs": {"dtype": "bfloat16", "ranks": 2, "part": "offline"}},
     15: {
         "headline": "cache_hit_fraction",
-        "headline_runs": {"cpu": {"route": "prefix"}, "cuda": {"route": "prefix"}},
+        "headline_runs": {"route": "prefix"},
         "headline_before": ("13_serving, copies",),
     },
     16: {
-        "headline_runs": {"cpu": {"active_experts": 4}},
+        "headline_runs": {"active_experts": 4},
         "headline_before": ("13_serving", "dense of equal activity"),
     },
-    17: {
-        "headline": "requests_in_flight",
-        "headline_runs": {"cpu": {"context": 8192}, "cuda": {"context": 8192}},
-        "headline_before": ("08_prefix_cache",),
-    },
+    17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
 }
 """What else is to be said of some, by number: the fields of `Phase`."""
 PHASES = tuple(Phase(n, *names, **_MORE.get(n, {})) for n, names in enumerate(_CONTENTS, start=1))

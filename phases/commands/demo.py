@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from rich.rule import Rule
+from rich.table import Table
 
 from benchmarks.roofline import ceilings, generation_work, ideal_seconds
 from benchmarks.server import Server
 from common.console import out, table
 from common.device import pick_device, pick_dtype
+from common.events import Completion
 from common.models.hub import model_folder
 from common.neighbours import usage, warn
 from common.sampling.params import SamplingParams
@@ -26,7 +28,7 @@ from forward.loading import load_model
 from forward.model import Model
 from paged_cache.memory import weight_bytes
 from phases import PHASES, Phase
-from phases.commands.engines import Served, serve
+from phases.commands.engines import serve
 from phases.registry import BLOCKS, ROWS, load_engine, missing_for
 
 RULES = (
@@ -104,20 +106,6 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One phase's turn.
-
-    said: what it has changed.
-    fraction: of what the device could do at best.
-    """
-
-    phase: Phase
-    served: Served
-    said: str
-    fraction: float
-
-
 def run(given: SimpleNamespace) -> int:
     """Fetch the model, answer the same questions with every phase that runs here, print the table."""
     begun, model = usage(), given.model
@@ -135,7 +123,8 @@ def run(given: SimpleNamespace) -> int:
     out.print(
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
-    rungs, before = list[Rung](), dict[str, float]()
+    made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
+    answers, before = dict[int, list[Completion]](), dict[str, float]()
     for number, show in SHOWS.items():
         phase = PHASES[number - 1]
         if missing := missing_for(phase, where):
@@ -152,14 +141,14 @@ def run(given: SimpleNamespace) -> int:
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
         least = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
-        rungs.append(
-            Rung(phase, served, change(phase, before, work), ideal_seconds(least, top) / served.seconds)
-        )
-        out.print(f"[dim]{rungs[-1].said}[/dim]")
-        before = work
+        said, share = change(phase, before, work), ideal_seconds(least, top) / served.seconds
+        out.print(f"[dim]{said}[/dim]")
+        speed = f"{served.tokens_per_second:,.1f}"
+        made.add_row(phase.name, said or "the speed, on a GPU", speed, f"{share:.0%}")
+        answers[number], before = served.completions, work
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
-    _summary(rungs, where)
+    _summary(made, answers, where)
     warn(begun)
     _over_http(model, str(where), given.dtype)
     return 0
@@ -172,13 +161,9 @@ def _show_first(index: int, text: str) -> None:
         out.file.flush()
 
 
-def _summary(rungs: list[Rung], device: torch.device) -> None:
+def _summary(made: Table, answers: Mapping[int, list[Completion]], device: torch.device) -> None:
     out.print(Rule(style="dim"))
-    out.print(f"[bold]{QUESTION}[/bold]\n{rungs[-1].served.completions[0].text.strip()}\n")
-    made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
-    for rung in rungs:
-        said = rung.said or "the speed, on a GPU"
-        made.add_row(rung.phase.name, said, f"{rung.served.tokens_per_second:,.1f}", f"{rung.fraction:.0%}")
+    out.print(f"[bold]{QUESTION}[/bold]\n{answers[max(answers)][0].text.strip()}\n")
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
@@ -186,8 +171,8 @@ def _summary(rungs: list[Rung], device: torch.device) -> None:
         f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
         f"table, as its questions do not show them: {elsewhere}[/dim]"
     )
-    plain = [rung for rung in rungs if rung.phase.number != ROUNDS]
-    texts = {tuple(tuple(c.token_ids) for c in rung.served.completions) for rung in plain}
+    plain = [found for number, found in answers.items() if number != ROUNDS]
+    texts = {tuple(tuple(each.token_ids) for each in found) for found in plain}
     if len(texts) == 1:
         out.print("[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]")
 

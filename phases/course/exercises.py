@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -52,7 +52,7 @@ class Exercise:
     later: tuple[str, ...] = ()
     """Quick tests of later phases that use these functions."""
     masked: tuple[str, ...] = ()
-    """`file:function` of code that would give the answer away: blank too in a copy that has the file."""
+    """`file:function` of code that would give the answer away: blank too where a copy has the file."""
     cases: tuple[Case, ...] = ()
     example: str = ""
     """Hint 2 where no case is short enough to be one."""
@@ -142,27 +142,17 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
     """
     if text is None:
         return exercises()
-    wanted: set[int] = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,2})(?:\s*-\s*(\d{1,2}))?\s*", part)
-        if found is None:
-            raise UserError(f"--phases is {text!r}, but it must be such as 05, 02-05 or 02,05-07")
-        wanted.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    chosen = tuple(exercise for exercise in exercises() if exercise.phase.number in wanted)
-    if not chosen:
-        numbers = sorted({exercise.phase.number for exercise in exercises()})
-        raise UserError(
-            f"--phases is {text!r}, but exercises are in phases {numbers[0]:02d} to {numbers[-1]:02d}"
-        )
+    parts = [re.fullmatch(r"\s*(\d{1,2})(?:\s*-\s*(\d{1,2}))?\s*", part) for part in text.split(",")]
+    ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
+    chosen = tuple(one for one in exercises() if any(one.phase.number in numbers for numbers in ranges))
+    if not all(parts) or not chosen:
+        raise UserError(f"--phases is {text!r}, but it must be such as 05, 02-05 or 02,05-07")
     return chosen
 
 
-def files_of(chosen: Sequence[Exercise], more: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return for each file of a copy its blank functions, with the exercise's id, or "" for those held back.
-
-    more: files that are there to be read.
-    """
-    found: dict[str, dict[str, str]] = {file: {} for file in more}
+def files_of(chosen: Sequence[Exercise]) -> dict[str, dict[str, str]]:
+    """Return each file's blank functions, with the exercise's id, or "" for those held back."""
+    found: dict[str, dict[str, str]] = {}
     for exercise in chosen:
         found.setdefault(exercise.file, {}).update(dict.fromkeys(exercise.functions, exercise.id))
     for file, _, function in (name.partition(":") for exercise in chosen for name in exercise.masked):

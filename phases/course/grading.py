@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from common.errors import UserError
 from phases.course.checking import State, Verdict, check_file
 from phases.course.exercises import Exercise, Question
 from phases.course.hints import logged
-from phases.course.making import ANSWERS, Copy, fingerprint, made_files, opened, text_in
+from phases.course.making import Copy, fingerprint, made_files, opened
 from phases.course.nursery import Nursery
 
 EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
@@ -46,9 +46,9 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
     if fingerprint(made_files(copy.exercises)) != copy.made_from:
         raise UserError(f"{folder} was made from another version of the course: grade it with that one")
     scores = [score(copy, exercise, nursery) for exercise in copy.exercises]
-    answers = given(folder)
     for question in copy.questions:
-        answer, reason = answers.get(question.id), ""
+        guesses = logged(folder, question.id, "answer")
+        answer, reason = given(guesses), ""
         right = answer is not None and is_right(question, answer)
         state = "not started" if answer is None else "passes" if right else "fails"
         if state == "fails":
@@ -56,9 +56,8 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
                 f"{answer:g} is not within {question.tolerance:.0%} of the evidence ({truth(question):.3g})"
             )
         points = question.points * right
-        guesses = len(logged(folder, question.id, "answer"))
         about = (question.id, question.question, points, question.points, state, reason)
-        scores.append(Score(*about, guesses=guesses))
+        scores.append(Score(*about, guesses=len(guesses)))
     return scores
 
 
@@ -127,16 +126,8 @@ def is_right(question: Question, answer: float) -> bool:
     return abs(answer - known) <= question.tolerance * abs(known)
 
 
-def given(folder: Path) -> dict[str, float]:
-    """The answers noted in a working copy."""
-    try:
-        noted = json.loads(text_in(folder, ANSWERS))
-        return {str(name): float(value) for name, value in noted.items()}
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
-
-
-def note(folder: Path, question: Question, answer: float) -> None:
-    """Write an answer down, in place of an earlier one."""
-    answers = {**given(folder), question.id: answer}
-    (folder / ANSWERS).write_text(json.dumps(answers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+def given(guesses: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the last answer of a log's entries, or None where there is none."""
+    with suppress(IndexError, KeyError, TypeError, ValueError, OverflowError):
+        return float(guesses[-1]["answer"])
+    return None

@@ -12,7 +12,6 @@ from pathlib import Path
 from common.errors import UserError
 from phases.course.blanks import Function, functions, lines_of
 from phases.course.exercises import Exercise
-from phases.course.lessons import paragraph
 from phases.course.making import text_in
 
 LOG = "course-log.jsonl"
@@ -22,13 +21,13 @@ LEVELS = 3
 def hint(exercise: Exercise, level: int) -> str:
     """Return a hint, from the invariant to pseudocode.
 
-    Level 1: what must hold, with its paragraph of the lesson. 2: a worked input and output. 3: pseudocode.
+    Level 1: what must hold, and where the lesson says it. 2: a worked input and output. 3: pseudocode.
 
     Raises:
         UserError: there is no such level.
     """
     if level == 1:
-        return f"{exercise.invariant}\n\n{paragraph(exercise.phase, exercise.paragraph)}"
+        return f"{exercise.invariant}\n\nRead the lesson's paragraph that begins: {exercise.paragraph}"
     if level == 2:
         return exercise.example.strip() or "\n\n".join(
             "\n".join([*case.setup.strip().splitlines(), case.call.strip(), f"-> {case.expect.strip()}"])

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 import traceback
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,16 +18,13 @@ if TYPE_CHECKING:
 RESULT = "course-result.json"
 LONGEST, SHOWN = 600, 8
 """Characters, and lines of a note."""
-JUDGES: dict[str, str] = tomllib.loads(Path(__file__).with_name("rules.toml").read_text())["judges"]
-"""What tests judge with: places, and names in them."""
 
 
 def main(job: dict[str, Any]) -> int:
     """Run pytest with a job's arguments; without any, its cases."""
     folder = Path.cwd()
-    network: list[str] = []
-    sys.addaudithook(lambda event, args: near(network, *args) if event == "socket.connect" else None)
-    file, record = folder / job["file"], {"word": job["word"], "network": network}
+    sys.addaudithook(lambda event, args: near(*args) if event == "socket.connect" else None)
+    file, record = folder / job["file"], {"word": job["word"]}
     if job["arguments"]:
         import pytest  # the command, which needs some names of this file, has no need of it
 
@@ -39,10 +34,9 @@ def main(job: dict[str, Any]) -> int:
     return 0
 
 
-def near(network: list[str], _: object, address: object) -> None:
-    """Note an address of another machine, and raise `PermissionError`."""
+def near(_: object, address: object) -> None:
+    """Raise `PermissionError` for an address of another machine."""
     if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "localhost", "::1"):
-        network.append(str(address))
         raise PermissionError(f"{address} is another machine")
 
 
@@ -91,7 +85,6 @@ class Recorder:
         self._record, self._file, self._result = record, file, Path.cwd() / RESULT
         self._tests: dict[str, dict[str, str]] = record.setdefault("tests", {})
         self._raised: dict[str, dict[str, str]] = {}
-        self._judges = found_judges()
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """Keep what was raised."""
@@ -114,15 +107,4 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the record."""
-        now = found_judges()
-        self._record["changed"] = [name for name, judge in self._judges.items() if now[name] is not judge]
         self._result.write_text(json.dumps(self._record), encoding="utf-8")
-
-
-def found_judges() -> dict[str, Any]:
-    """Return what tests judge with, as it is now."""
-    return {
-        f"{place}.{name}": getattr(resolve_name(place), name, None)
-        for place, names in JUDGES.items()
-        for name in names.split()
-    }

@@ -1,4 +1,4 @@
-"""The course's use of the lessons: traps, paragraphs, and the lesson itself without the answers."""
+"""The course's use of the lessons: traps, and the lesson itself without the answers."""
 
 from __future__ import annotations
 
@@ -66,22 +66,6 @@ def _told(row: str) -> str:
     return text.split(": `test_")[0]
 
 
-def paragraph(phase: Phase, begins: str) -> str:
-    """The paragraph of a lesson that begins so. Raises `KeyError` when there is none, or more than one."""
-    text = "\n\n".join(map(_text, pages(phase)))
-    blocks = [block.strip() for block in re.split(r"\n\s*\n", text)]
-    bare = begins.replace("*", "")
-    found = [block for block in blocks if block.replace("*", "").lstrip("- ").startswith(bare)]
-    if len(found) != 1:
-        raise KeyError(f"{len(found)} paragraphs of {phase.name}'s lesson begin with {begins!r}")
-    return plain(found[0])
-
-
-def plain(text: str) -> str:
-    """Markdown without links to files and without comments."""
-    return re.sub(r"<!--.*?-->\n?", "", LINK.sub(r"\1", text), flags=re.DOTALL)
-
-
 def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
     """For each function the lines of its body, without docstring, comments and indentation."""
     found: dict[str, list[str]] = {}
@@ -133,15 +117,6 @@ def notebook(path: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str
             place = gives_away("".join(cell["source"]), bodies)
             cell["source"] = [f"# {told[place].strip()}"] if place else cell["source"]
     return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
-
-
-def must_read(phase: Phase) -> list[str]:
-    """Return the files that a lesson says must be read, relative to the checkout."""
-    _, _, after = _text(phase.folder / "README.md").partition("<!-- must read -->")
-    table, _, _ = after.partition("<!-- /must read -->")
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| [")]
-    links = [link for cell in cells for link in re.findall(r"\]\(([^)]+\.py)\)", cell)]
-    return [str((phase.folder / link).resolve().relative_to(ROOT)) for link in links]
 
 
 def pictures(made: Mapping[str, str]) -> set[str]:

@@ -15,7 +15,7 @@ from phases.course import lessons
 from phases.course.blanks import blank, without
 from phases.course.exercises import Exercise, Question, exercises, files_of, questions
 
-COURSE, ANSWERS, GUIDE = "course.json", "answers.json", "README.md"
+COURSE, GUIDE = "course.json", "README.md"
 HELD = "*Held back.*\n"
 LARGEST = 1 << 22
 """Characters of a file that a student hands in."""
@@ -45,7 +45,7 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     What a lesson has measured is withheld: it answers the phase's questions.
     """
     phases, asked = about(chosen)
-    blanks = files_of(chosen, [file for phase in phases for file in lessons.must_read(phase)])
+    blanks = files_of(chosen)
     bodies: dict[str, list[str]] = {}
     told: dict[str, str] = {}
     made: dict[str, str] = {}
@@ -55,9 +55,6 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
         bodies |= {f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()}
         for name, given in names.items():
             told[f"{file}:{name}"] = f"*This code is exercise {given}, `{name}`.*\n" if given else HELD
-    own = {exercise.file for exercise in chosen}
-    for file in [file for file in made if file not in own and lessons.gives_away(made[file], bodies)]:
-        del made[file]  # it is read in the checkout
     for file in sorted({node.partition("::")[0] for exercise in chosen for node in exercise.tests}):
         made[file] = without((ROOT / file).read_text(encoding="utf-8"), hidden_in(file))
     shown: dict[str, str] = {}
@@ -93,7 +90,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
         raise UserError(f"{folder} is in the course's own checkout: make the working copy elsewhere")
     made = made_files(chosen)
     told = {"exercises": [exercise.id for exercise in chosen], "made_from": fingerprint(made)}
-    texts = {**made, COURSE: json.dumps(told, indent=1) + "\n", ANSWERS: "{}\n"}
+    texts = {**made, COURSE: json.dumps(told, indent=1) + "\n"}
     files = {file: text.encode() for file, text in texts.items()}
     files |= {file: (ROOT / file).read_bytes() for file in lessons.pictures(made)}
     for file, data in files.items():
@@ -103,9 +100,6 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
             path.write_bytes(data)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    for file in made.keys() - {exercise.file for exercise in chosen}:
-        if file.endswith(".py"):
-            (folder / file).chmod(0o444)  # to be read: the checkout's own is run
     link(folder)
     return opened(folder)
 
@@ -167,8 +161,8 @@ def around(folder: Path) -> Copy:
 def guide(chosen: Sequence[Exercise]) -> str:
     """Return the copy's own page: what to do, and what there is."""
     phases, asked = about(chosen)
-    files = {*(one.file for one in chosen), *(file for phase in phases for file in lessons.must_read(phase))}
-    held = sorted({name for one in chosen for name in one.masked if name.partition(":")[0] in files})
+    blanks = files_of(chosen).items()
+    held = [(name, file) for file, names in blanks for name, exercise in names.items() if not exercise]
     links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
     named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}
     rows = {
@@ -177,8 +171,7 @@ def guide(chosen: Sequence[Exercise]) -> str:
         ],
         "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in phases],
         "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
-        "held": [f"- `{name.partition(':')[2]}` in {name.partition(':')[0]}" for name in held]
-        or ["- nothing"],
+        "held": [f"- `{name}` in {file}" for name, file in held] or ["- nothing"],
     }
     text = Path(__file__).with_name("guide.txt").read_text(encoding="utf-8")
     return text.format(**{name: "\n".join(lines) for name, lines in rows.items()})

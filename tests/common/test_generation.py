@@ -108,7 +108,7 @@ def test_requests_that_cannot_be_served(prompt: list[int], params: SamplingParam
 def test_prompts_may_hold_the_integers_of_numpy_and_must_be_lists() -> None:
     check_prompt(list(np.arange(4)), 100, 8, SamplingParams())
     with pytest.raises(UserError, match="the prompt is 1, but must be a list of token ids"):
-        generate(Script([]), [1, 2], SamplingParams())  # type: ignore[list-item]
+        check_prompt(1, 100, 8, SamplingParams())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +45,6 @@ class Index:
             packages=tuple(self.wheels),
             member="tiny.gguf",
             sha256=hashlib.sha256(content).hexdigest(),
-            needs_bytes=3 * len(content),
             title="a tiny model",
             notice="terms apply",
         )
@@ -158,13 +156,6 @@ def test_given_downloads_are_used_and_left_alone(index, home, tmp_path, monkeypa
     assert index.downloaded == [] and sorted(given.iterdir()) == before
 
 
-def test_a_full_disk_is_said_before_the_download(index, home, monkeypatch):
-    monkeypatch.setitem(BUNDLED, "tiny", replace(index.bundle, needs_bytes=1 << 60))
-    with pytest.raises(UserError, match="set LADDER_HOME to a folder on a larger disk"):
-        model_folder("tiny")
-    assert index.downloaded == []
-
-
 def test_without_an_index_pip_s_reason_and_the_way_out_are_given(home, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError) as caught:
@@ -264,5 +255,3 @@ def test_hub_errors_are_one_sentence(monkeypatch, error, reason):
 def test_bundled_models_are_real(smollm2_folder):
     record = json.loads((smollm2_folder / "source.json").read_text())
     assert record["sha256"] == BUNDLED["smollm2"].sha256
-    size = sum(path.stat().st_size for path in smollm2_folder.iterdir())
-    assert size < BUNDLED["smollm2"].needs_bytes

@@ -147,7 +147,7 @@ RUN = {
     "skips as unittest does": ("import unittest\nraise unittest.SkipTest", "is skipped with it"),
     "runs no test": (
         "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\nreturn []",
-        "it changed _pytest.python.Function.runtest",
+        "a test passes that must fail",
     ),
     "runs no test's function": (
         "from _pytest.python import Function\n"
@@ -163,7 +163,7 @@ RUN = {
     ),
     "changes a judge": (
         "import math\nmath.isclose = lambda *a, **k: True\nreturn []",
-        "it changed math.isclose",
+        "assert (0 == 3)",
     ),
     "ends": ("import os\nos._exit(0)", "ended with status 0"),
     "ends with a record": (
@@ -172,17 +172,13 @@ RUN = {
     ),
     "exits pytest": ("import pytest\npytest.exit('done', 0)", "was not run"),
     "kills": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
-    "reaches out": (
-        "import socket\ntry:\n    socket.create_connection(('192.0.2.1', 80), 1)\n"
-        "except Exception:\n    pass\nreturn []",
-        "192.0.2.1",
-    ),
+    "reaches out": ("import socket\nsocket.create_connection(('192.0.2.1', 80), 1)", "is another machine"),
     "chatters": ("while True:\n    print('x' * 1_000_000)", "File too large"),
     "takes all memory": ("return [0] * (20 << 30)", "MemoryError"),
 }
 
 
-EARLY = ("runs no test's function", "swallows")
+EARLY = ("runs no test", "runs no test's function", "swallows")
 """Those that must run before the first test, when the file is imported."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import stat
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank
 from phases.course.exercises import exercises, of_phases
-from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, must_read, trap_of
+from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, trap_of
 from phases.course.making import made_files
 
 SOURCE = '''"""A module."""
@@ -133,16 +132,6 @@ def test_all_that_a_lesson_links_to_is_there(tmp_path: Path) -> None:
             assert CHECKOUT not in picture and not (page.parent / picture).is_symlink()
     guide = (copy.folder / making.GUIDE).read_text(encoding="utf-8")
     assert "(checkout/docs/glossary.md)" in guide and "(notebooks/05_paged_cache.ipynb)" in guide
-
-
-def test_what_must_be_read_is_in_a_copy_and_cannot_be_written(tmp_path: Path) -> None:
-    copy = making.make(tmp_path / "copy", of_phases("05"))
-    written = {exercise.file for exercise in copy.exercises}
-    phase = next(phase for phase in PHASES if phase.number == 5)
-    assert len(must_read(phase)) > 3
-    for file in must_read(phase):
-        writable = bool((copy.folder / file).stat().st_mode & stat.S_IWUSR)
-        assert writable == (file in written), f"{file} is {'' if writable else 'not '}to be written"
 
 
 def test_what_was_measured_is_withheld() -> None:

@@ -211,13 +211,13 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "scaling-beside-parameters": ("qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "yarn-as-a-card-says": ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0,
-        "original_max_position_embeddings": 32}}),
-    "llama3-beside-parameters": ("llama", {"rope_scaling": LLAMA3_ROPE}),
+    "scaling": ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "yarn-as-a-card-says": ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "yarn",
+        "factor": 4.0, "original_max_position_embeddings": 32}}),
+    "llama3-scaling": ("llama", {"rope_parameters": None, "rope_scaling": LLAMA3_ROPE}),
     "empty-scaling": ("llama3-rope", {"rope_scaling": {}}),
-    "the-same-twice": ("yarn-rope", {"rope_scaling": YARN_ROPE}),
-    "gemma-scaling-beside-parameters": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "gemma-scaling": ("gemma3", {"rope_parameters": None,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "older-names": ("llama", {"rope_parameters": None, "rope_theta": 500.0,
         "rope_scaling": {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"}}),
     "original-length-outside": ("llama", {"original_max_position_embeddings": 32,

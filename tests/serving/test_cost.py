@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from common.files import new_folder
 from tests.servers import Running
 
 MIB = 1 << 20
@@ -82,21 +77,3 @@ def test_a_bystander_goes_on_beside_one_large_request(server: Running, name: str
     assert told.status_code in (status, 413), f"{name}: {told.status_code} {told.text[:200]}"
     # Other tests run beside this one on two cores; by itself none of these is over 100 ms.
     assert longest < max(0.5, 5 * usual), f"beside {name} a stream stood still for {longest * 1e3:.0f} ms"
-
-
-def test_folders_of_dead_processes_are_swept() -> None:
-    """Those of this one, and of others that live, stay."""
-    mine = Path(new_folder())
-    made = subprocess.run(
-        [sys.executable, "-c", "from common.files import new_folder; print(new_folder())"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    left = Path(made.stdout.strip())
-    assert left.is_dir(), "its maker has not removed it"
-    again = Path(new_folder())
-    assert not left.exists() and mine.is_dir() and again.is_dir()
-    mine.rmdir()
-    again.rmdir()

@@ -7,6 +7,7 @@ import atexit
 import logging
 import multiprocessing
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,6 @@ import zmq
 import zmq.asyncio
 
 from common.errors import UserError
-from common.files import new_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
@@ -95,7 +95,7 @@ class EngineProcess(EngineClient):
 
     async def _live(self) -> Exception | None:
         """One life of an engine process, from its start to its end, by itself or by our hand."""
-        folder = new_folder()
+        folder = tempfile.mkdtemp(prefix="ladder-")
         socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
         socket.setsockopt(zmq.LINGER, 0)
