@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
 from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
+from forward.loading import load_model
 from forward.model import Model
 
 
@@ -30,6 +33,18 @@ class Generator:
         self.model, self.tokenizer = model, tokenizer
         self.sampler = Sampler(rows, model.config.vocab_size, model.device)
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | Model,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:
+        """Make this phase's engine for a model's name or a loaded model; see `loading.load_model`."""
+        return cls(load_model(model, device=device, dtype=dtype), tokenizer)
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
         """Generate for each prompt in turn; see `common.events.Streams`.
