@@ -21,7 +21,7 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Abort, Add, Output
-from continuous.runner import Forwarded, Pending, RequestError, Results, Runner, Token
+from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_MASKS, InTurn, Journal, Loop, Masks
 from continuous.stats import Stats as Stats
@@ -80,7 +80,6 @@ class Engine:
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
-        self._interrupt: BaseException | None = None
         self._landed = 0.0  # when the newest results came
         self._last_check = time.monotonic()
 
@@ -224,16 +223,8 @@ class Engine:
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
-        while works:
-            with self.failing(works):
-                try:
-                    return self.runner.forward(works, masked=self.masks.wants(works))
-                except RequestError as error:  # the others' step does without this request
-                    out = [work for work in works if error.request in (work.request, *work.takers)]
-                    self.fail(out, error.__cause__ or error)
-                    works = [work for work in works if work not in out]
-                    continue
-            break
+        with self.failing(works):
+            return self.runner.forward(works, masked=self.masks.wants(works))
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -266,7 +257,7 @@ class Engine:
     def deal(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
         self.journal.landed(pending.works, results)
-        now, self._interrupt = self._landed, None
+        now = self._landed
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
@@ -282,8 +273,6 @@ class Engine:
             self.scheduler.land(work, accepted=accepted if work.drafts else 0)
             for request in ended:
                 self.scheduler.leave(request)
-        if self._interrupt is not None:
-            raise self._interrupt
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
         """Append what was sampled for a request, up to its end; returns whether it is still to leave."""
@@ -308,11 +297,9 @@ class Engine:
             if request.text is not None:
                 try:
                     reason, text = request.text.advance(token, reason)
-                except BaseException as error:  # no other request's tokens may be lost for it
+                except Exception as error:  # no other request's tokens may be lost for it
                     log.error("the text of request %d cannot be made", request.id, exc_info=error)
                     request.error, reason = error, "error"
-                    if not isinstance(error, Exception):
-                        self._interrupt = error  # raised when all requests have theirs
             self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
                 request.finish_reason, request.finished = reason, now
