@@ -100,12 +100,8 @@ def lone_kernel(
     key = last + n
     block = lookup(block_table, last, newest, n, P, BLOCK_N)
     known = tl.minimum(high, newest)
-    keys = load_tile(
-        k_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
-        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
-    )  # fmt: skip
-    values = load_tile(
-        v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+    keys, values = load_tile(
+        k_cache, v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 

@@ -72,12 +72,8 @@ def lone_few_kernel(
     d = tl.arange(0, D_PAD)
     key = low + n
     block = lookup(block_table, low, high, n, P, BLOCK_N)
-    keys = load_tile(
-        k_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
-        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
-    )  # fmt: skip
-    values = load_tile(
-        v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
+    keys, values = load_tile(
+        k_cache, v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
