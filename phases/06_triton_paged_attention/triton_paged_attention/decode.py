@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import layout_of
-from triton_paged_attention.tables import DecodeConfig, DecodeKey, decode_default
+from triton_paged_attention.tables import DecodeConfig, decode_default
 from triton_paged_attention.tiles import LOG2_E, combine
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
@@ -182,7 +182,7 @@ def paged_decode(
         return out
     queries = triton.next_power_of_2(max_queries)
     if config is None:
-        config = decode_default(DecodeKey(items * kv_heads, d_pad, cache.k.element_size()), q.device)
+        config = decode_default(items * kv_heads, d_pad, cache.k.element_size(), q.device)
         if queries > 1:  # more rows to combine for each split: fewer, longer ones
             least = max(config.min_tiles, LEAST_KEYS // config.block_n)
             config = replace(config, splits=min(config.splits, MOST_SPLITS), min_tiles=least)

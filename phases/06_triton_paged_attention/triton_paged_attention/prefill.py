@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import describe, layout_of
-from triton_paged_attention.tables import PrefillConfig, PrefillKey, prefill_default
+from triton_paged_attention.tables import PrefillConfig, prefill_default
 from triton_paged_attention.tiles import LOG2_E
 
 
@@ -136,7 +136,7 @@ def paged_prefill(
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = cache.k.shape
     d_pad = max(16, triton.next_power_of_2(d))
-    config = config or prefill_default(PrefillKey(d_pad, cache.k.element_size()), q.device)
+    config = config or prefill_default(d_pad, cache.k.element_size(), q.device)
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out

@@ -20,7 +20,7 @@ from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.kernels import scan, under_gate
 from phases.appendix.latency.lone import LoneInputs, attend_lone
-from phases.appendix.latency.tables import LoneKey, lone_default
+from phases.appendix.latency.tables import lone_default
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -56,7 +56,7 @@ class FusedGatedAttention(FusedAttention):
         )
         self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         width = max(16, triton.next_power_of_2(size))
-        self.lone_config = lone_default(LoneKey(keys, width, old.v_proj.weight.element_size()), device)
+        self.lone_config = lone_default(keys, width, old.v_proj.weight.element_size(), device)
         self.workspace = Workspace(heads * self.lone_config.splits, width, device)
 
     @property

@@ -36,10 +36,13 @@ several heads, to load them at once, and would have to shuffle them before it ca
 
 
 @triton.jit
-def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty)."""
-    begin = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
-    tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
+def splits_of(position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty).
+
+    They share the keys before `end` that a query at `position` sees.
+    """
+    begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
     tiles_per_split = tl.cdiv(tiles, SPLITS)
     return begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
 
@@ -88,7 +91,7 @@ def lone_kernel(
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
     newest = context - 1
-    begin, tiles_per_split, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
+    begin, tiles_per_split, used = splits_of(newest, context, WINDOW, BLOCK_N, SPLITS)
     if split >= used:
         return
     low = begin + split * tiles_per_split * BLOCK_N
