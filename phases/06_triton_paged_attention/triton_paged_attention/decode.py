@@ -24,7 +24,7 @@ from torch import Tensor
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import layout_of
 from triton_paged_attention.tables import DecodeConfig, decode_default
-from triton_paged_attention.tiles import LOG2_E, combine
+from triton_paged_attention.tiles import LOG2_E, combine, no_keys
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads
@@ -100,9 +100,7 @@ def decode_kernel(
     position = first_position + token
 
     table = block_tables + request * table_stride
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     if SINKS and split == 0:  # a key of value 0 that every row sees
         m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)

@@ -25,6 +25,13 @@ def unit(scale, soft_cap, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
+    """Return the online softmax (m, total, acc) of rows that have seen no key."""
+    total = tl.zeros([ROWS], tl.float32)
+    return tl.full([ROWS], -1.0e30, tl.float32), total, tl.zeros([ROWS, D_PAD], tl.float32)
+
+
+@triton.jit
 def fold(s, values, m, total, acc, factor):
     """One step of the online softmax: fold raw scores `s [M, N]` and `values [N, D]` into (m, total, acc).
 

@@ -49,7 +49,6 @@ class FusedGatedAttention(FusedAttention):
         parts = picked(old.q_proj, q[::2] + order), picked(old.k_proj, k + order)
         gate = picked(old.q_proj, q[1::2] + torch.arange(size, device=device))
         self.qkv_proj, self.o_proj = join(*parts, old.v_proj, gate), join(old.o_proj)
-        self.fused = True
         factor = torch.where(order < turned, sharpness, 1.0)
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
@@ -125,11 +124,8 @@ class FusedHybridBlock(nn.Module):
         if isinstance(x, Tensor) and len(x) == 1:
             x = layer(x, norm=self.input_layernorm.weights, residual=x)
             return mlp.down_proj(mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x)
-        if isinstance(x, Stream):
-            total, normed = self.input_layernorm.add(x.total, x.delta)
-        else:
-            total, normed = x, self.input_layernorm(x)
-        total, normed = behind.add(total, layer(normed))
+        total, normed = self.input_layernorm.both(x)
+        total, normed = behind.both(Stream(total, layer(normed)))
         return Stream(total, mlp(normed))
 
 

@@ -28,7 +28,7 @@ from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
-from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, raw_scores, unit
+from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, no_keys, raw_scores, unit
 
 LOG_STEP = tl.constexpr(2)
 """Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
@@ -140,9 +140,7 @@ def lone_kernel(
         tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
         tl.store(v_cache + at_new, new_value, mask=(d < D)[None, :])
 
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     # The newest key and value as later readers of the cache will see them.
     new_key = new_key.to(k_cache.dtype.element_ty).to(query.dtype)
     new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)

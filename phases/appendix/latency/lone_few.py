@@ -16,7 +16,7 @@ from forward.attention import LayerSpec
 from phases.appendix.latency.lone import LoneInputs, LoneParts, launch, norm_and_turn, splits_of
 from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace, combine_rows
-from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, raw_scores, unit
+from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, no_keys, raw_scores, unit
 
 FEW_TOKENS = 8
 """Tokens of a step, at most."""
@@ -92,9 +92,7 @@ def lone_few_kernel(
         gdc_launch_dependents()
     query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
 
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     position = cached + token
     factor = unit(scale, soft_cap, SOFT_CAP)
     scores = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
