@@ -93,9 +93,6 @@ class Preset:
         features: dict[str, Feature | None] = {}
         for kind, given in zip(kinds, own, strict=True):
             switch = options.get(kind.name)
-            if isinstance(switch, Feature):
-                features[kind.name] = switch
-                continue
             usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
             on = usual if switch is None else boolean(kind.name, switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not
