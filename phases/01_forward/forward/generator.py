@@ -53,16 +53,10 @@ class Generator:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
         each = params_per_prompt(prompts, params)
+        known_text, size = self.tokenizer is not None, self.model.config.vocab_size
         for prompt, settings in zip(prompts, each, strict=True):
-            self.check(prompt, settings)
+            check_prompt(prompt, size, self.model.max_len, settings, has_tokenizer=known_text)
         return self._stream([list(map(int, prompt)) for prompt in prompts], each)  # also numpy's arrays
-
-    def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise `UserError` for a request that cannot be served."""
-        known_text = self.tokenizer is not None
-        check_prompt(
-            prompt, self.model.config.vocab_size, self.model.max_len, params, has_tokenizer=known_text
-        )
 
     def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
