@@ -26,7 +26,6 @@ from continuous.scheduler import Scheduler
 from continuous.seams import NO_MASKS, InTurn, Journal, Loop, Masks
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
-from continuous.streams import stream
 from continuous.work import Work
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ WAIT = 0.005
 """Seconds that an engine sleeps which has nothing to do but to wait for a grammar."""
 MOST_LOOKS = 64
 """Requests that wait for their grammar and are looked at in a step; if there are more, they take turns."""
-CHECK_SECONDS = 60.0
-"""An engine that falls idle checks its books, but not more often than this."""
 
 
 @final
@@ -81,7 +78,6 @@ class Engine:
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
         self._landed = 0.0  # when the newest results came
-        self._last_check = time.monotonic()
 
     # Requests.
 
@@ -331,12 +327,7 @@ class Engine:
         self.journal.failed(error)
 
     def drain(self) -> list[Output]:
-        """Return the outputs since the last call, in order; streams get theirs as well.
-
-        An engine that has fallen idle has the time to check its books.
-        """
-        if self.scheduler.idle and time.monotonic() - self._last_check >= CHECK_SECONDS:
-            self.check_integrity()
+        """Return the outputs since the last call, in order; streams get theirs as well."""
         outputs, self.outputs = self.outputs, []
         for output in outputs:
             sink = self.sinks.get(output.request)
@@ -346,7 +337,6 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the books balance. It reads all of them: not for every step."""
-        self._last_check = time.monotonic()
         self.scheduler.check_integrity()
 
     def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -375,7 +365,33 @@ class Engine:
         groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
         for _, settings in pairs:
             self.masks.settle(settings)  # this caller has nothing else to do, and wants to be told
-        return stream(self, groups)
+        return self._stream(groups)
+
+    def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
+        """Put requests in line, run steps while they last, and yield their tokens."""
+        mine: deque[Output] = deque()
+        requests = [request for group in groups for request in group]
+        left, gone = set(requests), set(requests)
+        try:
+            self.sinks.update((request, mine) for request in requests)
+            self.inbox.extend(Add(group) for group in groups)
+            while left:
+                if not mine:
+                    outputs = self.step()
+                    # What belongs to no stream is for the next caller of `step`.
+                    self.outputs[:0] = [o for o in outputs if o.request not in self.sinks]
+                while mine:
+                    request, token, reason, now, logprob, text = mine.popleft()
+                    if reason is not None:
+                        left.discard(request)
+                    yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
+        finally:
+            for request in requests:
+                self.sinks.pop(request, None)
+                if request.finish_reason is None:
+                    self.abort(request)
+            self.take_in()  # this thread runs the steps: what is left can end at once
+            self.outputs = [o for o in self.outputs if o.request not in gone]  # which no reader has any more
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
