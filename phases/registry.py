@@ -19,7 +19,7 @@ from continuous.sizes import Sizes
 from forward.loading import facts_of
 from forward.model import Model
 from paged_cache.build import build
-from paged_cache.parts import Feature, PagedSizes
+from paged_cache.parts import Feature, PagedSizes, Recipe
 from paged_cache.preset import Chosen, Preset
 from phases import PHASES, Phase, appendix, own_options
 from phases import phase_named as phase_named
@@ -126,4 +126,4 @@ def load_engine(
         return early
     chosen = choose(phase, options, where)
     check_model(phase, model)
-    return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)
+    return build(Recipe(model, chosen.sizes, chosen.installed, device, dtype, tokenizer))

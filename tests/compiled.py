@@ -33,7 +33,7 @@ from phases.appendix.delta_layers import kernels as delta_layers
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.lone_few import lone_few_kernel
-from phases.appendix.latency.tables import LoneKey, lone_few_config
+from phases.appendix.latency.tables import lone_few_config
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
@@ -112,13 +112,13 @@ def few_tokens(capability: int) -> Iterator[Kernel]:
         (4, 1, 128, 4, 512, True, True),
         (16, 8, 128, 8, 0, False, False),
     ):
-        config = lone_few_config(LoneKey(kv_heads, d, 2))
+        config = lone_few_config(d, 2)
         group = heads // kv_heads
         constants = {
             "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
             "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
             "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
-            "SPLITS": config.splits, "MIN_TILES": config.min_tiles, "MEET": meet, "PDL": early,
+            "SPLITS": config.splits, "MEET": meet, "PDL": early,
         }  # fmt: skip
         name = f"lone_few, {tokens} tokens, {heads} heads of {d}"
         yield name, lone_few_kernel, constants, config.num_warps, config.num_stages, {}

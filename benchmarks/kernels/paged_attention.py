@@ -39,7 +39,7 @@ from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
 from triton_paged_attention.decode_v3 import paged_decode_v3
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import PrefillKey, for_keys, prefill_default
+from triton_paged_attention.tables import for_keys, prefill_default
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
@@ -300,7 +300,7 @@ def block_loop_call(case: Case) -> Call:
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, block_size, kv_heads, d = case.k_cache.shape
-    config = prefill_default(PrefillKey(d, case.q.element_size()), case.q.device)
+    config = prefill_default(d, case.q.element_size(), case.q.device)
     config = for_keys(config, max(case.contexts), block_size)
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)

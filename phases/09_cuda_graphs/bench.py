@@ -36,7 +36,7 @@ from cuda_graphs import Graphs, Overlap, Overlapped
 from cuda_graphs.plans import DecodePlan
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.sampling import TritonChooser
-from paged_cache import PagedEngine, PagedRunner, PagedSizes, build
+from paged_cache import PagedEngine, PagedRunner, PagedSizes, Recipe, build
 from prefix_cache import Prefix
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache, kernels of 06"
@@ -244,8 +244,8 @@ class Bench:
         """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
         started = time.perf_counter()
         sizes = PagedSizes(max_rows=16, max_len=MAX_LEN, step_tokens=STEP_TOKENS, cache_bytes=1 << 33)
-        features = [Compiled(), Chunked(), Prefix(), Graphs(graph_tokens=0), Overlap()]
-        engine = build(self.model, sizes, features)
+        features = (Compiled(), Chunked(), Prefix(), Graphs(graph_tokens=0), Overlap())
+        engine = build(Recipe(self.model, sizes, features))
         seconds = time.perf_counter() - started
         work = workload("single-512")
         kept = self.take({COMPILED: partial(self.generation, engine, work)})

@@ -76,12 +76,12 @@ class TestOnAGPU:
     @pytest.mark.parametrize("window", [None, 100])
     def test_splits_are_combined(self, context: int, count: int, window: int | None) -> None:
         """What no split has written, and padding, is poison."""
-        tokens, heads, d, config = 5, 9, 64, LoneConfig(splits=8, min_tiles=1 + context % 2)
+        tokens, heads, d, config = 5, 9, 64, LoneConfig(splits=8)
         layer = LayerSpec(1, heads, 3, d, 0.1, sliding_window=window)
         cached = max(0, context - count)
         begin = max(cached - window + 1, 0) // config.block_n if window else 0
         tiles = max(1, -(-cached // config.block_n) - begin)
-        used = -(-tiles // max(-(-tiles // 8), config.min_tiles))
+        used = -(-tiles // -(-tiles // 8))
         space = Workspace(3 * 8 * 24, d, torch.device(DEVICE))
         space.partial.fill_(float("nan"))
         space.lse.fill_(float("nan"))

@@ -23,7 +23,7 @@ from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import LoneInputs, attend_lone
 from phases.appendix.latency.lone_few import attend_few
-from phases.appendix.latency.tables import HeadsConfig, LoneConfig
+from phases.appendix.latency.tables import LoneConfig
 from phases.appendix.latency.ways import LatencyBlock, add_way
 from phases.appendix.latency.ways import install as latency
 from tests.compiling import spilled
@@ -96,8 +96,7 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
         got = parts.out @ weight.t() + bias + residual
         assert (workspace.arrived == 0).all(), f"counters are left at {workspace.arrived[:8].tolist()}"
     else:
-        shape = HeadsConfig(rows=4, chunk=2)
-        got = project_heads(residual, weight, bias, parts, shape=shape)
+        got = project_heads(residual, weight, bias, parts, rows=4, chunk=2)
     assert_near(got, wanted, 1e-5, f"{context} keys, {heads} heads, {feature}: output [token, number]")
     for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
         wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -142,9 +141,7 @@ def test_a_lone_token_with_heads_of_each_size(meet: bool, d: int, dtype: torch.d
             parts.out.view_as(attended), attended, limit, f"heads of {d}: attention [token, head, number]"
         )
         return
-    got = project_heads(
-        walled(residual), walled(weight), walled(bias[0]), parts, shape=HeadsConfig(rows=8, chunk=2)
-    )
+    got = project_heads(walled(residual), walled(weight), walled(bias[0]), parts, chunk=2)
     product = attended.to(dtype).float().flatten(1) @ weight.float().t() + bias.float() + residual.float()
     assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
 
@@ -196,7 +193,7 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
         walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
         slots, batch.query_starts,
     )  # fmt: skip
-    config = LoneConfig(block_n=16, num_stages=2, splits=4, min_tiles=2)
+    config = LoneConfig(block_n=16, num_stages=2, splits=4)
     parts = attend_few(given, workspace=workspace, config=config, meet=meet)
     what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
     assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"

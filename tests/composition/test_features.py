@@ -15,7 +15,7 @@ import prefix_cache
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.model import Model
-from paged_cache import Feature, PagedSizes, Parts, build
+from paged_cache import Feature, PagedSizes, Parts, Recipe, build
 from paged_cache.scheduler import PagedScheduler
 from phases import phase_named, registry
 from phases.cli import main
@@ -115,9 +115,9 @@ def test_two_features_that_bring_the_same_part(model: Model) -> None:
 
     says = "grab and chunked_prefill cannot both be on: each brings its own scheduler"
     with pytest.raises(UserError, match=says):
-        build(model, PagedSizes(**SMALL), [Chunked(), Grab()])
+        build(Recipe(model, PagedSizes(**SMALL), (Chunked(), Grab())))
     with pytest.raises(UserError, match="grab is given twice"):
-        build(model, PagedSizes(**SMALL), [Grab(), Grab()])
+        build(Recipe(model, PagedSizes(**SMALL), (Grab(), Grab())))
 
 
 # The owner of the model.

@@ -411,9 +411,10 @@ def test_any_thread_may_add_and_abort(overlap: bool) -> None:
 # One request's trouble is its own.
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: BaseException) -> None:
+def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool) -> None:
+    error = RuntimeError("no")
+
     class Broken:
         def advance(self, token: int, reason: str | None) -> tuple[str | None, str]:
             raise error
@@ -422,14 +423,9 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool, error: B
     params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
     first, bad, last = (engine.add([n + 1, 2], params)[0] for n in range(3))
     bad.text = Broken()  # type: ignore[assignment]
-    raised = 0
     while not engine.idle:
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            raised += 1
+        engine.step()
         check(engine)
-    assert raised == isinstance(error, KeyboardInterrupt)
     assert bad.finish_reason == "error" and bad.error is error
     for request in (first, last):
         assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), request.id

@@ -53,9 +53,7 @@ from triton_paged_attention.linear import FusedLinear, gated
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import (
     DecodeConfig,
-    DecodeKey,
     PrefillConfig,
-    PrefillKey,
     decode_default,
     prefill_default,
 )
@@ -158,7 +156,7 @@ def test_several_query_tokens_per_request() -> None:
 def test_few_pairs_are_split_and_stages_fit_the_shared_memory() -> None:
     device = torch.device("cpu")  # 4 multiprocessors
     for pairs, d_pad, itemsize in product(range(1, 20), (16, 128, 256, 512, 1024), (1, 2, 4)):
-        config = decode_default(DecodeKey(pairs, d_pad, itemsize), device)
+        config = decode_default(pairs, d_pad, itemsize, device)
         assert abs(config.splits - 8 / pairs) <= 0.5 or (config.splits == 1 and pairs > 8)
         whole = (64, 4) if config.splits == 1 else (32, 2)
         assert (config.block_n, config.num_warps) == whole or config.num_stages == 1
@@ -294,8 +292,8 @@ def test_attention_on_the_gpu_over_random_shapes(dtype: torch.dtype, d: int, see
     queries = [int(rng.integers(1, c + 1)) for c in contexts]
     batch = make(contexts, queries, heads=heads, d=d, block=block, dtype=dtype, seed=seed)
     group = heads[0] // heads[1]
-    key = PrefillKey(triton.next_power_of_2(d), batch.q.element_size())
-    chosen = prefill_default(key, torch.device("cuda"))
+    size = batch.q.element_size()
+    chosen = prefill_default(triton.next_power_of_2(d), size, torch.device("cuda"))
     out = prefill(batch, chosen, **features)
     assert error(out, expected(batch, **features)) < TOLERANCE[dtype], (group, chosen)
 

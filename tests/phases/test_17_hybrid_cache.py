@@ -27,7 +27,7 @@ from forward.loading import load_model, random_model
 from forward.model import Model
 from hybrid_cache import Hybrid, HybridCache, HybridPool, LayerGroups
 from hybrid_cache.managers import Manager, WindowManager
-from paged_cache import BlockPool, KVFormat, PagedSizes, build
+from paged_cache import BlockPool, KVFormat, PagedSizes, Recipe, build
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
 from speculative import Speculate
@@ -203,7 +203,8 @@ def hybrid(features: Sequence[Any], blocks: int, block_size: int = 4, **options:
     """An engine with as much memory as so many blocks of all layers take; free blocks are poisoned."""
     sizes = {"max_rows": 4, "max_len": 256, "step_tokens": 40 if len(features) > 1 else 256} | options
     cache_bytes = blocks * BlockPool.bytes_per_block(windowed().config, block_size, torch.float32)
-    engine = build(windowed(), PagedSizes(block_size=block_size, cache_bytes=cache_bytes, **sizes), features)
+    room = PagedSizes(block_size=block_size, cache_bytes=cache_bytes, **sizes)
+    engine = build(Recipe(windowed(), room, tuple(features)))
     runner = engine.runner
     pool, stock = runner.attention.pool, engine.cache.stock  # type: ignore[attr-defined]
     pool.stained = True  # a block with NaN is wiped for its next owner
@@ -264,7 +265,7 @@ def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
     rng = random.Random(0)
     prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
     params = greedy(8)
-    engine = build(model, PagedSizes(max_rows=2, max_len=2200), [Chunked(), Prefix(), Hybrid()])
+    engine = build(Recipe(model, PagedSizes(max_rows=2, max_len=2200), (Chunked(), Prefix(), Hybrid())))
     first, again = (generate(engine, [prompt], params)[0].token_ids for _ in range(2))
     assert first == again and isinstance(engine.cache, HybridCache)
     assert engine.cache.stats.hit_tokens == 2096, "the second time the prompt is found"
@@ -477,7 +478,7 @@ def test_a_model_of_windows_only() -> None:
     model, params = random_model(config, device="cpu", dtype=torch.float32), greedy(30)
     (plain,) = generate(forward.load(model), [[3] * 50], params)
     sizes = PagedSizes(block_size=4, max_rows=1, step_tokens=16)
-    engine: Any = build(model, sizes, [Chunked(), Prefix(), Hybrid()])
+    engine: Any = build(Recipe(model, sizes, (Chunked(), Prefix(), Hybrid())))
     (request,) = engine.add([3] * 50, params)
     while not engine.idle:
         engine.step()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampled, Sampler
 from common.text.tokenizer import Tokenizer
 from forward.attention import RecomputeAttention
+from forward.loading import load_model
 from forward.model import Model
 
 
@@ -31,6 +34,18 @@ class Generator:
         self.sampler = Sampler(rows, model.config.vocab_size, model.device)
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | Model,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:
+        """Make this phase's engine for a model's name or a loaded model; see `loading.load_model`."""
+        return cls(load_model(model, device=device, dtype=dtype), tokenizer)
+
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
         """Generate for each prompt in turn; see `common.events.Streams`.
 
@@ -38,16 +53,10 @@ class Generator:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
         each = params_per_prompt(prompts, params)
+        known_text, size = self.tokenizer is not None, self.model.config.vocab_size
         for prompt, settings in zip(prompts, each, strict=True):
-            self.check(prompt, settings)
+            check_prompt(prompt, size, self.model.max_len, settings, has_tokenizer=known_text)
         return self._stream([list(map(int, prompt)) for prompt in prompts], each)  # also numpy's arrays
-
-    def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raise `UserError` for a request that cannot be served."""
-        known_text = self.tokenizer is not None
-        check_prompt(
-            prompt, self.model.config.vocab_size, self.model.max_len, params, has_tokenizer=known_text
-        )
 
     def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):

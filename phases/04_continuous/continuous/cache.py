@@ -18,6 +18,8 @@ class CacheManager(Protocol):
     must not refuse what `fits` has just allowed; the caller of `lookup` sets `num_computed_tokens` to what it
     says. Then, once a step, `reserve` before any token is scheduled, and `commit` when the step has ended
     well. At last `release`, once, and after it the row is taken away.
+
+    By itself there is room for all, and nothing is shared.
     """
 
     def holds(self, tokens: int) -> bool:
@@ -25,9 +27,11 @@ class CacheManager(Protocol):
 
     def fits(self, request: Request) -> bool:
         """Return True if there is room now to admit `request` with all the tokens it has."""
+        return True
 
     def lookup(self, request: Request) -> int:
         """Return how many of the request's first tokens are cached, at most all but one. Changes nothing."""
+        return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
         """Make room for the request's first `upto` tokens and attach those that `lookup` found.
@@ -35,47 +39,30 @@ class CacheManager(Protocol):
         What was reserved before stays, also if `upto` is less. Returns False, and changes nothing, if there
         is no room.
         """
+        return True
 
     def commit(self, request: Request, upto: int) -> None:
         """The request's first `upto` tokens are known and computed: others may share them from now on."""
+        return None
 
     def release(self, request: Request) -> None:
         """Give back all that `request` holds."""
+        return None
 
     def check(self) -> None:
         """Raise `AssertionError` if the books do not balance."""
+        return None
 
 
-class RowCache:
+class RowCache(CacheManager):
     """Room for the longest request in every row, so a request that has a row has room."""
 
     def __init__(self, max_len: int) -> None:
         self.max_len = max_len
 
     def holds(self, tokens: int) -> bool:
-        """See `CacheManager`; so are the others."""
+        """See `CacheManager`."""
         return tokens <= self.max_len
-
-    def fits(self, request: Request) -> bool:
-        """Always: the scheduler asks only when it has a row to give."""
-        return True
-
-    def lookup(self, request: Request) -> int:
-        """Rows share nothing."""
-        return 0
-
-    def reserve(self, request: Request, upto: int) -> bool:
-        """Always."""
-        return True
-
-    def commit(self, request: Request, upto: int) -> None:
-        """Nothing to do."""
-
-    def release(self, request: Request) -> None:
-        """Nothing to do: the row is the memory."""
-
-    def check(self) -> None:
-        """Nothing to check."""
 
 
 class RowStore:

@@ -21,12 +21,11 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Abort, Add, Output
-from continuous.runner import Forwarded, Pending, RequestError, Results, Runner, Token
+from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_MASKS, InTurn, Journal, Loop, Masks
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
-from continuous.streams import stream
 from continuous.work import Work
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,6 @@ WAIT = 0.005
 """Seconds that an engine sleeps which has nothing to do but to wait for a grammar."""
 MOST_LOOKS = 64
 """Requests that wait for their grammar and are looked at in a step; if there are more, they take turns."""
-CHECK_SECONDS = 60.0
-"""An engine that falls idle checks its books, but not more often than this."""
 
 
 @final
@@ -80,9 +77,7 @@ class Engine:
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
-        self._interrupt: BaseException | None = None
         self._landed = 0.0  # when the newest results came
-        self._last_check = time.monotonic()
 
     # Requests.
 
@@ -224,16 +219,8 @@ class Engine:
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
-        while works:
-            with self.failing(works):
-                try:
-                    return self.runner.forward(works, masked=self.masks.wants(works))
-                except RequestError as error:  # the others' step does without this request
-                    out = [work for work in works if error.request in (work.request, *work.takers)]
-                    self.fail(out, error.__cause__ or error)
-                    works = [work for work in works if work not in out]
-                    continue
-            break
+        with self.failing(works):
+            return self.runner.forward(works, masked=self.masks.wants(works))
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -266,7 +253,7 @@ class Engine:
     def deal(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
         self.journal.landed(pending.works, results)
-        now, self._interrupt = self._landed, None
+        now = self._landed
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
@@ -282,8 +269,6 @@ class Engine:
             self.scheduler.land(work, accepted=accepted if work.drafts else 0)
             for request in ended:
                 self.scheduler.leave(request)
-        if self._interrupt is not None:
-            raise self._interrupt
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
         """Append what was sampled for a request, up to its end; returns whether it is still to leave."""
@@ -308,11 +293,9 @@ class Engine:
             if request.text is not None:
                 try:
                     reason, text = request.text.advance(token, reason)
-                except BaseException as error:  # no other request's tokens may be lost for it
+                except Exception as error:  # no other request's tokens may be lost for it
                     log.error("the text of request %d cannot be made", request.id, exc_info=error)
                     request.error, reason = error, "error"
-                    if not isinstance(error, Exception):
-                        self._interrupt = error  # raised when all requests have theirs
             self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
                 request.finish_reason, request.finished = reason, now
@@ -344,12 +327,7 @@ class Engine:
         self.journal.failed(error)
 
     def drain(self) -> list[Output]:
-        """Return the outputs since the last call, in order; streams get theirs as well.
-
-        An engine that has fallen idle has the time to check its books.
-        """
-        if self.scheduler.idle and time.monotonic() - self._last_check >= CHECK_SECONDS:
-            self.check_integrity()
+        """Return the outputs since the last call, in order; streams get theirs as well."""
         outputs, self.outputs = self.outputs, []
         for output in outputs:
             sink = self.sinks.get(output.request)
@@ -359,7 +337,6 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the books balance. It reads all of them: not for every step."""
-        self._last_check = time.monotonic()
         self.scheduler.check_integrity()
 
     def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -388,7 +365,33 @@ class Engine:
         groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
         for _, settings in pairs:
             self.masks.settle(settings)  # this caller has nothing else to do, and wants to be told
-        return stream(self, groups)
+        return self._stream(groups)
+
+    def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
+        """Put requests in line, run steps while they last, and yield their tokens."""
+        mine: deque[Output] = deque()
+        requests = [request for group in groups for request in group]
+        left, gone = set(requests), set(requests)
+        try:
+            self.sinks.update((request, mine) for request in requests)
+            self.inbox.extend(Add(group) for group in groups)
+            while left:
+                if not mine:
+                    outputs = self.step()
+                    # What belongs to no stream is for the next caller of `step`.
+                    self.outputs[:0] = [o for o in outputs if o.request not in self.sinks]
+                while mine:
+                    request, token, reason, now, logprob, text = mine.popleft()
+                    if reason is not None:
+                        left.discard(request)
+                    yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
+        finally:
+            for request in requests:
+                self.sinks.pop(request, None)
+                if request.finish_reason is None:
+                    self.abort(request)
+            self.take_in()  # this thread runs the steps: what is left can end at once
+            self.outputs = [o for o in self.outputs if o.request not in gone]  # which no reader has any more
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""

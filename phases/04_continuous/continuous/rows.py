@@ -7,7 +7,7 @@ from every request's lists at every step, costs the host more than the GPU needs
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -51,18 +51,13 @@ class Rows:
         self.fresh.pop(request.row, None)
         request.row = NO_ROW
 
-    def upload(self) -> Iterator[Request]:
-        """Copy the tokens of requests that got a row since the last call to the device; yields each.
-
-        One counts as handed over when the next is asked for. So what its user raises concerns it alone.
-        """
-        if self.fresh:
-            known = ((row, request.ids(0, len(request.tokens))) for row, request in self.fresh.items())
-            write(self.tokens, [(row, 0, ids) for row, ids in known])
-        while self.fresh:
-            row, request = next(iter(self.fresh.items()))
-            yield request
-            del self.fresh[row]
+    def upload(self) -> list[Request]:
+        """Copy the tokens of requests that got a row since the last call to the device, and return these."""
+        fresh = list(self.fresh.values())
+        if fresh:
+            write(self.tokens, [(one.row, 0, one.ids(0, len(one.tokens))) for one in fresh])
+            self.fresh.clear()
+        return fresh
 
 
 def write(rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]) -> None:

@@ -40,14 +40,6 @@ class BatchAttention(Protocol):
         """The request in this row ends, and the cache may hold NaN of it, which no later owner may read."""
 
 
-class RequestError(Exception):
-    """One request's settings cannot be used; its cause says why. Nothing is wrong with the others."""
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(f"request {request.id} cannot be prepared")
-        self.request = request
-
-
 class OneToken:
     """The tokens of a step: one for each request that takes one. A later phase verifies several."""
 
@@ -188,10 +180,7 @@ class Runner:
         That is the tokens and settings of those that got a row since the last step.
         """
         for request in self.rows.upload():
-            try:
-                self.set_row(request)
-            except Exception as error:
-                raise RequestError(request) from error
+            self.set_row(request)
         self.extra.write(works)
 
     def set_row(self, request: Request) -> None:

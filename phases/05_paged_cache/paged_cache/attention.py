@@ -92,7 +92,6 @@ class TorchPagedAttention(PagedAttention):
     def __init__(self, pool: BlockPool) -> None:
         avoid_plans_per_shape()
         super().__init__(pool)
-        self._readable = pool.layers[0].layout is None
 
     def plan(self) -> None:
         """Group the requests, and find each group's blocks."""
@@ -123,7 +122,6 @@ class TorchPagedAttention(PagedAttention):
 
     def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
         """See `PagedAttention.attend`."""
-        assert self._readable, "values in another layout are read by kernels only"
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)

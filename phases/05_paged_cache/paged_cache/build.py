@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
 
-from common.text.tokenizer import Tokenizer
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from forward.loading import load_model
-from forward.model import Model
 from paged_cache.memory import plan_cache
-from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
+from paged_cache.parts import PagedEngine, Parts, Recipe
 
 
-def build(
-    model: str | Path | Model,
-    sizes: PagedSizes | None = None,
-    features: Iterable[Feature] = (),
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    tokenizer: Tokenizer | None = None,
-) -> PagedEngine:
+def build(recipe: Recipe) -> PagedEngine:
     """Make an engine, with the features in the order of their phases.
-
-    Args:
-        model: a name, whose model then belongs to the engine, so that a feature may replace layers in place;
-            or a loaded model, which stays as it is.
 
     Raises:
         UserError: features that do not go together, or sizes that do not fit.
     """
-    ordered = tuple(sorted(features, key=lambda feature: feature.phase))
-    parts = Parts(Recipe(model, sizes or PagedSizes(), ordered, device, dtype, tokenizer))
+    ordered = tuple(sorted(recipe.features, key=lambda feature: feature.phase))
+    parts = Parts(replace(recipe, features=ordered))
     parts.stages = {
         "load": [load],
         "install": [install],

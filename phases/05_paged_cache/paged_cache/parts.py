@@ -55,7 +55,12 @@ class PagedSizes(Sizes):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that `build` is given; its features are in the order of their phases."""
+    """All that `build` is given.
+
+    model: a name, whose model then belongs to the engine, so that a feature may replace layers in place; or a
+        loaded model, which stays as it is.
+    features: in any order; those of `Parts.recipe` are in the order of their phases.
+    """
 
     model: str | Path | Model
     sizes: PagedSizes = PagedSizes()

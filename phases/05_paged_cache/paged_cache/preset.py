@@ -17,7 +17,7 @@ from common.text.llm import LLM
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache.build import build
-from paged_cache.parts import Feature, PagedEngine, PagedSizes
+from paged_cache.parts import Feature, PagedEngine, PagedSizes, Recipe
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Chosen:
     features: dict[str, Feature | None]
 
     @property
-    def installed(self) -> list[Feature]:
+    def installed(self) -> tuple[Feature, ...]:
         """The features that are on."""
-        return [feature for feature in self.features.values() if feature is not None]
+        return tuple(feature for feature in self.features.values() if feature is not None)
 
 
 class Preset:
@@ -70,7 +70,7 @@ class Preset:
         """Make the engine for a model's name or a loaded model, with these options."""
         where = model.device if isinstance(model, Model) else pick_device(device)
         chosen = self.choose(options, where)
-        return build(model, chosen.sizes, chosen.installed, device=device, dtype=dtype, tokenizer=tokenizer)
+        return build(Recipe(model, chosen.sizes, chosen.installed, device, dtype, tokenizer))
 
     @property
     def llm(self) -> partial[LLM]:
@@ -93,9 +93,6 @@ class Preset:
         features: dict[str, Feature | None] = {}
         for kind, given in zip(kinds, own, strict=True):
             switch = options.get(kind.name)
-            if isinstance(switch, Feature):
-                features[kind.name] = switch
-                continue
             usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
             on = usual if switch is None else boolean(kind.name, switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not

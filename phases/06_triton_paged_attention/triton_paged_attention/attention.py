@@ -17,7 +17,7 @@ from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import PrefillKey, for_keys, prefill_default
+from triton_paged_attention.tables import for_keys, prefill_default
 
 if TYPE_CHECKING:
     from triton_paged_attention.feature import Backend
@@ -50,7 +50,7 @@ class TritonPagedAttention(PagedAttention):
         self._group = num_heads // kv_heads
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
-        self._prefill_config = prefill_default(PrefillKey(d_pad, pool.data.element_size()), device)
+        self._prefill_config = prefill_default(d_pad, pool.data.element_size(), device)
         # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
         rows = self.most_queries * self._group

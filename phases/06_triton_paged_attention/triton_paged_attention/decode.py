@@ -23,8 +23,8 @@ from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import layout_of
-from triton_paged_attention.tables import DecodeConfig, DecodeKey, decode_default
-from triton_paged_attention.tiles import LOG2_E, combine
+from triton_paged_attention.tables import DecodeConfig, decode_default
+from triton_paged_attention.tiles import LOG2_E, combine, no_keys
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
 """Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads
@@ -100,9 +100,7 @@ def decode_kernel(
     position = first_position + token
 
     table = block_tables + request * table_stride
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     if SINKS and split == 0:  # a key of value 0 that every row sees
         m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -182,7 +180,7 @@ def paged_decode(
         return out
     queries = triton.next_power_of_2(max_queries)
     if config is None:
-        config = decode_default(DecodeKey(items * kv_heads, d_pad, cache.k.element_size()), q.device)
+        config = decode_default(items * kv_heads, d_pad, cache.k.element_size(), q.device)
         if queries > 1:  # more rows to combine for each split: fewer, longer ones
             least = max(config.min_tiles, LEAST_KEYS // config.block_n)
             config = replace(config, splits=min(config.splits, MOST_SPLITS), min_tiles=least)

@@ -40,16 +40,18 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor | Stream) -> Tensor:
         """`[..., size]` -> `[..., size]`."""
-        return self.add(x.total, x.delta)[1] if isinstance(x, Stream) else rms_norm(x, *self.weights)
+        return self.both(x)[1]
 
     @property
     def weights(self) -> NormWeights:
         """The norm's weights, for a kernel that normalizes on its way."""
         return NormWeights(self.weight, self.eps, self.one_plus)
 
-    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, and the sum normalized."""
-        return add_rms_norm(x, delta, *self.weights)
+    def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+        """Return the stream, with what is still to be added, and the stream normalized."""
+        if isinstance(x, Stream):
+            return add_rms_norm(x.total, x.delta, *self.weights)
+        return x, rms_norm(x, *self.weights)
 
 
 def _projections(
@@ -73,7 +75,8 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """See `LlamaAttention.forward`."""
-        return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, attention))
+        attend = self.attend if self.fused else self._apart
+        return self.o_proj(attend(self.qkv_proj(x), cos_sin, attention))
 
     @property
     def norms(self) -> HeadNorms | None:
@@ -97,9 +100,7 @@ class FusedAttention(nn.Module):
         spec = self.spec
         cos, sin = (angles.reshape(-1, spec.head_dim) for angles in cos_sin)
         rotate = partial(norm_rope, qkv.flatten(0, -2), cos, sin, spec, norms=self.norms, pending=pending)
-        if not self.fused:
-            out = self._apart(qkv, cos_sin, attention)
-        elif isinstance(attention, TritonPagedAttention) and attention.stores_early:
+        if isinstance(attention, TritonPagedAttention) and attention.stores_early:
             cache, slots = attention.place(spec)
             q, _, _ = rotate(cache=cache, slots=slots)
             out = attention.attend(spec, q, q, q, cache)
@@ -108,14 +109,14 @@ class FusedAttention(nn.Module):
         return out.reshape(*qkv.shape[:-1], -1)
 
     def _apart(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """Phase 01's norms and RoPE."""
+        """`attend` by phase 01's norms and RoPE."""
         spec = self.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         parts = qkv.split([n * spec.head_dim for n in heads], dim=-1)
         q, k, v = (part.unflatten(-1, (n, spec.head_dim)) for part, n in zip(parts, heads, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return attention(spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v)
+        return attention(spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v).flatten(-2)
 
 
 class FusedMLP(nn.Module):
@@ -173,11 +174,9 @@ class FusedBlock(nn.Module):
         for way in self.ways:
             if way.takes(x, attention):
                 return way(self, x, cos_sin, attention)
-        if isinstance(x, Stream):
-            total, normed = self.input_layernorm.add(x.total, x.delta)
-        else:
-            total, normed = x, self.input_layernorm(x)
-        total, normed = self.post_attention_layernorm.add(total, self.self_attn(normed, cos_sin, attention))
+        total, normed = self.input_layernorm.both(x)
+        x = Stream(total, self.self_attn(normed, cos_sin, attention))
+        total, normed = self.post_attention_layernorm.both(x)
         return Stream(total, self.mlp(normed))
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import describe, layout_of
-from triton_paged_attention.tables import PrefillConfig, PrefillKey, prefill_default
-from triton_paged_attention.tiles import LOG2_E
+from triton_paged_attention.tables import PrefillConfig, prefill_default
+from triton_paged_attention.tiles import LOG2_E, no_keys
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -63,9 +63,7 @@ def prefill_kernel(
         whole = (first_position + 1) // BLOCK_N * BLOCK_N
 
     table = block_tables + request * table_stride
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     if SINKS:  # see decode.py
         m = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -136,7 +134,7 @@ def paged_prefill(
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = cache.k.shape
     d_pad = max(16, triton.next_power_of_2(d))
-    config = config or prefill_default(PrefillKey(d_pad, cache.k.element_size()), q.device)
+    config = config or prefill_default(d_pad, cache.k.element_size(), q.device)
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
         return out

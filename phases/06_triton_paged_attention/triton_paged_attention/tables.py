@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -32,17 +31,11 @@ class DecodeConfig:
     min_tiles: int = 1
 
 
-class DecodeKey(NamedTuple):
-    """(request, key/value head) pairs of a launch; a head's padded size and the bytes of a number."""
-
-    pairs: int
-    d_pad: int
-    itemsize: int
-
-
 @cache  # kernels ask at every launch
-def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
+def decode_default(pairs: int, d_pad: int, itemsize: int, device: torch.device) -> DecodeConfig:
     """With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split.
+
+    pairs: (request, key/value head) pairs of a launch. d_pad: a head's padded size. itemsize: of a number.
 
     A pair gets its share of those programs, rounded to a whole number, of at least 1 and at most 32.
     Few programs hide latency best with many short loads, many programs carry larger tiles: split contexts
@@ -52,9 +45,9 @@ def decode_default(key: DecodeKey, device: torch.device) -> DecodeConfig:
     two programs fit. While it does not, stages go first, down to 1; then tiles are halved, down to 16.
     """
     wanted = 2 * multiprocessors(device)
-    splits = max(1, min(32, round(wanted / key.pairs)))
+    splits = max(1, min(32, round(wanted / pairs)))
     config = DecodeConfig(64, 4, 3) if splits == 1 else DecodeConfig(32, 2, 3, splits)
-    row = 2 * key.d_pad * key.itemsize  # of keys and values
+    row = 2 * d_pad * itemsize  # of keys and values
     budget = shared_memory(device) // 2
     while config.num_stages > 1 and row * config.block_n * config.num_stages > budget:
         config = replace(config, num_stages=config.num_stages - 1)
@@ -81,21 +74,14 @@ class PrefillConfig:
     tma: bool = False
 
 
-class PrefillKey(NamedTuple):
-    """A head's padded size, and the bytes of a number."""
-
-    d_pad: int
-    itemsize: int
-
-
 @cache
-def prefill_default(key: PrefillKey, device: torch.device) -> PrefillConfig:
+def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillConfig:
     """Up to 256 bytes a row: two programs of 8 warps per multiprocessor, which fill each other's pauses
     between matrix products and softmax. Larger heads take smaller tiles.
     """
-    row = key.d_pad * key.itemsize
+    row = d_pad * itemsize
     config = PrefillConfig(128, 64, 8, 2, maxnreg=128) if row <= 256 else PrefillConfig(64, 32, 4, 2)
-    if key.itemsize == 2 and key.d_pad in (64, 128) and at_least(device, HOPPER):
+    if itemsize == 2 and d_pad in (64, 128) and at_least(device, HOPPER):
         config = replace(config, tma=True)
     while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
         config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))

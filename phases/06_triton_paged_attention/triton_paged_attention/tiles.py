@@ -25,6 +25,13 @@ def unit(scale, soft_cap, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
+    """Return the online softmax (m, total, acc) of rows that have seen no key."""
+    total = tl.zeros([ROWS], tl.float32)
+    return tl.full([ROWS], -1.0e30, tl.float32), total, tl.zeros([ROWS, D_PAD], tl.float32)
+
+
+@triton.jit
 def fold(s, values, m, total, acc, factor):
     """One step of the online softmax: fold raw scores `s [M, N]` and `values [N, D]` into (m, total, acc).
 
@@ -66,10 +73,10 @@ def hide(s, key, position, start, high, CAUSAL: tl.constexpr, WINDOW: tl.constex
 
 @triton.jit
 def load_tile(
-    cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+    k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: keys from `high` on are zeros."""
+    """A tile of keys and one of values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: zeros from `high` on."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
     if P % BLOCK_N == 0:
@@ -78,12 +85,15 @@ def load_tile(
         at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
     at = at[:, None] + kv_head * head_stride + d[None, :]
     if BOUNDED:
-        tile = tl.load(cache + at, mask=(key < high)[:, None] & (d < D)[None, :], other=0.0)
+        mask = (key < high)[:, None] & (d < D)[None, :]
+        keys = tl.load(k_cache + at, mask=mask, other=0.0)
+        values = tl.load(v_cache + at, mask=mask, other=0.0)
     elif D != D_PAD:
-        tile = tl.load(cache + at, mask=(d < D)[None, :], other=0.0)
+        keys = tl.load(k_cache + at, mask=(d < D)[None, :], other=0.0)
+        values = tl.load(v_cache + at, mask=(d < D)[None, :], other=0.0)
     else:
-        tile = tl.load(cache + at)
-    return tile
+        keys, values = tl.load(k_cache + at), tl.load(v_cache + at)
+    return keys, values
 
 
 @triton.jit
@@ -122,12 +132,8 @@ def attend(
             keys = k_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
             values = v_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
         else:
-            keys = load_tile(
-                k_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
-                D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
-            )  # fmt: skip
-            values = load_tile(
-                v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+            keys, values = load_tile(
+                k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
                 D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
             )  # fmt: skip
         s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)

@@ -6,8 +6,9 @@ arXiv 2312.07104.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from itertools import count
+from operator import attrgetter
 
 from prefix_cache.index import Key, Match
 
@@ -29,6 +30,10 @@ class Node:
         self.used = 0
 
 
+AGE = attrgetter("used")
+"""The key by which leaves are sorted. Two of them never left a cursor's way at the same time."""
+
+
 class RadixIndex:
     """A `PrefixIndex` as a tree for each salt.
 
@@ -40,8 +45,7 @@ class RadixIndex:
         self.evictable = 0
         self._roots: dict[str, Node] = {}
         self._clock = count(1)
-        self._leaves: list[tuple[int, int, Node]] = []  # a heap by age; entries may be out of date
-        self._nodes = 0
+        self._leaves: list[Node] = []  # those without pins, the oldest first
 
     def match(self, keys: list[Key], salt: str) -> Match:
         """See `PrefixIndex`; so are the others."""
@@ -104,16 +108,13 @@ class RadixIndex:
         """Take blocks from the end of the oldest leaves."""
         freed: list[int] = []
         while len(freed) < count and self._leaves:
-            used, _, leaf = heapq.heappop(self._leaves)
-            if not self._current(leaf, used):
-                continue
+            leaf = self._leaves[0]
             while leaf.blocks and len(freed) < count:
                 freed.append(leaf.blocks.pop())
                 first = leaf.keys.pop()
             if not leaf.blocks:
+                del self._leaves[0]
                 self._remove(leaf, first)
-            else:
-                self._offer(leaf)
         self.evictable -= len(freed)
         return freed
 
@@ -155,7 +156,7 @@ class RadixIndex:
     def _grow(self, parent: Node, keys: list[Key], blocks: list[int]) -> Node:
         node = parent.children[keys[0]] = Node(keys, blocks, parent, parent.salt)
         self.evictable += len(blocks)  # until it is pinned, in a moment
-        self._nodes += 1
+        self._offer(node)
         return node
 
     def _split(self, node: Node, length: int) -> Node:
@@ -167,7 +168,6 @@ class RadixIndex:
         del node.keys[:length], node.blocks[:length]
         node.parent = upper
         upper.children[node.keys[0]] = node
-        self._nodes += 1
         return upper
 
     def _pin(self, node: Node | None) -> None:
@@ -178,6 +178,8 @@ class RadixIndex:
     def _pin_one(self, node: Node) -> None:
         if node.pins == 0:
             self.evictable -= len(node.blocks)
+            if node.blocks and not node.children:
+                del self._leaves[bisect_left(self._leaves, node.used, key=AGE)]
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
@@ -185,20 +187,12 @@ class RadixIndex:
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree
-                return
-            heapq.heappush(self._leaves, (node.used, next(self._clock), node))
-            if len(self._leaves) > 2 * self._nodes + 64:  # mostly out of date by now
-                self._leaves = [entry for entry in self._leaves if self._current(entry[2], entry[0])]
-                heapq.heapify(self._leaves)
-
-    @staticmethod
-    def _current(node: Node, used: int) -> bool:
-        return node.pins == 0 and not node.children and node.used == used and bool(node.blocks)
+            else:
+                insort(self._leaves, node, key=AGE)
 
     def _remove(self, leaf: Node, first: Key) -> None:
         assert leaf.parent is not None
         del leaf.parent.children[first]
-        self._nodes -= 1
         self._offer(leaf.parent)
 
 

@@ -13,7 +13,7 @@ from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import load_model
 from forward.model import Model
-from paged_cache import Feature, PagedEngine, PagedSizes, Parts, build
+from paged_cache import Feature, PagedEngine, PagedSizes, Parts, Recipe, build
 from quant import Quant
 from quant.loading import Quantize
 from speculative.control import Control
@@ -183,4 +183,4 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         block_size=block,
         cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
     )
-    return build(small, sizes, [few_bits, *features])
+    return build(Recipe(small, sizes, (few_bits, *features)))

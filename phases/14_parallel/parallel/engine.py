@@ -7,14 +7,13 @@ grammar is ready, whether guessing pays) it decides, and they are told.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Abort, Add
-from continuous.runner import RequestError, Results
+from continuous.runner import Results
 from continuous.seams import Journal, Loop
 from continuous.work import Work
 from parallel.crew import Crew, RanksLost
@@ -57,11 +56,6 @@ class InRanks(Journal):
         self.checksum = hash((self.checksum, *what))  # of whole numbers alone, so all processes agree
 
     def failed(self, error: BaseException) -> None:
-        """Take an error that is one request's on every rank; any other loses this rank."""
-        if not isinstance(sys.exc_info()[1], RequestError):
-            self.broken(error)
-
-    def broken(self, error: BaseException) -> None:
         """End: this rank cannot go on, and rank 0 notices."""
         raise error
 
@@ -162,7 +156,7 @@ class Leader(InRanks):
                     if output.finish_reason is None:
                         del engine.outputs[place]
 
-    def broken(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """A step has failed: perhaps since another rank has ended."""
         self.crew.notice()
         self.crew.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")

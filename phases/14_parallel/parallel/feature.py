@@ -120,8 +120,7 @@ def own_engine(
             own.append(guesses)
         else:
             own.append(feature)
-    device, dtype = str(ranks.device), recipe.dtype
-    return build(recipe.model, recipe.sizes, own, device=device, dtype=dtype, tokenizer=tokenizer)
+    return build(replace(recipe, features=tuple(own), device=str(ranks.device), tokenizer=tokenizer))
 
 
 @dataclass(frozen=True)

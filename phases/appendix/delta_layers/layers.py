@@ -20,7 +20,7 @@ from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.kernels import scan, under_gate
 from phases.appendix.latency.lone import LoneInputs, attend_lone
-from phases.appendix.latency.tables import LoneKey, lone_default
+from phases.appendix.latency.tables import lone_default
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -49,14 +49,13 @@ class FusedGatedAttention(FusedAttention):
         parts = picked(old.q_proj, q[::2] + order), picked(old.k_proj, k + order)
         gate = picked(old.q_proj, q[1::2] + torch.arange(size, device=device))
         self.qkv_proj, self.o_proj = join(*parts, old.v_proj, gate), join(old.o_proj)
-        self.fused = True
         factor = torch.where(order < turned, sharpness, 1.0)
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
         self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         width = max(16, triton.next_power_of_2(size))
-        self.lone_config = lone_default(LoneKey(keys, width, old.v_proj.weight.element_size()), device)
+        self.lone_config = lone_default(keys, width, old.v_proj.weight.element_size(), device)
         self.workspace = Workspace(heads * self.lone_config.splits, width, device)
 
     @property
@@ -125,11 +124,8 @@ class FusedHybridBlock(nn.Module):
         if isinstance(x, Tensor) and len(x) == 1:
             x = layer(x, norm=self.input_layernorm.weights, residual=x)
             return mlp.down_proj(mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x)
-        if isinstance(x, Stream):
-            total, normed = self.input_layernorm.add(x.total, x.delta)
-        else:
-            total, normed = x, self.input_layernorm(x)
-        total, normed = behind.add(total, layer(normed))
+        total, normed = self.input_layernorm.both(x)
+        total, normed = behind.both(Stream(total, layer(normed)))
         return Stream(total, mlp(normed))
 
 

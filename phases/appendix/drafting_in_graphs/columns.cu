@@ -8,7 +8,7 @@
 // matrices, and the outputs of the first, through SiLU, multiply those of the second), NORM, ONE_PLUS (its weights are
 // distances from 1), ADD (a residual), AHEAD (the next kernel may start at once: it reads nothing but weights before its own
 // wait), and SPLITS: 0, or at most so many, and then of heads of D numbers, H of them, CAPACITY tokens in each, BLOCK keys a
-// tile, MIN_TILES tiles a split, WINDOW.
+// tile, WINDOW.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
@@ -178,7 +178,7 @@ columns(u16* out, const u16* x, const u16* weight, const u16* norm_weight, const
 #if SPLITS
   const int count = __ldg(query_starts + 1) - __ldg(query_starts), cached = max(__ldg(context_len) - count, 0);
   const int begin = WINDOW > 0 ? max(cached - WINDOW + 1, 0) / BLOCK * BLOCK : 0;
-  const int tiles = max((cached - begin + BLOCK - 1) / BLOCK, 1), each = max((tiles + SPLITS - 1) / SPLITS, MIN_TILES);
+  const int tiles = max((cached - begin + BLOCK - 1) / BLOCK, 1), each = (tiles + SPLITS - 1) / SPLITS;
   const int used = (tiles + each - 1) / each;
 #endif
   if (AHEAD) let_next_start();

@@ -190,7 +190,7 @@ def project_few_heads(
     call = kernel(
         residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0, ONE_PLUS=0, GATED=0,
         ADD=1, AHEAD=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
-        CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n, MIN_TILES=config.min_tiles,
+        CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n,
         WINDOW=layer.sliding_window or 0,
     )  # fmt: skip
     out = torch.empty_like(residual)

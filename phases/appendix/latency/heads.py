@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phases.appendix.latency.lone import LOG_STEP, LoneParts, splits_of
-from phases.appendix.latency.tables import HeadsConfig
 from triton_paged_attention.hardware import dependent_launch
 
 
@@ -84,7 +83,8 @@ def heads_kernel(
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
         added += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
-    _, _, used = splits_of(tl.load(context_len), WINDOW, BLOCK_N, SPLITS)
+    context = tl.load(context_len)
+    _, _, used = splits_of(context - 1, context, WINDOW, BLOCK_N, SPLITS)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -112,23 +112,24 @@ def project_heads(
     bias: Tensor | None,  # [N]
     parts: LoneParts,
     *,
-    shape: HeadsConfig,
+    rows: int = 8,  # of the weight in a program
+    chunk: int = 10,  # splits loaded at once
     scale: Tensor | None = None,  # [N] float32, of each row
     rounding: Rounding | None = None,
 ) -> Tensor:
     """`residual + bias + weight @ attention's output`, the output in the workspace as `parts`: `[1, N]`."""
     layer, workspace, config = parts.layer, parts.workspace, parts.config
-    heads, d, rows = layer.num_heads, layer.head_dim, weight.shape[0]
+    heads, d, size = layer.num_heads, layer.head_dim, weight.shape[0]
     out = torch.empty_like(residual)
     assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
     early, (function, largest, whole, hardware) = dependent_launch(residual.device), rounding or Rounding()
-    heads_kernel[(triton.cdiv(rows, shape.rows),)](
+    heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
-        residual if scale is None else scale, residual if bias is None else bias, residual, rows,
+        residual if scale is None else scale, residual if bias is None else bias, residual, size,
         H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
-        CHUNK=min(shape.chunk, config.splits), ROWS=shape.rows, BIAS=bias is not None,
+        CHUNK=min(chunk, config.splits), ROWS=rows, BIAS=bias is not None,
         SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole, HARDWARE=hardware,
-        PDL=early, num_warps=shape.num_warps, **({"launch_pdl": True} if early else {}),
+        PDL=early, num_warps=8, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

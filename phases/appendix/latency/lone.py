@@ -28,7 +28,7 @@ from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
-from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, raw_scores, unit
+from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, no_keys, raw_scores, unit
 
 LOG_STEP = tl.constexpr(2)
 """Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
@@ -36,10 +36,13 @@ several heads, to load them at once, and would have to shuffle them before it ca
 
 
 @triton.jit
-def splits_of(context, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty)."""
-    begin = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
-    tiles = tl.maximum(tl.cdiv(context - begin, BLOCK_N), 1)
+def splits_of(position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty).
+
+    They share the keys before `end` that a query at `position` sees.
+    """
+    begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
     tiles_per_split = tl.cdiv(tiles, SPLITS)
     return begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
 
@@ -88,7 +91,7 @@ def lone_kernel(
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
     newest = context - 1
-    begin, tiles_per_split, used = splits_of(context, WINDOW, BLOCK_N, SPLITS)
+    begin, tiles_per_split, used = splits_of(newest, context, WINDOW, BLOCK_N, SPLITS)
     if split >= used:
         return
     low = begin + split * tiles_per_split * BLOCK_N
@@ -100,12 +103,8 @@ def lone_kernel(
     key = last + n
     block = lookup(block_table, last, newest, n, P, BLOCK_N)
     known = tl.minimum(high, newest)
-    keys = load_tile(
-        k_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
-        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
-    )  # fmt: skip
-    values = load_tile(
-        v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+    keys, values = load_tile(
+        k_cache, v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
@@ -141,9 +140,7 @@ def lone_kernel(
         tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
         tl.store(v_cache + at_new, new_value, mask=(d < D)[None, :])
 
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     # The newest key and value as later readers of the cache will see them.
     new_key = new_key.to(k_cache.dtype.element_ty).to(query.dtype)
     new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)

@@ -13,10 +13,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from phases.appendix.latency.lone import LoneInputs, LoneParts, launch, norm_and_turn
+from phases.appendix.latency.lone import LoneInputs, LoneParts, launch, norm_and_turn, splits_of
 from phases.appendix.latency.tables import LoneConfig
 from triton_paged_attention.decode import Workspace, combine_rows
-from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, raw_scores, unit
+from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, no_keys, raw_scores, unit
 
 FEW_TOKENS = 8
 """Tokens of a step, at most."""
@@ -28,24 +28,6 @@ NEW = tl.constexpr(16)
 
 
 @triton.jit
-def few_splits_of(
-    context_len, query_starts, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-):  # fmt: skip
-    """New tokens, keys that are cached, the first tile's first one, tiles a split, and splits that have work.
-
-    At least one has, which may be empty.
-    """
-    count = tl.load(query_starts + 1) - tl.load(query_starts)
-    cached = tl.maximum(tl.load(context_len) - count, 0)
-    # The first new token sees the most of what is cached.
-    begin = tl.maximum(cached - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
-    tiles = tl.maximum(tl.cdiv(cached - begin, BLOCK_N), 1)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
-    return count, cached, begin, tiles_per_split, tl.cdiv(tiles, tiles_per_split)
-
-
-@triton.jit
 def lone_few_kernel(
     out,  # [T, H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, query_starts, slots,
@@ -53,16 +35,17 @@ def lone_few_kernel(
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head and split of the cached keys; the last split takes the new ones, too.
 
     Row `r` of the tile is new token `r // GROUP` and query head `r % GROUP` of this key/value head.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
-    count, cached, begin, tiles_per_split, used = few_splits_of(
-        context_len, query_starts, WINDOW, BLOCK_N, SPLITS, MIN_TILES
-    )
+    count = tl.load(query_starts + 1) - tl.load(query_starts)
+    cached = tl.maximum(tl.load(context_len) - count, 0)
+    # The first new token sees the most of what is cached.
+    begin, tiles_per_split, used = splits_of(cached, cached, WINDOW, BLOCK_N, SPLITS)
     if split >= used:
         return
     low = begin + split * tiles_per_split * BLOCK_N
@@ -72,12 +55,8 @@ def lone_few_kernel(
     d = tl.arange(0, D_PAD)
     key = low + n
     block = lookup(block_table, low, high, n, P, BLOCK_N)
-    keys = load_tile(
-        k_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
-        D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
-    )  # fmt: skip
-    values = load_tile(
-        v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
+    keys, values = load_tile(
+        k_cache, v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
@@ -113,9 +92,7 @@ def lone_few_kernel(
         gdc_launch_dependents()
     query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
 
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     position = cached + token
     factor = unit(scale, soft_cap, SOFT_CAP)
     scores = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
@@ -181,5 +158,4 @@ def attend_few(given: LoneInputs, *, workspace: Workspace, config: LoneConfig, m
     rows = config.splits * tokens * layer.num_heads
     assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
     block = max(16, triton.next_power_of_2(tokens * layer.num_heads // layer.num_kv_heads))
-    more = {"TOKENS": tokens, "BLOCK_M": block, "MIN_TILES": config.min_tiles}
-    return launch(lone_few_kernel, given, workspace, config, meet, **more)
+    return launch(lone_few_kernel, given, workspace, config, meet, TOKENS=tokens, BLOCK_M=block)

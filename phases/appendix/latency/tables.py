@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -45,62 +44,44 @@ def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> Gemv
 
 @dataclass(frozen=True)
 class LoneConfig:
-    """Block sizes of attention of one token: keys per tile, programs (a power of two) per key/value head; of
-    a few tokens at most so many, and at least `min_tiles` tiles in each.
+    """Block sizes of attention of a lone request: keys per tile, and programs (a power of two) per key/value
+    head, at most.
     """
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 1
     splits: int = 32
-    min_tiles: int = 1
 
 
-class LoneKey(NamedTuple):
-    """Key/value heads, a head's padded size, and the bytes of a number."""
-
-    kv_heads: int
-    d_pad: int
-    itemsize: int
-
-
-def tile_keys(key: LoneKey) -> int:
-    """Keys of a tile that fits a program's registers."""
-    return max(16, min(64, 16_384 // (key.d_pad * key.itemsize)))
+def tile_keys(d_pad: int, itemsize: int) -> int:
+    """Keys of a tile that fits a program's registers: of a head's padded size, and the bytes of a number."""
+    return max(16, min(64, 16_384 // (d_pad * itemsize)))
 
 
 @cache
-def lone_default(key: LoneKey, device: torch.device) -> LoneConfig:
+def lone_default(kv_heads: int, d_pad: int, itemsize: int, device: torch.device) -> LoneConfig:
     """Two programs per multiprocessor, and tiles that fit a program's registers.
 
     One stage, so that little shared memory is taken and the programs of neighbouring kernels fit beside it.
     """
-    splits = max(1, min(32, 2 * multiprocessors(device) // key.kv_heads))
-    return LoneConfig(tile_keys(key), splits=1 << (splits.bit_length() - 1))
+    splits = max(1, min(32, 2 * multiprocessors(device) // kv_heads))
+    return LoneConfig(tile_keys(d_pad, itemsize), splits=1 << (splits.bit_length() - 1))
 
 
-def lone_few_config(key: LoneKey) -> LoneConfig:
+def lone_few_config(d_pad: int, itemsize: int) -> LoneConfig:
     """Defaults: tiles like a lone token's, one or more a split, and as many splits as the decode kernel has.
 
     Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
     once.
     """
-    return LoneConfig(tile_keys(key), 4 if key.d_pad <= 64 else 8, num_stages=2, splits=MOST_SPLITS)
+    num_warps = 4 if d_pad <= 64 else 8
+    return LoneConfig(tile_keys(d_pad, itemsize), num_warps, num_stages=2, splits=MOST_SPLITS)
 
 
-@dataclass(frozen=True)
-class HeadsConfig:
-    """Block sizes of the output projection of a lone token: rows per program, splits loaded at once."""
-
-    rows: int = 8
-    num_warps: int = 8
-    chunk: int = 10
-
-
-@cache
-def heads_config(rows: int, size: int) -> HeadsConfig | None:
-    """Defaults for `[rows, size]`; None: the splits of attention had better be combined before.
+def heads_pay(rows: int, size: int) -> bool:
+    """Return True if an output projection `[rows, size]` had better combine the splits of attention itself.
 
     Every program reads all parts, so there may not be many programs nor large parts.
     """
-    return HeadsConfig() if size <= 2048 and rows <= 2048 else None
+    return size <= 2048 and rows <= 2048

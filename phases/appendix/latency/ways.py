@@ -16,7 +16,7 @@ from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.lone import LoneInputs, LoneParts, attend_lone, starts_early
 from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, attend_few, fits
-from phases.appendix.latency.tables import LoneKey, heads_config, lone_default, lone_few_config
+from phases.appendix.latency.tables import heads_pay, lone_default, lone_few_config
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.rope import HeadNorms
@@ -29,11 +29,11 @@ class LatencyAttention(TritonPagedAttention):
 
     def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
         super().__init__(pool, num_heads, **options)
-        d_pad = self._workspace.d_pad
-        self._lone_key = LoneKey(pool.data.shape[-2], d_pad, pool.data.element_size())
-        self._few_config = lone_few_config(self._lone_key)
-        rows = self._lone_key.kv_heads * self._few_config.splits * MOST_ROWS
-        self._few_workspace = Workspace(rows, d_pad, pool.data.device)
+        data, d_pad = pool.data, self._workspace.d_pad
+        kv_heads, number = data.shape[-2], data.element_size()
+        self._lone_config = lone_default(kv_heads, d_pad, number, data.device)
+        self._few_config = lone_few_config(d_pad, number)
+        self._few_workspace = Workspace(kv_heads * self._few_config.splits * MOST_ROWS, d_pad, data.device)
         self._requests = 0
 
     @property
@@ -42,10 +42,9 @@ class LatencyAttention(TritonPagedAttention):
         return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
 
     def plan(self) -> None:
-        """Also: look up, once a step and not in every layer, how a lone token's attention runs."""
+        """Also: count the requests."""
         super().plan()
         self._requests = len(self.batch.context_lens)
-        self._lone_config = lone_default(self._lone_key, self.pool.data.device)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
         """See `TritonPagedAttention.begin_sorted`; the last of the requests that are listed is padding."""
@@ -113,12 +112,9 @@ attention."""
 
 def heads_of(linear: nn.Module) -> CombinesHeads | None:
     """Return what combines splits in a projection of plain weights; None: attention had better do it."""
-    if not isinstance(linear, nn.Linear):
+    if not (isinstance(linear, nn.Linear) and heads_pay(*linear.weight.shape)):
         return None
-    config = heads_config(*linear.weight.shape)
-    if config is None:
-        return None
-    return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts, shape=config)
+    return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts)
 
 
 class LatencyBlock:

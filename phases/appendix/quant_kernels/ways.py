@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from forward.attention import Attention
 from forward.model import Model
 from phases.appendix.latency.heads import Rounding, project_heads
 from phases.appendix.latency.lone import LoneParts, starts_early
-from phases.appendix.latency.tables import HeadsConfig, heads_config
+from phases.appendix.latency.tables import heads_pay
 from phases.appendix.latency.ways import CombinesHeads, LatencyBlock
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
@@ -65,19 +64,16 @@ class QuantWay:
 def heads_of(linear: KernelLinear) -> CombinesHeads | None:
     """See `latency.linear.heads_of`: of a weight of eight bits with scales by channel."""
     plain = linear.scheme.scales == "channel" and linear.order is None
-    config = heads_config(*linear.shape) if plain else None
-    if config is None:
-        return None
-    return partial(_combine, linear, replace(config, rows=2 * config.rows))  # of half the bytes
+    return partial(_combine, linear) if plain and heads_pay(*linear.shape) else None
 
 
-def _combine(linear: KernelLinear, config: HeadsConfig, parts: LoneParts, residual: Tensor) -> Tensor:
+def _combine(linear: KernelLinear, parts: LoneParts, residual: Tensor) -> Tensor:
     stored, kind, hardware = linear.stored, linear.scheme.activations, hardware_rounds(residual.device)
     rounding = Rounding(round_vector, LARGEST[kind], kind == "int8", hardware) if kind else None
-    scale = stored.scale
     return project_heads(
-        residual, stored.data, linear.bias, parts, shape=config, scale=scale, rounding=rounding
-    )
+        residual, stored.data, linear.bias, parts,
+        rows=16, scale=stored.scale, rounding=rounding,  # twice as many rows, of half the bytes
+    )  # fmt: skip
 
 
 class EightBitBlock:
