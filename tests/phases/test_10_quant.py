@@ -96,7 +96,7 @@ def test_the_callers_model_stays_as_it_is(tiny: Model) -> None:
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a scheme": ({"quantization": "int3"}, "quantization is 'int3', but must be .*did you mean 'int"),
     "a group": ({"group_size": 100}, "group_size is 100, but must be one of 16, 32"),
-    "keys": ({"kv_cache": "fp4"}, "kv_cache is 'fp4', but must be one of auto, none, fp8"),
+    "keys": ({"kv_cache": "fp4"}, "kv_cache is 'fp4', but must be one of none, fp8, int8"),
     "off": ({"quant": False, "quantization": "int8"}, "quantization is 'int8', but quant is off on cpu"),
 }
 

@@ -21,6 +21,7 @@ import torch
 import parallel
 import serving
 from common.errors import UserError
+from common.request import Request
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from cuda_graphs.capture import Capturer
@@ -165,6 +166,27 @@ def test_grammars_in_two_ranks() -> None:
     options = SMALL | {"tokenizer": structured_kit.tokenizer()}
     wanted = tokens_of(served("random:tiny-window", **options), prompts, params)
     same(in_ranks("random:tiny-window", 2, options, prompts, params), wanted, "grammars")
+
+
+@pytest.mark.slow
+def test_a_grammar_that_fails_ends_its_request_on_every_rank() -> None:
+    bound: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "grammar": Grammar.regex("[a-z]*")}
+    options = SMALL | {"tokenizer": structured_kit.tokenizer()}
+    engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, rank_check=1, **options)
+    first, second = (engine.add([5, 6, seed], SamplingParams(seed=seed, **bound))[0] for seed in (1, 2))
+    take_failed, error = engine.masks.inner.take_failed, RuntimeError("no way on")
+
+    def failed() -> list[tuple[Request, Exception]]:
+        return take_failed() + [(first, error)] * (len(first.output_ids) == 3)
+
+    engine.masks.inner.take_failed = failed
+    while not engine.idle:
+        engine.step()
+    assert (first.finish_reason, first.error) == ("error", error) and 3 <= len(first.output_ids) <= 4
+    assert second.finish_reason in ("length", "stop"), second.error
+    agree(engine.loop)
+    assert engine.cache.free == engine.cache.allocator.count
+    engine.loop.close()
 
 
 @pytest.mark.slow

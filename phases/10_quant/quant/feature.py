@@ -12,7 +12,7 @@ from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
 from quant.formats import INT4, SCHEMES, Scheme
-from quant.kv import KV_DTYPES, kv_format, stored_kv
+from quant.kv import KV_DTYPES, kv_format
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 
@@ -46,14 +46,14 @@ class Quant(Feature):
     )
     group_size: int = option(128, "inputs that share a scale in int4, less where that does not divide them")
     head: str = option(AUTO, "the head's weights: auto, none (they stay as they are), or as quantization")
-    kv_cache: str = option(AUTO, "keys and values: auto (as the checkpoint says), fp8, int8, or none")
+    kv_cache: str = option(PLAIN, "keys and values: fp8, int8, or none (they stay as they are)")
 
     def __post_init__(self) -> None:
         """Check the options."""
         if self.quantization is not None:
             choice("quantization", self.quantization, SCHEMES)
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
-        choice("kv_cache", self.kv_cache, [AUTO, PLAIN, *KV_DTYPES])
+        choice("kv_cache", self.kv_cache, [PLAIN, *KV_DTYPES])
         integer("group_size", self.group_size)
         INT4.with_group(self.group_size)
 
@@ -76,12 +76,9 @@ class Quant(Feature):
 
     def install(self, parts: Parts) -> None:
         """Keys and values; and the layers' fastest form, for the weights are there already."""
-        stored, kind = stored_kv(parts.model), self.kv_cache
-        if kind == AUTO:
-            kind = PLAIN if stored is None else stored.kind
-        if kind != PLAIN:
-            kv = kv_format(parts.model, kind)
-            if _pairs(parts, kind):
+        if self.kv_cache != PLAIN:
+            kv = kv_format(parts.model, self.kv_cache)
+            if _pairs(parts, self.kv_cache):
                 from quant.pairs import PAIRS  # Triton comes with it
 
                 kv = replace(kv, layout=PAIRS)

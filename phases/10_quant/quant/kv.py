@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
@@ -18,29 +18,9 @@ SAMPLE = 256
 """Tokens that scales are taken from while an engine is made."""
 
 
-class StoredKV(nn.Module):
-    """A seam: the scales of keys and values that a checkpoint brings."""
-
-    scales: Tensor
-
-    def __init__(self, kind: str, scales: Tensor) -> None:
-        """`scales [L, 2, KH]`; kind: a key of `KV_DTYPES`."""
-        super().__init__()
-        self.kind = kind
-        self.register_buffer("scales", scales, persistent=False)
-
-
-def stored_kv(model: Model) -> StoredKV | None:
-    """Return what the checkpoint says of keys and values, if it does."""
-    return next((part for part in model.children() if isinstance(part, StoredKV)), None)
-
-
 def kv_format(model: Model, kind: str) -> KVFormat:
-    """The format `kind` for a model: with its checkpoint's scales, or scales from a sample of tokens."""
-    stored = stored_kv(model)
-    if stored is None or stored.kind != kind:
-        return KVFormat(KV_DTYPES[kind], head_scales(model, [sample(model)], kind))
-    return KVFormat(KV_DTYPES[kind], stored.scales)
+    """The format `kind` for a model, with scales from a sample of tokens."""
+    return KVFormat(KV_DTYPES[kind], head_scales(model, [sample(model)], kind))
 
 
 def sample(model: Model) -> list[int]:

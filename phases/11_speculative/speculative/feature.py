@@ -161,7 +161,6 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         UserError: its vocabulary is another one.
     """
     large = parts.model
-    few_bits = Quant(kv_cache="none")  # a checkpoint may have its weights in few bits; keys are not worth it
     small = load_model(
         model,
         device=str(large.device),
@@ -183,4 +182,5 @@ def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) 
         block_size=block,
         cache_bytes=(tokens + 2 * block) * small.config.kv_bytes_per_token(small.dtype),
     )
-    return build(Recipe(small, sizes, (few_bits, *features)))
+    # A checkpoint may have its weights in few bits.
+    return build(Recipe(small, sizes, (Quant(), *features)))

@@ -77,7 +77,6 @@ class Leader(InRanks):
         self.closed = False
         self._commands: list[Enter | Leave] = []
         self._sums: dict[int, int] = {}
-        self._failing: dict[Request, tuple[Exception, int]] = {}  # and its tokens by then
         self.compared = 0
 
     # What comes in.
@@ -89,14 +88,6 @@ class Leader(InRanks):
     def left(self, request: Request) -> None:
         """Note that the others are to abort the request."""
         self._commands.append(Leave(request.id))
-
-    def _end_failing(self, engine: Engine) -> None:
-        """Requests whose grammar has failed leave at the beginning of a step, on all ranks alike."""
-        failing, self._failing = self._failing, {}
-        for request, (error, _) in failing.items():
-            if request.finish_reason is None:
-                engine.end(request, "error", error)
-                self._commands.append(Leave(request.id, error=True))
 
     # Steps.
 
@@ -124,13 +115,11 @@ class Leader(InRanks):
 
     def _lead(self, engine: Engine) -> None:
         """Tell the others what has come in, advance, and compare checksums now and then."""
-        self._end_failing(engine)
         self.turn += 1
         commands, self._commands = self._commands, []
         waits = self.drafter is not None and self.drafter.waits
         self.crew.tell(Turn(self.turn, commands, waits))
         self.inner.advance(engine)
-        self._drop_late_tokens(engine)
         if self.turn % self.every == 0:
             self._sums[self.turn] = self.checksum
             self.compare()
@@ -140,21 +129,6 @@ class Leader(InRanks):
         super().scheduled(works)
         if self.drafter is not None:
             self.crew.tell(self.drafter.said())
-
-    def grammar_failed(self, request: Request, error: Exception) -> None:
-        """Let a request leave at the next step."""
-        self._failing.setdefault(request, (error, len(request.tokens)))
-
-    def _drop_late_tokens(self, engine: Engine) -> None:
-        """A token that was chosen after its request's grammar had failed is none."""
-        for request, (_, known) in self._failing.items():
-            late = len(request.tokens) - known
-            for place in range(len(engine.outputs) - 1, -1, -1):
-                output = engine.outputs[place]
-                if late > 0 and output.request is request and output.token_id is not None:
-                    late -= 1
-                    if output.finish_reason is None:
-                        del engine.outputs[place]
 
     def failed(self, error: BaseException) -> None:
         """A step has failed: perhaps since another rank has ended."""
@@ -200,8 +174,8 @@ class Follower(InRanks):
                 requests = command.taken(engine.tokenizer)
                 self._known.update((request.id, request) for request in requests)
                 engine.inbox.append(Add(requests))
-            else:
-                self._leave(engine, command)
+            elif command.id in self._known:
+                engine.inbox.append(Abort(self._known[command.id]))
         if isinstance(engine.scheduler.drafter, Told):
             engine.scheduler.drafter.now = turn.waits
         for output in engine.step():
@@ -209,14 +183,3 @@ class Follower(InRanks):
                 self._known.pop(output.request.id, None)
         if turn.number % self.every == 0:
             self.line.send(Sum(turn.number, self.checksum))
-
-    def _leave(self, engine: Engine, command: Leave) -> None:
-        request = self._known.get(command.id)
-        if request is None:
-            return
-        if not command.error:
-            engine.inbox.append(Abort(request))
-            return
-        engine.take_in()  # what came before that
-        if request.finish_reason is None:
-            engine.end(request, "error")

@@ -173,10 +173,10 @@ class Split(Feature):
         parts.loops["ranks"] = self._loop
         if parts.drafter is not NO_DRAFTS:
             parts.wrap(self, drafter=lambda own: Teller(own) if line is None else Told(line))
-        if parts.masks is not NO_MASKS:
-            parts.wrap(
-                self, masks=lambda own: FirstMasks(own, *about) if line is None else OtherMasks(*about)
-            )
+        if parts.masks is not NO_MASKS and crew is not None:
+            parts.wrap(self, masks=lambda own: FirstMasks(own, crew, *about))
+        elif parts.masks is not NO_MASKS and line is not None:
+            parts.wrap(self, masks=lambda own: OtherMasks(line, *about))
         if crew is None:  # it follows what rank 0 plays when it is made
             parts.stages["rehearse"] = []
         elif parts.stages["rehearse"]:
@@ -189,8 +189,6 @@ class Split(Feature):
         if self.crew is not None:
             teller = drafter if isinstance(drafter, Teller) else None
             made = engines.Leader(engine.loop, self.crew, self.options.rank_check, teller)
-            if isinstance(engine.masks, FirstMasks):
-                engine.masks.failed = made.grammar_failed
         else:
             assert self.line is not None
             made = engines.Follower(engine.loop, self.line, self.options.rank_check)

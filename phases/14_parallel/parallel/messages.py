@@ -34,10 +34,9 @@ class Enter(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """A request is aborted (`error` is False), or its grammar has failed."""
+    """A request is aborted."""
 
     id: int
-    error: bool = False
 
 
 class Turn(NamedTuple):
@@ -60,6 +59,12 @@ class Drafts(NamedTuple):
 
     asks: bool
     drafts: dict[int, tuple[int, ...]]
+
+
+class Failed(NamedTuple):
+    """The requests whose grammar cannot be followed any further; sent with the masks of each masked step."""
+
+    ids: list[int]
 
 
 class Join(NamedTuple):

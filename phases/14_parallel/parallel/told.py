@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +11,8 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import Allowed
 from continuous.seams import NoMasks
 from continuous.work import Work
-from parallel.messages import Drafts, Line
+from parallel.crew import Crew
+from parallel.messages import Drafts, Failed, Line
 from speculative.loops import Watcher
 from structured.loop import NONE_LANDED, EarlyMasks, Landed
 
@@ -74,15 +75,14 @@ class FirstMasks(EarlyMasks):
     """Rank 0's masks: those that it would have by itself.
 
     Where a step is masked, rank 0 chooses and the others take its tokens, so all must know that it is, even
-    if no mask is left to apply. And a request leaves at the beginning of a step, on all ranks alike.
-
-    failed: told each request whose grammar has failed, and the reason.
+    if no mask is left to apply. With the masks the others hear which grammars have failed: those requests end
+    at the same place of a step on all ranks.
     """
 
-    def __init__(self, inner: EarlyMasks, vocab_size: int, device: torch.device) -> None:
-        self.inner = inner
-        self.failed: Callable[[Request, Exception], None] = lambda request, error: None
+    def __init__(self, inner: EarlyMasks, crew: Crew, vocab_size: int, device: torch.device) -> None:
+        self.inner, self.crew = inner, crew
         self._nothing = nothing(vocab_size, device)
+        self._failed: list[tuple[Request, Exception]] = []
 
     def check(self, params: SamplingParams) -> None:
         """See `Masks`; so are the others."""
@@ -107,21 +107,23 @@ class FirstMasks(EarlyMasks):
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """Return the masks of the step; `nothing` if no request has a grammar."""
-        found = self.inner.fill(works)
-        for request, error in self.inner.take_failed():
-            self.failed(request, error)
+        found, self._failed = self.inner.fill(works), self.inner.take_failed()
+        self.crew.tell(Failed([request.id for request, _ in self._failed]))
         return self._nothing if found is None else found
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
-        """None now: they leave at the next step."""
-        return []
+        """See `Masks.take_failed`."""
+        failed, self._failed = self._failed, []
+        return failed
 
 
 class OtherMasks(NoMasks):
-    """Any other rank's masks: it knows which steps are masked, and no more."""
+    """Any other rank's masks: it knows which steps are masked, and is told which grammars have failed."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, line: Line, vocab_size: int, device: torch.device) -> None:
+        self.line = line
         self._nothing = nothing(vocab_size, device)
+        self._failed: list[tuple[Request, Exception]] = []
 
     def check(self, params: SamplingParams) -> None:
         """Rank 0 has done it, as it has waited, and tells which grammars have failed."""
@@ -136,7 +138,16 @@ class OtherMasks(NoMasks):
 
     def fill(self, works: Sequence[Work]) -> Allowed:
         """Return masks for no place: rank 0 masks."""
+        said = self.line.receive()
+        assert isinstance(said, Failed), f"failed grammars were to come, and not {said!r}"
+        takers = [taker for work in works for taker in work.takers if taker.id in said.ids]
+        self._failed = [(taker, RuntimeError("rank 0 could not follow its grammar")) for taker in takers]
         return self._nothing
+
+    def take_failed(self) -> list[tuple[Request, Exception]]:
+        """See `Masks.take_failed`."""
+        failed, self._failed = self._failed, []
+        return failed
 
 
 def nothing(vocab_size: int, device: torch.device) -> Allowed:

@@ -19,7 +19,7 @@ from typing import Any
 from common.errors import UserError
 from common.models.fields import Field, shown
 from phases.appendix.checkpoint_formats.layouts import TensorLayout
-from quant.formats import BLOCK, FP8_BLOCK, Scheme
+from quant.formats import BLOCK, FP8_BLOCK, Activations, Scheme
 
 _BITS = Field("bits num_bits", int, 1, 32)
 _TYPE = Field("type", str, default="int", choices=("int", "float"))
@@ -29,7 +29,7 @@ _UNREAD = {
         *("meta_quantizer", "rotation", "is_marlin_format", "adapter"),
         *("dynamic", "modules_in_block_to_quantize"),  # these two give layers a format of their own
     ),
-    "compressed-tensors": ("sparsity_config", "transform_config"),
+    "compressed-tensors": ("sparsity_config", "transform_config", "kv_cache_scheme"),
 }
 """Fields that change what numbers mean, if they say anything."""
 LINEAR = ("Linear",)
@@ -55,12 +55,10 @@ class Stored:
 
     rules: the first that names a layer holds for it.
     plain: names of layers that are plain whatever the rules say.
-    kv: what keys and values are kept in, fp8 or int8, with a scale for each layer's keys and values; or None.
     """
 
     rules: tuple[Rule, ...]
     plain: tuple[str, ...]
-    kv: str | None = None
 
     def layout(self, name: str) -> TensorLayout | None:
         """Return the layout of our layer `name`, or None where it is plain."""
@@ -168,7 +166,7 @@ def _compressed(raw: Mapping[str, Any]) -> Stored:
             raise UserError(f"{shown(key)}: {error}") from None
     # "Linear" means all of them, so the groups that name layers come first.
     rules.sort(key=lambda rule: "Linear" in rule[0])
-    return Stored(tuple(rules), _patterns(raw, "ignore"), _eight(raw, "kv_cache_scheme", False))
+    return Stored(tuple(rules), _patterns(raw, "ignore"))
 
 
 _FORMATS = {
@@ -204,28 +202,23 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
         scales=strategy,
         group=_GROUP.read(weights) if strategy == "group" else 0,
         zeros=not Field("symmetric", bool, default=True).read(weights),
-        activations=_eight(group, "input_activations", True),  # type: ignore[arg-type]
+        activations=_activations(group),
     )
     return TensorLayout("packed" if form == "pack-quantized" else "plain", scheme)
 
 
-def _eight(raw: Mapping[str, Any], name: str, tokens: bool) -> str | None:
-    """Return what inputs are rounded to, token by token, or what keys and values are kept in."""
-    if raw.get(name) is None:
+def _activations(group: Mapping[str, Any]) -> Activations | None:
+    """Return what inputs are rounded to, token by token."""
+    name = "input_activations"
+    if group.get(name) is None:
         return None
-    given = Field(name, dict).read(raw)
+    given = Field(name, dict).read(group)
     _known(given, _ARGUMENTS, f"{name}.")
-    kind, strategy = _TYPE.read(given), given.get("strategy") or ("token" if tokens else "tensor")
+    kind, strategy = _TYPE.read(given), given.get("strategy") or "token"
+    eight = _BITS.read(given) == 8 and given.get("dynamic") and given.get("symmetric") is not False
     # An input of fp8 in groups has finer scales than a token's.
-    fine = ("token", "group") if tokens and kind == "float" else ("token",) if tokens else ("tensor",)
-    same = (
-        _BITS.read(given) == 8
-        and bool(given.get("dynamic")) == tokens
-        and given.get("symmetric") is not False
-    )
-    if not same or strategy not in fine:
-        kept = "8 dynamic bits for each token" if tokens else "8 static bits for each tensor"
-        raise UserError(f"{name} is {shown(given)}, but only {kept} are supported")
+    if not eight or strategy not in (("token", "group") if kind == "float" else ("token",)):
+        raise UserError(f"{name} is {shown(given)}, but only 8 dynamic bits for each token are supported")
     return "fp8" if kind == "float" else "int8"
 
 

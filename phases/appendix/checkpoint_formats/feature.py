@@ -7,27 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError
 from forward.model import Model
 from paged_cache import Feature, Parts
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
-from quant.kv import StoredKV
 from quant.loading import Quantize, plain_layers, replace_layer
-from quant.weights import check_scale
-
-SIDES = ("k_scale", "v_scale")
 
 
 class ReadFormats(Quantize):
-    """`Quantize` for which what a checkpoint has in few bits stays so; the rest may be made so.
-
-    kv: what the checkpoint keeps keys and values in, fp8 or int8; None where it says nothing.
-    """
-
-    kv: str | None = None
+    """`Quantize` for which what a checkpoint has in few bits stays so; the rest may be made so."""
 
     def expect(self, model: Model) -> None:
         """See `Linears.expect`."""
@@ -44,11 +35,6 @@ class ReadFormats(Quantize):
             layer, layout = model.get_submodule(name), plan.layout(name)
             if layout is not None and isinstance(layer, nn.Linear):
                 replace_layer(model, name, StoredLinear(layer, layout, name))
-        if plan.kv is not None:
-            self.kv = plan.kv
-            for attention in _attentions(model):
-                for side in SIDES:
-                    attention.register_buffer(side, torch.empty(1, device="meta"))
 
     def finish(self, model: Model) -> Model:
         """See `Linears.finish`."""
@@ -56,30 +42,7 @@ class ReadFormats(Quantize):
             layer = model.get_submodule(name)
             assert isinstance(layer, StoredLinear)
             replace_layer(model, name, layer.understood(name))
-        model = super().finish(model)
-        if self.kv is not None:
-            model.add_module("stored_kv", StoredKV(self.kv, _take_kv_scales(model)))
-        return model
-
-
-def _attentions(model: Model) -> list[nn.Module]:
-    return [model.get_submodule(f"layers.{spec.index}.self_attn") for spec in model.layer_specs]
-
-
-def _take_kv_scales(model: Model) -> Tensor:
-    """`[L, 2, KH]` float32, and the layers are as they were before `expect`."""
-    scales = []
-    for index, attention in enumerate(_attentions(model)):
-        for side in SIDES:
-            scale, name = attention.get_buffer(side).float(), f"layers.{index}.self_attn.{side}"
-            check_scale(name, scale)
-            if (
-                not scale.all()
-            ):  # a row of zeros may have it, but what keys and values will be is not known yet
-                raise UserError(f"{name} is 0, but must be above 0")
-            scales.append(scale.expand(model.config.num_kv_heads))
-            delattr(attention, side)
-    return torch.stack(scales).view(len(model.layer_specs), len(SIDES), -1)
+        return super().finish(model)
 
 
 @dataclass(frozen=True)
