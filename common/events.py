@@ -126,7 +126,11 @@ class TextStream:
     character the longest; so it does not matter how the text is cut into tokens. The text of the first
     `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what is held
     back, not to the text before.
+
+    stop: the stop string that has ended it.
     """
+
+    stop: str | None = None
 
     def __init__(
         self,
@@ -187,7 +191,7 @@ class TextStream:
         found = [(at + len(stop), -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             end, size = min(found)
-            self._held = ""
+            self._held, self.stop = "", text[end + size : end]
             return text[: end + size], True
         begins = (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in self._stops))
         safe = next(begins, len(text)) if self._stops else len(text)

@@ -27,7 +27,6 @@ class EarlyMasks(Masks, Protocol):
 
         Returns whether it is done already, so that no wait is left.
         """
-        ...
 
 
 class TwoHalves:

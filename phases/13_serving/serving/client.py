@@ -24,15 +24,12 @@ class Sink(Protocol):
 
     def note(self, kind: str, values: list[Any]) -> None:
         """Take a note, before the tokens of its step; see `serving.messages`."""
-        ...
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
         """Take the next token. reason: why it is the last one, if it is."""
-        ...
 
     def end(self, reason: str, message: str) -> None:
         """Take the end that has no further token."""
-        ...
 
 
 class EngineClient:

@@ -49,6 +49,7 @@ class Choice:
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
     times, logprobs: when each came, and of each if they were asked for.
     sent: how many of the texts a reader has taken.
+    stream: makes the text.
     begins: whether its first token begins a text.
     reason: None until it has ended.
     """
@@ -62,8 +63,8 @@ class Choice:
         self.times: list[float] = []
         self.sent = 0
         self.reason: str | None = None
-        self._stream = TextStream(tokenizer, order.params, order.prompt, order.shown)
-        self.begins = self._stream.begins
+        self.stream = TextStream(tokenizer, order.params, order.prompt, order.shown)
+        self.begins = self.stream.begins
 
     @property
     def text(self) -> str:
@@ -81,7 +82,7 @@ class Choice:
         more.
         """
         group = self.group
-        ended, text = self._stream.advance(token, cast("FinishReason | None", reason))
+        ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
         self.tokens.append(token)
         self.times.append(group.engine.now)
         self.texts.append(text)
@@ -101,7 +102,7 @@ class Choice:
         if reason in ("refused", "error", "nan", "died"):
             self.group.give_up(reason, message)  # type: ignore[arg-type]
             return
-        self.texts.append(self._stream.advance(None, "length")[1])
+        self.texts.append(self.stream.advance(None, "length")[1])
         self.reason = "length" if reason == "abort" else reason
         self.group.hear(True)
 

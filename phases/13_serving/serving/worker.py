@@ -30,11 +30,9 @@ class Channel(Protocol):
 
     def receive(self, seconds: float) -> list[Command]:
         """Return all commands that have come; wait for the first at most so long."""
-        ...
 
     def send(self, report: messages.Report) -> None:
         """Hand over a report."""
-        ...
 
 
 class Observer:

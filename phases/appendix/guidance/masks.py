@@ -60,13 +60,10 @@ class MaskStaging:
 class Filling(NamedTuple):
     """Masks of a step that are being made.
 
-    works: of the step. requests: those with a grammar. jobs: of each of them. places: of the masks in the
-    batch. done: when they are made; None: they are.
+    works: of the step. places: of the masks in the batch. done: when they are made; None: they are.
     """
 
     works: Sequence[Work]
-    requests: Sequence[Request]
-    jobs: Sequence[Job]
     places: Sequence[int]
     words: Words
     done: Future[None] | None
@@ -90,7 +87,7 @@ class ThreadedMasks(GrammarMasks):
         self.most_forced = most_forced
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
-        self._sent: list[tuple[Request, GuidanceMatcher]] = []
+        self._jobs: list[tuple[Request, Job]] = []  # of the newest step
 
     @property
     def backend(self) -> GuidanceBackend:
@@ -100,50 +97,45 @@ class ThreadedMasks(GrammarMasks):
     def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._wait()  # for a step that failed in between
-        requests, places = list[Request](), list[int]()
-        jobs: list[Job] = []
+        places, self._jobs = list[int](), []
         for place, drafts, request, matcher in self._follow(works, landed):
             matcher.certain = matcher.forced() if len(works) <= self.most_forced else ()
-            requests.append(request)
-            jobs.append((matcher, len(places), drafts))
+            self._jobs.append((request, (matcher, len(places), drafts)))
             places += range(place, place + len(drafts) + 1)
-        words = self._staging.host(len(places))
+        words, jobs = self._staging.host(len(places)), [job for _, job in self._jobs]
         if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
             words[:] = 0
         done = self.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, requests, jobs, places, words, done)
+        self._filling = Filling(works, places, words, done)
         return done is None
 
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """The masks of those samples of the step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
-        assert self._filling is not None
-        made, held = self._filling, list[tuple[int, int]]()
-        for request, (_, row, drafts) in zip(made.requests, made.jobs, strict=True):  # while masks are made
+        held = list[tuple[int, int]]()
+        for request, (_, row, drafts) in self._jobs:  # while masks are made
             held += self.held(request, row, len(drafts) + 1)
-        self._wait()
-        if not made.jobs:
+        made = self._wait()
+        if made is None or not made.places:
             return None
         hold_back(made.words, held)
-        self._sent = [
-            (request, matcher) for request, (matcher, _, _) in zip(made.requests, made.jobs, strict=True)
-        ]
         return self._staging.send(made.places)
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
-        sent, self._sent = self._sent, []
-        for request, matcher in sent:
+        jobs, self._jobs = self._jobs, []
+        for request, (matcher, _, _) in jobs:
             if problem := matcher.problem:
                 self._fail(request, problem)
         return super().take_failed()
 
-    def _wait(self) -> None:
-        """Wait for the masks that are being made."""
+    def _wait(self) -> Filling | None:
+        """Wait for the masks that are being made, if any are, and return them."""
         made, self._filling = self._filling, None
         if made is not None and made.done is not None:
             made.done.result()
+        return made
 
     def _follow(
         self, works: Sequence[Work], landed: Landed

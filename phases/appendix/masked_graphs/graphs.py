@@ -7,7 +7,7 @@ not need them is done before: a `LogitsGraph` belongs to the first half.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,12 +96,6 @@ class MaskedGraph:
         self._allowed = Allowed(masks.words[:size], masks.places[:size])
         self.replay = capturer.capture(self.compute)
 
-    @torch.inference_mode()
-    def run(self, allowed: Allowed | None) -> None:
-        """The half step, under these masks; None: no request has one."""
-        self.first.masks.put(allowed, self.first.half.size)
-        self.replay()
-
     def compute(self) -> None:
         """The half step; what is captured."""
         on, (rows, at, steps) = self.first.half.machine, self.first.inputs
@@ -109,20 +103,6 @@ class MaskedGraph:
         sampled = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed)
         self.for_host = sampled.for_host
         scatter_tokens(rows, at, sampled.tokens, on.rows.tokens)
-
-
-@dataclass(frozen=True)
-class Half:
-    """The second half of a step, that has a graph; see `Forwarded.rest`."""
-
-    runner: GraphRunner
-    works: Sequence[Work]
-    graph: MaskedGraph
-
-    def __call__(self, allowed: Allowed | None) -> Pending:
-        """Sample under these masks."""
-        self.graph.run(allowed)
-        return Pending(self.works, Sampled(self.graph.for_host[: len(self.works)]), self.runner.extra)
 
 
 class MaskedPlan:
@@ -155,17 +135,14 @@ class MaskedPlan:
 
         Not if a request is new: the row may have had an owner whose last token is yet to be written.
         """
-        size = smallest(self.decodes.sizes, len(works)) if decodes(works) else None
-        last = self.runner.last
-        half_done = last is not None and isinstance(last.rest, Half)
+        size, last = self.takes(works, masked=True), self.runner.last
+        half_done = last is not None and last.rest is not None  # the second half is a graph, too
         if size is not None and half_done and not self.runner.rows.fresh:
             self._staged = works, self.decodes.stage(works, size)
 
     def takes(self, works: Sequence[Work], masked: bool) -> int | None:
         """The size of the graphs."""
-        if not masked:
-            return None
-        return smallest(self.decodes.sizes, len(works)) if decodes(works) else None
+        return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
         """The first half of a step."""
@@ -183,8 +160,13 @@ class MaskedPlan:
         if rest is None:
             return Forwarded(works, graph.sampled(rows), graph.hidden)
         rest.first.replay()
-        half = Half(self.runner, works, rest)
-        return Forwarded(works, graph.batch, graph.hidden, rest=half)
+        return Forwarded(works, graph.batch, graph.hidden, rest=partial(self.finish, works, rest))
+
+    def finish(self, works: Sequence[Work], graph: MaskedGraph, allowed: Allowed | None) -> Pending:
+        """The second half of a step, under these masks; None: no request has one."""
+        graph.first.masks.put(allowed, graph.first.half.size)
+        graph.replay()
+        return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.extra)
 
 
 PER_HALF = 1 << 20

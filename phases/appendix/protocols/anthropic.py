@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from common.text.tokenizer import Tokenizer
 from phases.appendix.protocols.translation import Events, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.app import App
@@ -97,7 +96,7 @@ class Messages(Translation):
         """See `Endpoint`."""
         if request.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
-        return MessageEvents(self, request.stop_sequences or [])
+        return MessageEvents(self)
 
 
 async def count(app: App, messages: Messages, exchange: Exchange) -> None:
@@ -111,10 +110,10 @@ async def count(app: App, messages: Messages, exchange: Exchange) -> None:
 class MessageEvents(Events):
     """Builds a message of blocks: reasoning, text, calls."""
 
-    def __init__(self, of: Messages, stops: list[str]) -> None:
+    def __init__(self, of: Messages) -> None:
         super().__init__(of, {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
         self.value |= {"model": of.model, "content": [], "stop_reason": None, "stop_sequence": None}
-        self.stops, self._arguments = stops, ""
+        self._arguments = ""
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
     def begin(self, usage: dict[str, Any]) -> None:
@@ -142,7 +141,7 @@ class MessageEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
         self._close()
-        stop = stop_string(choice, self.stops, self.tokenizer) if reason == "stop" else None
+        stop = choice.stream.stop
         ended = {"stop_reason": "stop_sequence" if stop else REASONS[reason], "stop_sequence": stop}
         self.value |= {**ended, "usage": _usage(usage)}
         self.say("message_delta", delta=ended, usage=self.value["usage"])
@@ -168,15 +167,6 @@ class MessageEvents(Events):
                 self.blocks[-1]["input"] = msgspec.json.decode(self._arguments)
             self._arguments = ""
         self.say("content_block_stop", index=len(self.blocks) - 1)
-
-
-def stop_string(choice: Choice, stops: list[str], tokenizer: Tokenizer) -> str | None:
-    """Return the stop string before which a completion's text was cut, if it was."""
-    if not stops:
-        return None
-    whole, end = tokenizer.decode(choice.tokens), max(0, len(choice.text) - 1)
-    found = [(place, -len(stop), stop) for stop in stops if (place := whole.find(stop, end)) >= 0]
-    return min(found)[2] if found else None
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
