@@ -126,17 +126,6 @@ def test_the_integrity_check_sees_a_leak_and_a_stray_user(model: Model) -> None:
         engine.check_integrity()
 
 
-def test_an_engine_that_falls_idle_checks_its_books(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = paged_cache.load(model, cache_bytes=block_bytes(model, 8))
-    engine.cache.allocator.allocate(1)
-    generate(engine, [[1] * 20], greedy(3))  # too soon after the start
-    monkeypatch.setattr("continuous.engine.CHECK_SECONDS", 0.0)
-    engine.add([1] * 20, greedy(3))
-    engine.step()  # not idle
-    with pytest.raises(AssertionError, match="has 0 users, but 1 are booked"):
-        finish(engine)
-
-
 # Admission, growth and preemption.
 
 

@@ -49,12 +49,9 @@ class CacheManager(Protocol):
 class RowCache:
     """Room for the longest request in every row, so a request that has a row has room."""
 
-    def __init__(self, max_len: int) -> None:
-        self.max_len = max_len
-
     def holds(self, tokens: int) -> bool:
-        """See `CacheManager`; so are the others."""
-        return tokens <= self.max_len
+        """Always: no request is longer than a row. See `CacheManager`; so are the others."""
+        return True
 
     def fits(self, request: Request) -> bool:
         """Always: the scheduler asks only when it has a row to give."""

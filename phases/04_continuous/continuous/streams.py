@@ -26,7 +26,7 @@ def stream(engine: Engine, groups: list[list[Request]]) -> Iterator[TokenEvent]:
             if not mine:
                 outputs = engine.step()
                 # What belongs to no stream is for the next caller of `step`.
-                engine.outputs[:0] = [o for o in outputs if o.request not in engine.sinks]
+                engine.outputs = [o for o in outputs if o.request not in engine.sinks]
             while mine:
                 request, token, reason, now, logprob, text = mine.popleft()
                 if reason is not None:
