@@ -223,7 +223,7 @@ def machine_of_rows(rng: random.Random) -> tuple[Engine, FakeRunner]:
     policy, overlap = POLICIES[rng.choice(list(POLICIES))], rng.random() < 0.5
 
     def make(table: Rows) -> Scheduler:
-        return Scheduler(table, RowCache(MAX_LEN), step_tokens=MAX_LEN, policy=policy)
+        return Scheduler(table, RowCache(), step_tokens=MAX_LEN, policy=policy)
 
     return fake_engine(make, rng.randrange(1, 7), overlap=overlap)
 

@@ -12,7 +12,7 @@ COMPARED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.Is, ast.IsN
 FLIPPED = dict(zip(COMPARED, ("<=", "<", ">=", ">", "!=", "==", "is not", "is", "not in", "in"), strict=True))
 CONDITIONS = (ast.Name, ast.Attribute, ast.Call, ast.BoolOp, ast.BinOp, ast.Subscript, ast.NamedExpr)
 """What is negated: a comparison is flipped instead, and a `not` dropped."""
-SYMMETRIC = {"min", "max", "isinstance", "getattr", "equal", "allclose", "isclose", "cast"}
+SYMMETRIC = {"min", "max", "isinstance", "getattr", "equal", "allclose", "isclose", "cast", "transpose"}
 """Calls in which two arguments may change places, or of which Python itself says that they may not."""
 SILENT = {"__repr__", "__str__", "__exit__", "__del__"}
 """Methods whose mistakes no user sees, or only in a message."""

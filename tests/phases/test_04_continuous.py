@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.profiler import profile
 
 import continuous
 import continuous.attention
+import forward
 from common.errors import UserError
 from common.events import generate
 from common.interrupts import uninterrupted
@@ -28,6 +31,7 @@ from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import Rows
 from continuous.scheduler import Scheduler
+from continuous.stats import STEP
 from continuous.work import Work
 from forward.model import Model
 from tests.fakes import FakePending, FakeRunner, expected_tokens
@@ -50,7 +54,7 @@ pytestmark = pytest.mark.timeout(20)
 
 def fake(rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False) -> Any:
     def scheduler(table: Rows) -> Scheduler:
-        return Scheduler(table, RowCache(MAX_LEN), step_tokens=step_tokens, policy=POLICIES[policy])
+        return Scheduler(table, RowCache(), step_tokens=step_tokens, policy=POLICIES[policy])
 
     return fake_engine(scheduler, rows, overlap=overlap)
 
@@ -85,6 +89,20 @@ def test_requests_join_and_leave_at_every_step() -> None:
     # 5 + 3 together; the first is done and the third's prompt runs beside a decode; two decodes; one alone.
     assert seen == [8, 1 + 4, 2, 1, 1, 1], "request 2 joins in the step after request 0 has left"
     assert (engine.stats.steps, engine.stats.decode_steps) == (6, 4)
+
+
+def test_a_profile_names_each_step() -> None:
+    engine, _ = fake()
+    engine.add([1] * 5, greedy(2))
+    engine.step()  # no profiler runs yet
+    engine.add([2] * 3, greedy(3))
+    with profile() as profiled:
+        finish(engine)
+    ranges = [event for event in profiled.events() if event.name.startswith(STEP)]
+    names = [event.name.removeprefix(STEP) for event in sorted(ranges, key=lambda one: one.time_range.start)]
+    assert names == ["prefill", "decode", "decode"], (
+        "step 2 has request 1's prompt, steps 3 and 4 a token each"
+    )
 
 
 def test_waiting_prompts_are_prefilled_together(model: Model) -> None:
@@ -205,6 +223,13 @@ def test_bad_options(
     monkeypatch.setattr(continuous, "free_memory", lambda device: (10**6, 10**6))
     with pytest.raises(UserError, match=says):
         continuous.load(model, **options)
+
+
+def test_a_cache_of_so_many_bytes_has_whole_rows(model: Model) -> None:
+    row = 32 * model.config.kv_bytes_per_token(model.dtype)
+    for size, most, rows in ((row, None, 1), (3 * row - 1, None, 2), (3 * row, 2, 2)):
+        made = continuous.load(model, max_len=32, max_rows=most, cache_bytes=size).scheduler.rows.count
+        assert made == rows, f"{size} bytes have room for rows of {row} bytes, max_rows {most}: made {made}"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -340,6 +365,23 @@ def test_what_an_earlier_request_left_in_a_row_is_not_seen(model: Model) -> None
     assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
+def test_tokens_are_those_of_the_naive_loop(shape: str) -> None:
+    """One model has layers with windows and with soft caps, which the fused call does not know."""
+    model = forward.load_model(f"random:{shape}", device="cpu", dtype="float32")
+    prompts = [[1, 2, 3], [5] * 30, list(range(40))]
+    naive, engine = forward.load(model), continuous.load(model, max_rows=2)
+    made, wanted = (generate(one, prompts, greedy(6)) for one in (engine, naive))
+    for one, right in zip(made, wanted, strict=True):
+        assert one.token_ids == right.token_ids, f"{shape}: other tokens for prompt {one.index}"
+
+
+def test_no_plan_is_compiled_for_a_context_length(model: Model) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    continuous.load(model)
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "cuDNN may compile a plan at every step"
+
+
 @pytest.mark.timeout(300)
 def test_llm_speaks_text(smollm2_folder: Any) -> None:
     llm = continuous.LLM(smollm2_folder, device="cpu", max_rows=4, max_len=256)
@@ -362,6 +404,18 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
 
 
 # The inbox.
+
+
+def test_an_engine_that_falls_idle_checks_its_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = fake()
+    checked: list[int] = []
+    monkeypatch.setattr(engine.cache, "check", lambda: checked.append(engine.stats.steps))
+    engine.add([1, 2], greedy(2))
+    finish(engine)  # too soon after the start
+    monkeypatch.setattr("continuous.engine.CHECK_SECONDS", 0.0)
+    engine.add([1, 2], greedy(3))
+    finish(engine)
+    assert checked == [5], f"request 1 ends in step 5, but the cache is checked after steps {checked}"
 
 
 def test_nothing_happens_between_two_steps() -> None:

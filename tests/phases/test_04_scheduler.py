@@ -241,6 +241,27 @@ def test_who_has_left_commits_nothing() -> None:
     assert cache.calls[-1] == ("release", 0) and request.in_flight == request.placeholders == 0
 
 
+class Pieces(Scheduler):
+    """Computes prompts two tokens at a time."""
+
+    def share(self, request: Request, budget: int) -> int:
+        return min(2, super().share(request, budget))
+
+
+def test_a_piece_of_a_prompt_has_no_taker_and_no_drafts() -> None:
+    steps, scheduler, cache = setup(kind=Pieces)
+    request = ask(scheduler, 0, 5, 2)
+    scheduler.drafter = Guess(1, 1)
+    for work in [*steps.schedule(), *steps.schedule()]:
+        assert work.takers == (), f"request 0: a token is sampled at {work.start + work.count} of 5 tokens"
+        assert work.drafts == (), f"request 0: drafts behind {work.start + work.count} of 5 tokens"
+        steps.land([work])
+    assert request.in_flight == 0 and cache.committed[request] == 4
+    scheduler.drafter = Guess()
+    assert [parts(steps.step()) for _ in range(2)] == [[(0, 4, 1)], [(0, 5, 1)]]
+    assert scheduler.idle, "request 0 has its two tokens, but still runs"
+
+
 class Forking(Scheduler):
     """Siblings run from the moment their prompt is computed, each with as much room as the first."""
 
@@ -318,6 +339,26 @@ def test_what_is_ahead_of_itself_waits_for_its_drafts() -> None:
     assert (first.start, first.count, first.drafts) == (5, 4, (1, 1, 1))
     assert steps.schedule() == [], "a request is scheduled on, though its drafts have not landed"
     assert request.num_computed_tokens == other.num_computed_tokens == 9
+
+
+def test_drafts_that_are_certain_count_as_tokens_on_their_way() -> None:
+    steps, scheduler, cache = setup()
+    request = ask(scheduler, 0, 5, 20)
+    first = steps.schedule()
+    scheduler.drafter = Guess(1, 1, 1, 1, most=2)
+    (work,) = steps.schedule()
+    assert work.certain and (work.start, work.count, work.drafts) == (5, 3, (1, 1))
+    assert request.placeholders == 4, "a token of the prompt's step, two drafts and the one behind them"
+    scheduler.drafter = Guess()
+    last = steps.schedule()
+    assert parts(last) == [(0, 8, 1)], "the next step begins behind drafts that cannot be wrong"
+    steps.land(first)
+    request.tokens += [1, 1, 1]
+    cache.computed[request] = 8
+    scheduler.land(work, accepted=2)
+    assert request.placeholders == 1, f"one token is on its way, but {request.placeholders} count as such"
+    steps.land(last)
+    assert request.num_computed_tokens == 9 and request.placeholders == request.in_flight == 0
 
 
 def test_what_a_wrong_draft_left_behind_does_not_count() -> None:

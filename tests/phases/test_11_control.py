@@ -12,10 +12,11 @@ import pytest
 import speculative
 from common.request import Request
 from common.sampling.params import SamplingParams
+from continuous.seams import Drafter
 from forward.model import Model
 from paged_cache import PagedEngine
-from speculative.control import SAMPLES, Control
-from speculative.loops import watched
+from speculative.control import SAMPLES, Control, Cost
+from speculative.loops import Watcher, watched
 from speculative.speculation import Source, Speculator, verify
 
 SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
@@ -132,6 +133,15 @@ def test_what_was_wrong_is_tried_again() -> None:
         assert machine.run(0.9, 500) < 0.6, f"after {wrong} wrong steps guessing has not begun again"
 
 
+def test_a_step_that_waits_does_not_count_beside_those_that_do_not() -> None:
+    cost = Cost()
+    for _ in range(SAMPLES):
+        cost.saw_plain(1.0)
+    cost.saw_plain(2.0, waited=True)
+    assert not cost.waited, f"a step that waited has taken the place of {SAMPLES} that did not"
+    assert (cost.plain, cost.samples) == (1.0, SAMPLES)
+
+
 # With real engines, whose clock is a test's.
 
 
@@ -173,12 +183,20 @@ def clocked(
     return engine, speculator, clock
 
 
-def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(model: Model) -> None:
+class Around(Watcher):
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "another around it"])
+def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(model: Model, around: bool) -> None:
     engine = speculative.load(model, drafter="ngram", **SMALL)
-    speculator = engine.scheduler.drafter = Speculator(Stubborn(2), Control(4, adaptive=False))
+    speculator = Speculator(Stubborn(2), Control(4, adaptive=False))
+    engine.scheduler.drafter = Around(speculator) if around else speculator
     speculator.attach(engine)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert speculator.stats.steps > 15, "a drafter that took the place of another one is never asked"
+    assert not speculator.control.rates, "request 0 has ended, but its drafter has not been told"
 
 
 def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) -> None:

@@ -27,7 +27,9 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Needs
 from common.text.tokenizer import Tokenizer
-from continuous.seams import NO_DRAFTS
+from continuous.rows import write
+from continuous.runner import Results
+from continuous.seams import NO_DRAFTS, Journal
 from continuous.work import Work
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
@@ -43,8 +45,8 @@ from speculative.loops import watched
 from speculative.ngram import NGramIndex, follow
 from speculative.speculation import Source, Speculator, verify
 from speculative.stats import SpeculationStats
-from speculative.taps import Taps, tapped
-from speculative.verify_graph import VerifyPlan
+from speculative.taps import Taps, stream, tapped
+from speculative.verify_graph import VerifyPlan, verify_sizes
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.heads import clean_drafts, head_of, hidden_states, save_head
 from tests.schedules import check
@@ -314,13 +316,14 @@ def test_an_index_takes_each_token_once_and_stays_small(monkeypatch: pytest.Monk
 
 
 def test_stats_for_people() -> None:
-    stats = SpeculationStats()
+    stats = SpeculationStats(marks={})
     assert stats.lines() == ["speculation: nothing was drafted"]
     request = Request(0, list(range(9)), 4, 99, SamplingParams())
     stats.count(Work(request, 0, 8, 3, (1, 2), (request,)), 1)
     first, one, two = stats.lines()
     assert first == "speculation: 2 drafts in 1 steps, 50% accepted, 2.00 tokens a step"
     assert "draft  1: 100% of 1" in one and "draft  2:   0% of 1" in two
+    assert stats.marks == {(0, 0): {5}}, "of request 0's output token 5 was a right draft, and 6 a wrong one"
 
 
 # Options.
@@ -418,6 +421,8 @@ def beside(source: DraftModel, oracle: Callable[[list[int], int], list[int]]) ->
             right = oracle(request.tokens, len(drafts))
             assert list(drafts) == right, f"request {request.id}, drafts behind {len(request.tokens)} tokens"
             seen.append(len(drafts))
+            if isinstance(source, HeadSource) and drafts:
+                source.carried(request, drafts)  # as where a graph has drafted them; nothing changes
         return found
 
     source.guess = compared  # type: ignore[method-assign]
@@ -426,7 +431,10 @@ def beside(source: DraftModel, oracle: Callable[[list[int], int], list[int]]) ->
 
 @torch.inference_mode()
 def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None:
-    """Whatever was right or wrong before: the oracle recomputes the small model's text from nothing."""
+    """Whatever was right or wrong before: the oracle recomputes the small model's text from nothing.
+
+    Now and then a graph has computed all that is known and drafted behind it, and the source is told.
+    """
     small = small_model(model, 0.1)
     engine, source = with_draft_model(model, small)
 
@@ -436,12 +444,28 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
             known.append(int(next_logits(small, known).argmax()))
         return known[len(tokens) :]
 
-    seen, rng = beside(source, recomputed), random.Random(1)
+    def drafted_elsewhere(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        for request, most in zip(requests, lengths, strict=True):
+            if request in source.shadows and rng.random() < 0.5:
+                own, drafts = source.shadows[request].request, recomputed(request.tokens, most)
+                computed = request.tokens + drafts[:-1]
+                assert source.cache.reserve(own, len(computed))
+                write(source.rows.tokens, [(own.row, 0, computed)])
+                source.runner.run([Work(own, own.row, 0, len(computed))])
+                source.carried(request, drafts)
+                assert own.tokens == request.tokens, f"request {request.id}: the draft model has other tokens"
+                carried.append(request.id)
+        return guess(requests, lengths)
+
+    rng, carried, guess = random.Random(1), list[int](), source.guess
+    source.guess = drafted_elsewhere  # type: ignore[method-assign]
+    seen = beside(source, recomputed)
     # With pauses, in which tokens come that nobody has guessed.
     engine.scheduler.drafter.control.decide = lambda rows: rng.random() < 0.5  # type: ignore[attr-defined]
     engine.generate([[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=24, ignore_eos=True))
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
     assert sum(seen) > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
+    assert {0, 1, 2} == set(carried), "a graph's drafts are carried over for each request"
 
 
 def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
@@ -591,6 +615,8 @@ def test_a_head_goes_to_a_file_and_back(model: Model, truth: list[Completion], t
 def test_a_head_reads_the_layers_that_it_was_trained_on() -> None:
     assert tapped(30) == (2, 15), "SmolLM2's head has learned from these"
     assert tapped(2) == (1, 1), "of a model with fewer layers there are these"
+    fused = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    assert stream(fused).tolist() == [3.0, 3.0], "a fused layer leaves its last addition to the next"
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
@@ -751,6 +777,19 @@ PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling")
 GRAPHS = {"kernels": True, "graphs": True, "graph_tokens": 32, **PLAIN}
 
 
+def test_a_request_has_graphs_for_two_four_and_all_its_tokens() -> None:
+    assert verify_sizes(2, 3) == {1: [2, 4], 2: [4, 8]}, "each number of tokens once"
+    assert verify_sizes(1, 6) == {1: [2, 4, 7]}
+
+
+class EachTaker(Journal):
+    def landed(self, works: Sequence[Work], results: Results) -> None:
+        takers = [taker.id for work in works for taker in work.takers]
+        assert len(results) == len(takers), (
+            f"{len(results)} have tokens of a step, but requests {takers} take"
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "overlap"),
@@ -760,16 +799,17 @@ GRAPHS = {"kernels": True, "graphs": True, "graph_tokens": 32, **PLAIN}
     ],
 )
 def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: bool) -> None:
-    prompts = [[5, 6, 7, 8] * 3, [3, 1], [7]]
+    prompts = [[3, 1], [7], [5, 6, 7, 8] * 3]  # the first two, without drafts, fit a graph of four tokens
     usual = {"max_tokens": 6, "ignore_eos": True}
     params = [
-        SamplingParams(**usual),
         SamplingParams(temperature=0.8, seed=1, **usual),
+        SamplingParams(**usual),
         SamplingParams(frequency_penalty=0.5, **usual),  # no graph samples with penalties
     ]
     right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
     options = {"drafter": "ngram", "draft_length": 3, "max_rows": 2, **GRAPHS}
     engine = scripted(model, right, script, overlap=overlap, **options)
+    engine.journal = EachTaker()
     assert isinstance(engine.runner, GraphRunner)
     used: list[tuple[int, int, Needs]] = []
     for key, graph in engine.runner.plan(VerifyPlan).graphs.items():

@@ -57,7 +57,7 @@ def load(
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
     rows = Rows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)
-    scheduler = Scheduler(rows, RowCache(length), step_tokens=steps, policy=POLICIES[sizes.policy])
+    scheduler = Scheduler(rows, RowCache(), step_tokens=steps, policy=POLICIES[sizes.policy])
     return Engine(scheduler, Runner(loaded, RowAttention(store), rows), tokenizer)
 
 

@@ -160,8 +160,7 @@ def avoid_plans_per_shape() -> None:
     It compiles a plan for every new shape, for tens of milliseconds, and here almost every step has a context
     length that no step had before. (Measured on an H200: 40 ms a step instead of 14.)
     """
-    if torch.cuda.is_available():
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:

@@ -379,7 +379,7 @@ class Engine:
                 if not mine:
                     outputs = self.step()
                     # What belongs to no stream is for the next caller of `step`.
-                    self.outputs[:0] = [o for o in outputs if o.request not in self.sinks]
+                    self.outputs = [o for o in outputs if o.request not in self.sinks]
                 while mine:
                     request, token, reason, now, logprob, text = mine.popleft()
                     if reason is not None:
