@@ -166,12 +166,9 @@ class ModelConfig:
             raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
-        if len(self.sliding_windows) != self.num_layers:
-            raise UserError(
-                f"layer_types has {len(self.sliding_windows)} entries for {self.num_layers} layers"
-            )
-        if self.delta is not None and len(self.delta.layers) != self.num_layers:
-            raise UserError(f"layer_types has {len(self.delta.layers)} entries for {self.num_layers} layers")
+        kinds = self.sliding_windows if self.delta is None else self.delta.layers
+        if len(kinds) != self.num_layers:
+            raise UserError(f"layer_types has {len(kinds)} entries for {self.num_layers} layers")
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -206,7 +203,7 @@ class ModelConfig:
         """
         model_type = hf.MODEL_TYPE.read(raw)
         family = hf.FAMILIES[model_type]
-        _refuse_unsupported(raw, family)
+        _refuse_unsupported(raw)
         if "text_config" in raw:  # a multimodal wrapper: the language model is inside
             inner = Field("text_config", dict).check(raw["text_config"], "text_config")
             inner_type = hf.MODEL_TYPE.read({"model_type": model_type, **inner})
@@ -215,7 +212,7 @@ class ModelConfig:
             outside = {name: raw[name] for name in hf.OUTSIDE if name in raw}
             ends = raw.get("eos_token_id")
             raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
-            _refuse_unsupported(raw, family)
+            _refuse_unsupported(raw)
         if family in hf.NEEDED:
             said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
             for name in hf.NEEDED[family]:
@@ -250,9 +247,9 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: str = "") -> None:
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Refuse what would be read without an error and computed wrongly."""
-    for name, only in hf.ONLY_IN.get(family, hf.ONLY).items():
+    for name, only in hf.ONLY.items():
         if raw.get(name) not in (None, only):
             raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
 
@@ -383,8 +380,10 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfig:
-    _refuse_unsupported(parameters, family)
+    _refuse_unsupported(parameters)
     values = {ours: field.read(parameters) for ours, field in hf.ROPE.items()}
+    if values["share"] != 1 and family != "qwen3_5":
+        raise UserError(f"partial_rotary_factor is {values['share']}, but only 1 is supported")
     kind = values["kind"]
     for name in hf.ROPE_NEEDS[kind]:
         if parameters.get(name) is None:
