@@ -12,9 +12,6 @@ import torch
 from common.device_names import check_device, check_dtype
 from common.errors import UserError
 
-MOST_DIGITS = 9
-"""Of a device's index: int() refuses strings of thousands."""
-
 
 def pick_device(name: str = "auto") -> torch.device:
     """The device called `name`: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the fastest one present.
@@ -29,7 +26,7 @@ def pick_device(name: str = "auto") -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if len(index) > MOST_DIGITS or int(index or 0) >= count:
+        if int(index or 0) >= count:
             raise UserError(f"device is {name!r}, but PyTorch finds {count} CUDA devices here")
         return torch.device("cuda", int(index) if index else torch.cuda.current_device())
     if kind == "mps" and not torch.backends.mps.is_available():

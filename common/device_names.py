@@ -6,7 +6,6 @@ import re
 
 from common.errors import UserError
 
-KINDS = ("cpu", "cuda", "mps")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -16,9 +15,9 @@ def check_device(name: str) -> tuple[str, str]:
     Raises:
         UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.
     """
-    kind, _, index = name.partition(":")
-    if name != "auto" and (kind not in KINDS or (index and not (index.isascii() and index.isdecimal()))):
+    if not re.fullmatch("auto|cpu|mps(:0)?|cuda(:[0-9]{1,9})?", name):
         raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps")
+    kind, _, index = name.partition(":")
     return kind, index
 
 

@@ -42,8 +42,9 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
 
 
 def brief(value: object) -> str:
-    """`shown`, with the middle of long texts and the end of long lists left out."""
-    return shown(value, reprlib.repr)
+    """`shown` in at most 80 characters: the middle of long texts and the end of long lists are left out."""
+    text = shown(value, reprlib.repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None) -> int:

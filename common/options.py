@@ -5,7 +5,7 @@ The same field is a keyword of `load`, a flag of the command line and a key of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
@@ -26,19 +26,16 @@ def names(kind: type) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 
-def helps(kind: type) -> dict[str, str]:
-    """The line of help of each option."""
-    return {item.name: item.metadata.get("help", "") for item in fields(kind)}
+def described(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Yield each option's name, type and line of help.
 
-
-def types(kind: type) -> dict[str, type]:
-    """The type of each option: int, float, bool or str. `int | None` is int, a `Literal` of strings str."""
-    found = {}
+    The type is int, float, bool or str: of `int | None` int, and of a `Literal` of strings str.
+    """
     hints = get_type_hints(kind)
-    for name in names(kind):
-        parts = [part for part in get_args(hints[name]) if part is not type(None)] or [hints[name]]
-        found[name] = parts[0] if isinstance(parts[0], type) else type(parts[0])
-    return found
+    for item in fields(kind):
+        parts = [part for part in get_args(hints[item.name]) if part is not type(None)] or [hints[item.name]]
+        found = parts[0] if isinstance(parts[0], type) else type(parts[0])
+        yield item.name, found.__name__, item.metadata.get("help", "")
 
 
 def route(

@@ -19,7 +19,7 @@ import typer
 
 from common.errors import UserError
 from phases.commands import arguments as a
-from phases.commands.arguments import PHASE_HELP, SCHEMES, flag
+from phases.commands.arguments import EXTRAS, PHASE_HELP, SCHEMES, flag
 from phases.process import INTERRUPTED, exit_code
 
 app = typer.Typer(
@@ -52,11 +52,7 @@ def whole(
     """A language model inference engine in runnable phases."""
 
 
-# What `phases.commands.benches.extras` finds, written down because the help must not wait for it.
-EXTRAS_HELP = (
-    "attacks, decode_step, gpu_tests, json_schema_suite, ladder, neighbours, paged_attention, quality, "
-    "replicas, sampling or step_times"
-)
+EXTRAS_HELP = ", ".join(EXTRAS)
 
 
 def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
@@ -108,7 +104,10 @@ def fetch(
     """Download a model (and convert it, if it is one of the bundled two)."""
 
 
-asking, drawing, masking, printing = (partial(flag, panel=title) for title in a.PANELS)
+asking = partial(flag, panel="What to complete")
+drawing = partial(flag, panel="How tokens are chosen")
+masking = partial(flag, panel="What the output may be, from phase 12 on")
+printing = partial(flag, panel="What is printed")
 
 
 @command("run:run")
@@ -130,13 +129,7 @@ def run(
     top_p: Annotated[
         float | None, drawing("sample among the most likely tokens up to this share", show_default="1")
     ] = None,
-    generation_config: Annotated[
-        str,
-        drawing(
-            "what holds where these say nothing: neutral (the most likely token), or model (its "
-            "generation_config.json)"
-        ),
-    ] = "neutral",
+    generation_config: Annotated[str, drawing(a.DEFAULTS_HELP)] = "neutral",
     seed: Annotated[int | None, drawing("makes sampling repeatable")] = None,
     json_schema: Annotated[Path | None, masking("file with a JSON schema that it obeys")] = None,
     regex: Annotated[str | None, masking("regular expression that it matches")] = None,
@@ -206,13 +199,7 @@ def serve(
         ),
     ] = None,
     access_log: Annotated[str, flag("a file for a line of JSON a request, - or none")] = "-",
-    generation_config: Annotated[
-        str,
-        flag(
-            "sampling where a request says nothing: model (its generation_config.json) or neutral "
-            "(temperature 1, all tokens)"
-        ),
-    ] = "model",
+    generation_config: Annotated[str, flag(a.DEFAULTS_HELP)] = "model",
     phase: Annotated[str, flag(f"whose engine: {PHASE_HELP}")] = "13",
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",

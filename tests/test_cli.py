@@ -58,7 +58,6 @@ EARLY = (
     "run 99",
     "run 1 --temperature -1",
     "run 1 --model smolm2",
-    "run 2 --max-rows 4",
     "run 9 --help",
     "serve --port 99999",
     "profile 4 --dtype int4",

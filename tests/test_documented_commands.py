@@ -12,7 +12,8 @@ import typer.main
 
 from phases import PHASES, find_phase, registry
 from phases.cli import WITH_ENGINE_FLAGS, app
-from phases.commands import benches, course  # noqa: F401  (the commands of `ladder course`)
+from phases.commands import course  # noqa: F401  (the commands of `ladder course`)
+from phases.commands.arguments import EXTRAS
 from phases.commands.flags import add_engine_flags
 from tests.test_links import sources
 
@@ -47,7 +48,7 @@ def check(line: str) -> None:
     name, command, rest = group.resolve_command(typer.Context(group), words)
     given = command.make_context(name, rest, resilient_parsing=not rest).params
     phase = given.get("phase")
-    if phase is not None and phase not in benches.extras():
+    if phase is not None and phase not in EXTRAS:
         assert find_phase(phase), f"there is no phase {phase}"
     if name in WITH_ENGINE_FLAGS and phase is not None:
         first = registry.first_phases()

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from common.errors import UserError
-from common.models.fields import Field, read_object, shown
+from common.errors import UserError, brief
+from common.models.fields import Field, read_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -218,7 +218,7 @@ def _some(names: list[str]) -> str:
 
 def _printable(name: str) -> str:
     """A name from a file, fit for one line."""
-    return name if name.isprintable() and len(name) < 200 else shown(name)[1:-1]
+    return name if name.isprintable() and len(name) < 200 else brief(name)[1:-1]
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:

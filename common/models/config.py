@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, brief
 from common.models import hf_fields as hf
-from common.models.fields import Field, read_object, shown
+from common.models.fields import Field, read_object
 from common.text.tokenizer import eos_of_tokenizer
 
 
@@ -166,12 +166,9 @@ class ModelConfig:
             raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
-        if len(self.sliding_windows) != self.num_layers:
-            raise UserError(
-                f"layer_types has {len(self.sliding_windows)} entries for {self.num_layers} layers"
-            )
-        if self.delta is not None and len(self.delta.layers) != self.num_layers:
-            raise UserError(f"layer_types has {len(self.delta.layers)} entries for {self.num_layers} layers")
+        kinds = self.sliding_windows if self.delta is None else self.delta.layers
+        if len(kinds) != self.num_layers:
+            raise UserError(f"layer_types has {len(kinds)} entries for {self.num_layers} layers")
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -206,7 +203,7 @@ class ModelConfig:
         """
         model_type = hf.MODEL_TYPE.read(raw)
         family = hf.FAMILIES[model_type]
-        _refuse_unsupported(raw, family)
+        _refuse_unsupported(raw)
         if "text_config" in raw:  # a multimodal wrapper: the language model is inside
             inner = Field("text_config", dict).check(raw["text_config"], "text_config")
             inner_type = hf.MODEL_TYPE.read({"model_type": model_type, **inner})
@@ -215,7 +212,7 @@ class ModelConfig:
             outside = {name: raw[name] for name in hf.OUTSIDE if name in raw}
             ends = raw.get("eos_token_id")
             raw = {**outside, **inner} | ({} if ends is None else {"eos_token_id": ends})
-            _refuse_unsupported(raw, family)
+            _refuse_unsupported(raw)
         if family in hf.NEEDED:
             said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
             for name in hf.NEEDED[family]:
@@ -250,11 +247,11 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: str = "") -> None:
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Refuse what would be read without an error and computed wrongly."""
-    for name, only in hf.ONLY_IN.get(family, hf.ONLY).items():
+    for name, only in hf.ONLY.items():
         if raw.get(name) not in (None, only):
-            raise UserError(f"{name} is {shown(raw[name])}, but only {only} is supported")
+            raise UserError(f"{name} is {brief(raw[name])}, but only {only} is supported")
 
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -263,7 +260,7 @@ def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = given.get("quant_method") if isinstance(given, dict) else given
     if given is not None and not (isinstance(given, dict) and isinstance(method, str)):
         raise UserError(
-            f"quantization_config names the method {shown(method)}, but must be an object with a method"
+            f"quantization_config names the method {brief(method)}, but must be an object with a method"
         )
     return given
 
@@ -367,7 +364,7 @@ def _ropes(raw: Mapping[str, Any], family: str, context: int) -> tuple[RopeConfi
     unread = [(scaling, "" if "rope_type" in scaling else "type"), (raw, hf.ORIGINAL.names)]
     for given, name in (*unread, (full, "truncate"), (sliding, "truncate"), (scaling, "truncate")):
         if given.get(name) is not None:
-            raise UserError(f"{name} is {shown(given[name])}, but `transformers` ignores it there in Gemma 3")
+            raise UserError(f"{name} is {brief(given[name])}, but `transformers` ignores it there in Gemma 3")
     local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
     everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full or scaling)
     return _rope(everywhere, family, context), _rope(local, family, context)
@@ -378,13 +375,15 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name, value in (item for source in sources for item in source.items()):
         if value is not None and merged.setdefault(name, value) != value:
-            raise UserError(f"{name} is {shown(merged[name])} at one place, and {shown(value)} at another")
+            raise UserError(f"{name} is {brief(merged[name])} at one place, and {brief(value)} at another")
     return merged
 
 
 def _rope(parameters: Mapping[str, Any], family: str, context: int) -> RopeConfig:
-    _refuse_unsupported(parameters, family)
+    _refuse_unsupported(parameters)
     values = {ours: field.read(parameters) for ours, field in hf.ROPE.items()}
+    if values["share"] != 1 and family != "qwen3_5":
+        raise UserError(f"partial_rotary_factor is {values['share']}, but only 1 is supported")
     kind = values["kind"]
     for name in hf.ROPE_NEEDS[kind]:
         if parameters.get(name) is None:

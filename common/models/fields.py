@@ -7,14 +7,13 @@ or is refused in one line; so nothing behind it has to ask again.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError
+from common.errors import UserError, brief
 
 MOST_BYTES = 1 << 24
 """A `config.json` has a few thousand bytes, the index of the largest published checkpoint nine million."""
@@ -55,12 +54,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return raw
 
 
-def shown(value: Any) -> str:
-    """Any value in one line of at most 80 characters."""
-    text = reprlib.repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
@@ -69,7 +62,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     raw = dict(pairs)
     if len(raw) != len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {shown(key)} is there twice")
+        raise ValueError(f"the key {brief(key)} is there twice")
     return raw
 
 
@@ -102,7 +95,7 @@ class Field:
             for name, other in found.items():
                 if other != value:
                     raise UserError(
-                        f"{first} is {shown(value)}, but {name} {shown(other)} means the same field"
+                        f"{first} is {brief(value)}, but {name} {brief(other)} means the same field"
                     )
             return self.check(value, first)
         if self.null_counts and any(name in raw for name in names):
@@ -118,9 +111,9 @@ class Field:
         if fits and self.kind in (int, float):
             fits = self.low <= value <= self.high  # false for NaN
         if not fits:
-            raise UserError(f"{name} is {shown(value)}, but must be {self.limit}")
+            raise UserError(f"{name} is {brief(value)}, but must be {self.limit}")
         if self.choices and value not in self.choices:
-            raise UserError(f"{name} {shown(value)} is not supported, only {', '.join(self.choices)}")
+            raise UserError(f"{name} {brief(value)} is not supported, only {', '.join(self.choices)}")
         return self.kind(value)
 
     @property

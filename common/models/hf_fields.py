@@ -140,7 +140,7 @@ SAME_ACTIVATIONS = {
 """Other names of activations -> ours."""
 
 ONLY = {
-    "partial_rotary_factor": 1,
+    "attn_output_gate": True,
     "use_bidirectional_attention": False,
     "add_cross_attention": False,
     "qkv_bias": True,
@@ -153,12 +153,5 @@ ONLY = {
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
-ONLY_IN = {
-    "qwen3_5": {
-        **{name: value for name, value in ONLY.items() if name != "partial_rotary_factor"},
-        "attn_output_gate": True,
-    },
-}
-"""The same of families that compute some of these."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config")
 """Fields of a multimodal model that say something of the language model inside."""

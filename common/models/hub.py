@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, near
 from common.models.bundled import BUNDLED, fetch_bundled
 from common.paths import expand
 
@@ -50,16 +49,10 @@ def local(name: str | Path) -> Path | None:
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
         bundled = ", ".join(BUNDLED)
         raise UserError(f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id")
-    meant = _bundled_near(str(name))
+    meant = near(str(name).lower(), BUNDLED)
     if meant and "/" not in str(name):  # the hub has few models without an owner, and none with these names
-        raise UserError(f"model is {str(name)!r}, which is no bundled model: did you mean {meant!r}?")
+        raise UserError(f"model is {str(name)!r}, which is no bundled model{meant}")
     return None
-
-
-def _bundled_near(name: str) -> str:
-    """Return the bundled model that a name is near to, or nothing."""
-    plain = name.rpartition("/")[2].lower()
-    return next(iter(get_close_matches(plain, BUNDLED, n=1, cutoff=0.7)), "")
 
 
 def _fetch_from_hub(name: str) -> Path:
@@ -85,8 +78,6 @@ def _fetch_from_hub(name: str) -> Path:
         ) from None
     except Exception as error:  # network, disk, proxy, server: each with a type of its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        meant = _bundled_near(name)
-        hint = f"; {meant} is bundled and needs no hub" if meant else ""
         raise UserError(
-            f"the hub model {name!r} could not be fetched, check the network ({reason}){hint}"
+            f"the hub model {name!r} could not be fetched, check the network ({reason})"
         ) from None

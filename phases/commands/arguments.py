@@ -7,14 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-PANELS = (
-    "What to complete",
-    "How tokens are chosen",
-    "What the output may be, from phase 12 on",
-    "What is printed",
-)
-"""Groups of the help of `ladder run`."""
-
 course_app = typer.Typer(
     help="Exercises: make a working copy, check it, ask for hints, grade it.", no_args_is_help=True
 )
@@ -34,7 +26,14 @@ def joined(values: Iterable[str] | None) -> str | None:
 # What `quant.formats` and `quant.methods` have, written down because the help must not wait for them.
 SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
 METHODS = ("rtn", "gptq", "awq")
+_EXTRAS = (
+    "attacks kernels.decode_step gpu_tests json_schema_suite ladder neighbours kernels.paged_attention "
+    "quality replicas kernels.sampling step_times"
+)
+EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
+"""Benchmarks that are not of one phase, by name: the modules that measure and draw."""
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
+DEFAULTS_HELP = "sampling where nothing is said: neutral, or model (its generation_config.json)"
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 Model = Annotated[str, flag(MODEL_HELP)]

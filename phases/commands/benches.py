@@ -19,6 +19,7 @@ from common.files import check_folder, whole
 from common.paths import cache_home
 from common.words import count
 from phases import PHASES, ROOT, phase_named
+from phases.commands.arguments import EXTRAS
 
 MOST_REPEATS = 1000
 MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_structured"}
@@ -164,26 +165,12 @@ def plot(given: SimpleNamespace) -> int:
     return 0
 
 
-def extras() -> dict[str, Path]:
-    """Benchmarks that are not of one phase, by name: `benchmarks/NAME.py` or `benchmarks/kernels/NAME.py`."""
-    files = [path for folder in ("benchmarks", "benchmarks/kernels") for path in (ROOT / folder).glob("*.py")]
-    return {
-        path.stem: path
-        for path in sorted(files)
-        if "\ndef run(options: BenchOptions" in path.read_text(encoding="utf-8")
-    }
-
-
 def _named(text: str) -> str:
     """The name of the phase or the extra benchmark that a person means."""
-    found = extras()
-    return text if text in found else phase_named(text, *sorted(found)).name
+    return text if text in EXTRAS else phase_named(text, *EXTRAS).name
 
 
 def _module(name: str) -> ModuleType:
     """The file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
     name = MADE_BY.get(name, name)
-    path = extras().get(name) or next((p.folder / "bench.py" for p in PHASES if p.name == name), None)
-    if path is None or not path.is_file():
-        raise UserError(f"{name} has no benchmark yet: {path or 'no such file'} does not exist")
-    return import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    return import_module(EXTRAS.get(name, f"phases.{name}.bench"))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import http.client
+import socket
 from types import SimpleNamespace
 
 from common.device_names import check_device, check_dtype
 from common.errors import UserError, choice, integer
 from common.models.hub import local
 from common.sampling.params import MODEL, NEUTRAL, SamplingParams
-from phases import own_options, phase_named
+from phases import phase_named
 from phases.commands.arguments import METHODS, SCHEMES, joined
 
 RANDOM = "random:"
 FIRST_STEPS = 4
 """The phase whose engine marks its steps in a trace."""
 PATIENCE = 10.0
-"""Seconds. A server that computes a step answers late, and one that is not there answers at once or never."""
+"""Seconds until a machine that says nothing is taken to be none."""
 CHOICES = {"scheme": SCHEMES, "method": METHODS, "generation_config": (MODEL, NEUTRAL)}
 
 
@@ -31,10 +31,6 @@ def check(given: SimpleNamespace) -> None:
     phase = phase_named(given.phase) if "phase" in asked else None
     check_device(asked.get("device", "auto"))
     check_dtype(asked.get("dtype", "auto"))
-    if phase is not None and given.options:
-        from phases.commands.flags import all_flags
-
-        own_options(phase, given.options, {flag.name: flag.first for flag in all_flags()})
     for name, allowed in CHOICES.items():
         if name in asked:
             choice(name, asked[name], allowed)
@@ -43,7 +39,7 @@ def check(given: SimpleNamespace) -> None:
     if phase is not None and "steps" in asked and phase.number < FIRST_STEPS:
         raise UserError(f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {phase.name}")
     if "url" in asked:
-        reach(given.url, given.api_key)
+        reach(given.url)
     model = asked.get("model")
     if model is not None and not model.startswith(RANDOM):
         local(model)
@@ -66,28 +62,15 @@ def _read(given: SimpleNamespace) -> None:
     given.prompts = read_prompts(given.prompt, given.prompts_file, chat=given.chat)
 
 
-def reach(url: str, key: str = "") -> None:
-    """Ask a server for its models.
-
-    Raises:
-        UserError: the address is none, nothing answers there, or it wants another key.
-    """
+def reach(url: str) -> None:
+    """Connect to a server. Raises `UserError` where the address is none, or nothing listens there."""
     from benchmarks.loadtest.user import Target
 
-    target = Target.of(url, key)
-    asked = http.client.HTTPConnection(target.host, target.port, timeout=PATIENCE)
-    path = target.path.replace("/completions", "/models")
+    target = Target.of(url)
     try:
-        asked.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
-        status = asked.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        socket.create_connection((target.host, target.port), PATIENCE).close()
+    except OSError as error:
         raise UserError(
-            f"no server answers at {url} ({reason or type(error).__name__}): "
+            f"no server answers at {url} ({error.strerror or error}): "
             "start one with `ladder serve`, or mend the address"
         ) from None
-    finally:
-        asked.close()
-    if status in (401, 403):
-        known = "another key than this" if key else "a key"
-        raise UserError(f"the server at {url} wants {known}: give it as --api-key")

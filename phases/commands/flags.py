@@ -6,20 +6,18 @@ kept in the cache folder, and made again when a file of a phase has changed.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from common.errors import UserError
 from common.files import whole
-from common.options import helps, names, types
+from common.options import described, names
 from common.paths import cache_home
 from phases import PHASES, ROOT
 
@@ -27,8 +25,7 @@ Command = Callable[..., int]
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag.
 
     kind: the name of its type.
@@ -65,29 +62,21 @@ def all_flags() -> list[Flag]:
     """
     if "phases.registry" in sys.modules:
         return _made()
-    key, path = _key(), _path()
+    key, path = _key(), cache_home() / "flags.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["key"] == key:
-            return [Flag(**flag) for flag in kept["flags"]]
+            return [Flag(*flag) for flag in kept["flags"]]
     made = _made()
     with suppress(UserError), whole(path) as scratch:
-        scratch.write_text(json.dumps({"key": key, "flags": [asdict(flag) for flag in made]}))
+        scratch.write_text(json.dumps({"key": key, "flags": made}))
     return made
 
 
-def _path() -> Any:
-    checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]
-    return cache_home() / f"flags-{checkout}.json"
-
-
-def _key() -> str:
-    """Sizes and times of all that a flag may come from."""
-    digest = hashlib.sha256(sys.version.encode())
-    for path in sorted((ROOT / "phases").rglob("*.py")):
-        facts = path.stat()
-        digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
+def _key() -> list[str | int]:
+    """The checkout, and the number and the times of the files that a flag may come from."""
+    changes = [path.stat().st_mtime_ns for path in (ROOT / "phases").rglob("*.py")]
+    return [str(ROOT), len(changes), sum(changes)]
 
 
 def _made() -> list[Flag]:
@@ -111,13 +100,11 @@ def _made() -> list[Flag]:
 
 
 def _panel(number: int) -> str:
-    (title,) = (phase.title for phase in PHASES if phase.number == number)
-    return f"{title}, from phase {number:02d} on"
+    return f"{PHASES[number - 1].title}, from phase {number:02d} on"
 
 
 def _of(kind: type, panel: str, first: int = 0) -> list[Flag]:
-    found, help = types(kind), helps(kind)
-    return [Flag(name, found[name].__name__, help[name], panel, first) for name in names(kind)]
+    return [Flag(*option, panel, first) for option in described(kind)]
 
 
 def _typer(flag: Flag) -> Any:

@@ -10,10 +10,8 @@ from common.console import out, table
 from common.models.hub import model_folder
 from phases import PHASES
 
-PACKAGE = "inference-ladder"
 
-
-def version(package: str = PACKAGE) -> str:
+def version(package: str = "inference-ladder") -> str:
     """Return a package's version; a checkout that is not installed has none."""
     try:
         return metadata.version(package)

@@ -62,17 +62,16 @@ def run(given: SimpleNamespace) -> int:
     name = model or ("random:tiny" if missing else "smollm2")
     source = name if name.startswith("random:") else str(model_folder(name))
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
-    if size.context + size.steps + 1 > loaded.max_len:
+    tokens = size.context + size.steps + 1
+    if tokens > loaded.max_len:
         raise UserError(
-            f"--context {size.context} and --steps {size.steps} need {size.context + size.steps + 1} tokens, "
-            f"but {name} has at most {loaded.max_len}"
+            f"--context and --steps need {tokens} tokens, but {name} has at most {loaded.max_len}"
         )
     path = folder / f"{rung.name}.json.gz"
-    tokens = size.steps + 1
-    engine = load_engine(rung, loaded, **engine_options(rung, loaded, size, tokens))
+    engine = load_engine(rung, loaded, **engine_options(rung, loaded, size.batch, tokens))
     assert isinstance(engine, Engine)
     vocab = min(10_000, loaded.config.vocab_size)
-    work = uniform("profile", size.batch, size.context, tokens, vocab)
+    work = uniform("profile", size.batch, size.context, size.steps + 1, vocab)
     record(engine, work, loaded, path, size.steps)
     on_device = where.type == "cuda"
     out.print(
@@ -91,13 +90,12 @@ def run(given: SimpleNamespace) -> int:
     return 0
 
 
-def engine_options(phase: Phase, model: Model, size: Size, new_tokens: int) -> dict[str, Any]:
+def engine_options(phase: Phase, model: Model, batch: int, tokens: int) -> dict[str, Any]:
     """Just as much room as the workload needs: the default would take most of the device's memory."""
-    tokens = size.context + new_tokens
-    at_once = max(2048, size.batch * tokens)  # all prompts in one step
-    options: dict[str, Any] = {"max_rows": size.batch, "max_len": tokens, "step_tokens": at_once}
+    at_once = max(2048, batch * tokens)  # all prompts in one step
+    options: dict[str, Any] = {"max_rows": batch, "max_len": tokens, "step_tokens": at_once}
     if phase.number > 4:
-        blocks = size.batch * (tokens // 64 + 2) * 64
+        blocks = batch * (tokens // 64 + 2) * 64
         options["cache_bytes"] = 2 * blocks * model.config.kv_bytes_per_token(model.dtype)
     return options
 

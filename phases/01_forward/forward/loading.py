@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from common.device import pick_device, pick_dtype
-from common.errors import UserError
+from common.errors import UserError, brief
 from common.models.checkpoint import assign, load_weights, stores_once
 from common.models.config import ModelConfig
-from common.models.fields import shown
 from common.models.hub import model_folder
 from forward.cpu_linear import flip_linears, flipping_pays
 from forward.model import Model
@@ -121,7 +120,7 @@ def config_of(name: str | Path) -> ModelConfig:
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
     """Raise `UserError` for a checkpoint of few bits, where no feature reads these."""
     if config.quantization is not None:
-        method = shown(config.quantization["quant_method"])
+        method = brief(config.quantization["quant_method"])
         raise UserError(
             f"{folder}/config.json: quantization_config names the method {method}, but plain weights are all "
             "that phases before 10 read"

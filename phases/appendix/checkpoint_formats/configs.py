@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError
-from common.models.fields import Field, shown
+from common.errors import UserError, brief
+from common.models.fields import Field
 from phases.appendix.checkpoint_formats.layouts import TensorLayout
 from quant.formats import BLOCK, FP8_BLOCK, Activations, Scheme
 
@@ -80,7 +80,7 @@ def stored(raw: Mapping[str, Any]) -> Stored:
     try:
         for name in _UNREAD.get(method, ()):
             if raw.get(name):
-                raise UserError(f"{name} is {shown(raw[name])}, but is not supported")
+                raise UserError(f"{name} is {brief(raw[name])}, but is not supported")
         return _METHODS[method](raw)
     except UserError as error:
         raise UserError(f"quantization_config: {method}: {error}") from None
@@ -112,7 +112,7 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
             except (re.error, RecursionError):
                 dear = True
             if dear or len(pattern) > _PATTERN:
-                raise UserError(f"{name} {shown(pattern)} is too involved, or no regular expression")
+                raise UserError(f"{name} {brief(pattern)} is too involved, or no regular expression")
     return tuple(given)
 
 
@@ -163,7 +163,7 @@ def _compressed(raw: Mapping[str, Any]) -> Stored:
             form = group.get("format") or raw.get("format")
             rules.append((_patterns(group, "targets"), _compressed_layout(group, form)))
         except UserError as error:
-            raise UserError(f"{shown(key)}: {error}") from None
+            raise UserError(f"{brief(key)}: {error}") from None
     # "Linear" means all of them, so the groups that name layers come first.
     rules.sort(key=lambda rule: "Linear" in rule[0])
     return Stored(tuple(rules), _patterns(raw, "ignore"))
@@ -195,7 +195,7 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     if strategy == "block":
         _only(weights, "block_structure", [BLOCK, BLOCK])
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise UserError(f"actorder is {shown(weights['actorder'])}, but must be weight or static")
+        raise UserError(f"actorder is {brief(weights['actorder'])}, but must be weight or static")
     scheme = Scheme(
         name=f"{form}-{numbers}",
         weights=numbers,
@@ -218,7 +218,7 @@ def _activations(group: Mapping[str, Any]) -> Activations | None:
     eight = _BITS.read(given) == 8 and given.get("dynamic") and given.get("symmetric") is not False
     # An input of fp8 in groups has finer scales than a token's.
     if not eight or strategy not in (("token", "group") if kind == "float" else ("token",)):
-        raise UserError(f"{name} is {shown(given)}, but only 8 dynamic bits for each token are supported")
+        raise UserError(f"{name} is {brief(given)}, but only 8 dynamic bits for each token are supported")
     return "fp8" if kind == "float" else "int8"
 
 
@@ -226,7 +226,7 @@ def _known(raw: Mapping[str, Any], fields: tuple[str, ...], where: str = "") -> 
     """Raise `UserError` for a field that is none of these."""
     for name in raw:
         if name not in fields:
-            raise UserError(f"{where}{shown(name)} is not known, only {', '.join(fields)}")
+            raise UserError(f"{where}{brief(name)} is not known, only {', '.join(fields)}")
 
 
 def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) -> None:
@@ -236,7 +236,7 @@ def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) 
         return
     same = given.lower() == value if isinstance(given, str) else given == value and type(given) is type(value)
     if not same:
-        raise UserError(f"{name} is {shown(given)}, but only {shown(value)} is supported")
+        raise UserError(f"{name} is {brief(given)}, but only {brief(value)} is supported")
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Stored]] = {
