@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.doors import ANY, Forms, Hosts, Keys, Origins
+from phases.appendix.access.doors import ANY, Doors
 from phases.appendix.api.extension import Api
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.connections.parts import BodyParts
@@ -39,8 +39,8 @@ def whole_app(
     """Make the application that `ladder serve` runs.
 
     Args:
-        hosts: names that the server answers to; see `hosts.names_of`.
-        allowed_origins: whose web pages may read answers; see `origins`.
+        hosts: names that the server answers to; see `doors.names_of`.
+        allowed_origins: whose web pages may read answers; see `doors.origins`.
         keys: of which a client needs one; none: every request is taken.
         access_log: a path, "-" for standard error, or "none".
         limits: on what a client may send.
@@ -48,11 +48,9 @@ def whole_app(
         server: what `App` takes besides.
     """
     metrics, checked = Metrics(), limits or Limits()
-    extensions: list[Extension] = [metrics, Hosts(hosts)]
-    extensions += [Origins(allowed_origins)] if allowed_origins else []
-    extensions += [Keys(keys), AccessLog(access_log, metrics)]
-    extensions += [BodyParts(checked), Api(version)]
-    extensions += [Protocols(), Live(), Forms()]
+    doors = Doors(hosts, allowed_origins, keys)
+    extensions: list[Extension] = [metrics, doors, AccessLog(access_log, metrics), BodyParts(checked)]
+    extensions += [Api(version), Protocols(), Live()]
     app = App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
     app.add("/v1/embeddings", Embeddings(app.prompts, model, checked))
     return app

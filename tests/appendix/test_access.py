@@ -7,7 +7,7 @@ import hmac
 import pytest
 
 from common.errors import UserError
-from phases.appendix.access.doors import Keys, origins
+from phases.appendix.access.doors import Doors, origins
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension
@@ -31,7 +31,7 @@ async def test_keys(make):
             assert asked.status == 401, f"{path} is open to {headers}"
     for right in ("Bearer secret", "Bearer other"):
         assert (await Client(app).get("/version", authorization=right)).status == 200, right
-    for path in ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico"):
+    for path in ("/health", "/ready", "/ping", "/", "/docs"):
         assert (await Client(app).get(path)).status == 200
 
 
@@ -105,4 +105,4 @@ async def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
     for key in ("first", "third", "none", ""):
         compared.clear()
         await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
-        assert compared == extension(app, Keys).keys, f"with {key!r} only {compared} were compared"
+        assert compared == extension(app, Doors).keys, f"with {key!r} only {compared} were compared"

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.errors import UserError
-from phases.appendix.access.doors import Hosts, hosts, names_of
+from phases.appendix.access.doors import Doors, hosts, names_of
 from phases.appendix.connections.connection import NEVER, Connection
 from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
@@ -209,14 +209,14 @@ OWN = ("", "localhost", "LOCALHOST:8000", "a.localhost:1", "127.0.0.1:8000", "[:
 )
 async def test_other_names_are_not(host: str) -> None:
     for own in OWN:
-        await Hosts(LOCAL).before(asked(own))
+        await Doors(LOCAL).before(asked(own))
     with pytest.raises(ApiError, match="--allowed-hosts") as refused:
-        await Hosts(LOCAL).before(asked(host))
+        await Doors(LOCAL).before(asked(host))
     assert refused.value.status == 421
-    await Hosts(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(asked(host))
-    await Hosts(names_of("127.0.0.1", (), keys=True)).before(asked(host))  # a page has no key
+    await Doors(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(asked(host))
+    await Doors(names_of("127.0.0.1", (), keys=True)).before(asked(host))  # a page has no key
     with pytest.raises(ApiError):
-        await Hosts(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
+        await Doors(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
     for wrong in ("", " , ", "a b", "http://a", "a:80"):
         with pytest.raises(UserError, match="--allowed-hosts"):
             hosts(wrong)

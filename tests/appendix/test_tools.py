@@ -144,7 +144,7 @@ def test_calls_are_found_however_the_text_is_cut(name, size):
                     "a call is told of twice, or not at its beginning"
                 )
                 pieces[place] = pieces.get(place, "") + call["function"]["arguments"]
-    where = f"{format.name}'s text in pieces of {size}"
+    where = f"{format.trigger!r} and text in pieces of {size}"
     before = "" if name == "llama" else "One < two <tool."
     assert content == before, f"{where}: what stands before the calls was read as {content!r}"
     found = [tuple(call["function"].values()) for call in reader.calls]

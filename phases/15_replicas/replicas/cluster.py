@@ -41,7 +41,6 @@ OBJECT_STORE_BYTES = 100 << 20
 """Ray's memory for large objects. Requests and tokens are small ones and never get there."""
 START_SECONDS = 900.0
 """A replica may take so long to be ready, to load a large model, say."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 30.0
 """Ray may take so long to end after the last stream."""
 TRIES = 2
@@ -85,7 +84,6 @@ class Cluster:
             CannotStart: not every replica takes requests in time.
             UserError: there is no such cluster, or no replica can be made with these options.
         """
-        before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             self._start()
             self._deploy()
@@ -94,8 +92,6 @@ class Cluster:
                 pass
         finally:
             self.stop()
-            for number, handler in before.items():
-                signal.signal(number, handler)
         return 0
 
     def stop(self) -> None:
@@ -129,7 +125,10 @@ class Cluster:
                 ray.init(address=self.options.cluster, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise UserError(f"cluster {self.options.cluster!r} is not to be had: {error}") from None
-        for number in SIGNALS:  # not before: Ray takes them over, to print a trace and abort
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # not before: Ray takes them over, to print a trace and abort
             signal.signal(number, self._hear)
         seconds = self.limits.max_seconds + 5  # a replica is the first to say that it took too long
         try:

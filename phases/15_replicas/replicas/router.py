@@ -64,14 +64,6 @@ class Router(RequestRouter):  # type: ignore[misc]
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Some have come or gone."""
         super().update_replicas(replicas)
-        self._keep()
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """One has gone, and this process has noticed first."""
-        super().on_replica_actor_died(replica_id)
-        self._keep()
-
-    def _keep(self) -> None:
         names = {name_of(replica_id) for replica_id in self.curr_replicas}
         self.policy.keep(names)
         self.in_flight.keep(names)

@@ -62,82 +62,85 @@ def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[st
     return frozenset({"localhost", host.lower(), socket.gethostname().lower(), *allowed})
 
 
-class Hosts(Extension):
-    """Refuses requests to other names; one without a name does not come from a browser.
-
-    names: see `names_of`.
-    """
-
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
-
-    async def before(self, exchange: Exchange) -> bool:
-        """See `Extension`."""
-        given = exchange.headers.get(b"host", b"").decode("latin-1").strip().lower()
-        name = re.sub(r":\d*$", "", given)
-        if ANY in self.names or not given or name in self.names or name.endswith(".localhost"):
-            return False
-        with suppress(ValueError):
-            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-            return False
-        words = f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
-        raise ApiError(421, words, code="host")
-
-
 EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
+OPEN = ("/health", "/ready", "/ping", "/", "/docs")
+"""Routes that need no key. Pages are the same files for every client; what they ask for needs one."""
+FORMS = (b"", b"application/x-www-form-urlencoded")
+WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer"})
+"""Headers of which a browser sends one with the body of a page, which may be another site's."""
 
 
-class Origins(Extension):
-    """Lets pages of the origins `allowed` read answers, and answers what browsers ask first."""
+class Doors(Extension):
+    """Refuses requests that may not come in.
 
-    def __init__(self, allowed: tuple[str, ...]) -> None:
-        self.allowed = allowed
+    hosts: see `names_of`.
+    origins: whose pages may read answers; none: no browser is told anything.
+    keys: of which a client needs one; none: every request is taken.
+    """
+
+    def __init__(
+        self, hosts: frozenset[str], origins: tuple[str, ...] = (), keys: tuple[str, ...] = ()
+    ) -> None:
+        self.hosts, self.origins, self.keys = hosts, origins, [key.encode() for key in keys]
 
     def install(self, app: App) -> None:
         """Learn the routes."""
         self.app = app
 
     async def before(self, exchange: Exchange) -> bool:
-        """See `Extension`. A question is about a request to come: which methods and headers it may have."""
-        headers, extra, any_page = exchange.headers, exchange.extra, ANY in self.allowed
+        """See `Extension`. A browser asks before it sends a request, and without a key."""
+        self.check_host(exchange)
+        if self.origins and self.asks(exchange):
+            await exchange.start(204, [])
+            await exchange.write(b"", more=False)
+            return True
+        if self.keys and exchange.path not in OPEN:
+            self.check_key(exchange)
+        kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind in FORMS and WEB_PAGE.isdisjoint(exchange.headers):  # a form, and no web page sends it
+            exchange.headers[b"content-type"] = b"application/json"
+        return False
+
+    def check_host(self, exchange: Exchange) -> None:
+        """Refuse a request to another name; one without a name does not come from a browser."""
+        given = exchange.headers.get(b"host", b"").decode("latin-1").strip().lower()
+        name = re.sub(r":\d*$", "", given)
+        if ANY in self.hosts or not given or name in self.hosts or name.endswith(".localhost"):
+            return
+        with suppress(ValueError):
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+            return
+        words = f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
+        raise ApiError(421, words, code="host")
+
+    def asks(self, exchange: Exchange) -> bool:
+        """Let pages of the allowed origins read the answer; tell if it is about a request to come.
+
+        Such a question is which methods and headers that may have.
+        """
+        headers, extra, any_page = exchange.headers, exchange.extra, ANY in self.origins
         origin = headers.get(b"origin", b"")
-        asks = exchange.method == "OPTIONS" and origin and b"access-control-request-method" in headers
+        asks = exchange.method == "OPTIONS" and origin != b"" and b"access-control-request-method" in headers
         if not any_page:
             extra.append((b"vary", b"origin"))  # or a cache would give one page's answer to another
         shown = origin.decode("latin-1")
-        if origin and (any_page or shown in self.allowed):
+        if origin and (any_page or shown in self.origins):
             extra.append((b"access-control-allow-origin", b"*" if any_page else origin))
             extra.append((b"access-control-expose-headers", EXPOSED))
         elif asks:
             words = f"pages of {shown[:100]!r} may not ask here: see --allowed-origins"
             raise ApiError(403, words, code="origin")
-        if not asks:
-            return False
-        extra.append((b"access-control-allow-methods", ", ".join(self.app.handlers(exchange.path)).encode()))
-        extra.append((b"access-control-max-age", SECONDS))
-        if wanted := headers.get(b"access-control-request-headers"):
-            extra.append((b"access-control-allow-headers", wanted))
-        await exchange.start(204, [])
-        await exchange.write(b"", more=False)
-        return True
+        if asks:
+            methods = ", ".join(self.app.handlers(exchange.path)).encode()
+            extra += [(b"access-control-allow-methods", methods), (b"access-control-max-age", SECONDS)]
+            if wanted := headers.get(b"access-control-request-headers"):
+                extra.append((b"access-control-allow-headers", wanted))
+        return asks
 
-
-OPEN = ("/health", "/ready", "/ping", "/", "/docs", "/favicon.ico")
-"""Routes that need no key. Pages are the same files for every client; what they ask for needs one."""
-
-
-class Keys(Extension):
-    """Refuses requests without one of the keys; without keys it takes every request."""
-
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self.keys = [key.encode() for key in keys]
-
-    async def before(self, exchange: Exchange) -> bool:
-        """See `Extension`."""
-        if not self.keys or exchange.path in OPEN:
-            return False
+    def check_key(self, exchange: Exchange) -> None:
+        """Refuse a request without one of the keys; all are compared."""
         other = b"bearer " + exchange.headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
         given = exchange.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
@@ -146,20 +149,3 @@ class Keys(Extension):
         if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
             exchange.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
             raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
-        return False
-
-
-FORMS = (b"", b"application/x-www-form-urlencoded")
-WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer"})
-"""Headers of which a browser sends one with the body of a page, which may be another site's."""
-
-
-class Forms(Extension):
-    """Takes the body of a form as JSON, unless a web page sends it."""
-
-    async def before(self, exchange: Exchange) -> bool:
-        """See `Extension`."""
-        kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind in FORMS and WEB_PAGE.isdisjoint(exchange.headers):
-            exchange.headers[b"content-type"] = b"application/json"
-        return False

@@ -86,7 +86,7 @@ class WideChat(WideCompletions):
         texts = (message.get("content") for message in messages)
         self.prompts.fits(sum(len(text) for text in texts if isinstance(text, str)), ready, "messages")
         tools = tools_of(request, tokenizer, self.limits)
-        shown = [] if tools is None else tools.shown
+        shown = (request.tools or []) if tools is not None else []
         settings = {**(request.chat_template_kwargs or {})}
         if reserved := RESERVED & settings.keys():
             raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}")

@@ -21,11 +21,6 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 DOCS = Path(__file__).parent / "docs.html"
-SVG = (b"content-type", b"image/svg+xml")
-ICON = (
-    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16" stroke="#3b7dd8" stroke-width="2">'
-    b'<path d="M4 1v14M12 1v14M4 4h8M4 8h8M4 12h8"/></svg>'
-)
 
 
 class Api(Extension):
@@ -50,7 +45,6 @@ class Api(Extension):
             "/version": {"GET": lambda exchange: exchange.json({"version": self.version})},
             "/openapi.json": {"GET": lambda exchange: exchange.json(self.document)},
             "/docs": {"GET": lambda exchange: exchange.answer(200, DOCS.read_bytes(), HTML)},
-            "/favicon.ico": {"GET": lambda exchange: exchange.answer(200, ICON, [SVG])},
             "/ping": app.routes["/health"],
         }
 

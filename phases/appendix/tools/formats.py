@@ -35,7 +35,6 @@ class CallFormat:
     arguments: the key of the arguments.
     """
 
-    name: str
     trigger: str = ""
     before: str = ""
     after: str = ""
@@ -76,9 +75,9 @@ class CallFormat:
         return Grammar.lark("%llguidance {}\n" + "\n".join(rules) + "\n")
 
 
-HERMES = CallFormat("Hermes", "<tool_call>", "\n", "\n</tool_call>")
+HERMES = CallFormat("<tool_call>", "\n", "\n</tool_call>")
 """Nous' Hermes and Qwen."""
-LLAMA = CallFormat("Llama", arguments="parameters")
+LLAMA = CallFormat(arguments="parameters")
 """Llama 3.1 and later: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/."""
 
 

@@ -26,12 +26,10 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 class Tools:
     """The tools of a request.
 
-    shown: what the template gets.
     loosened: keywords of tools that are not strict, which the grammar does without.
     """
 
     format: CallFormat
-    shown: list[dict[str, Any]]
     grammar: Grammar
     loosened: list[str]
 
@@ -73,7 +71,7 @@ def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tool
         )
     except UserError as error:
         raise wrong("tools", str(error)) from None
-    return Tools(format, tools, grammar, loosened)
+    return Tools(format, grammar, loosened)
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
