@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,8 @@ from parallel.ranks import Ranks
 from parallel.shard import ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize
+from quant.loading import Quantize, replace_layer
 from quant.weights import QuantizedWeight
-
-
-@runtime_checkable
-class KnowsParts(Protocol):
-    """A layer with the tensors of another tool's checkpoint, which knows what a rank's part of them means."""
-
-    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
-        """Return what a rank's part of the tensor `leaf` means to this rank's layer.
-
-        place: the rank, where the layer is cut along its inputs.
-        """
-        ...
 
 
 def load_part(
@@ -82,8 +70,7 @@ def load_part(
     part.own.tie_weights()
     model = finish(part.own if linears is None else linears.finish(part.own), where)
     for path in [path for path, _ in model.named_modules() if path.endswith(ROWS)]:
-        owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, RowLinear(model.get_submodule(path), ranks))
+        replace_layer(model, path, RowLinear(model.get_submodule(path), ranks))
     return model
 
 
@@ -158,12 +145,9 @@ class Part:
         if owner in VOCABULARY and leaf == "weight" and len(value) < self.shapes[name][0]:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
-        layer = self.own.get_submodule(owner)
-        if isinstance(layer, KnowsParts):
-            try:
-                return layer.part(leaf, value, self.shard.rank if owner.endswith(ROWS) else None)
-            except UserError as error:
-                raise UserError(f"tensor_parallel is {self.shard.size}, but {name}: {error}") from None
+        if leaf == "g_idx":  # GPTQ's: each input's group, counted from the first whose scales are here
+            scales = self.slice(f"{owner}.scales")
+            return value if scales is None or scales.dim else value - scales.start
         return value
 
     def place(self, name: str, value: Tensor) -> None:
@@ -176,8 +160,7 @@ class Part:
             scheme = self.linears.scheme
             assert scheme is not None
             weight = cut_inputs(quantized(value, scheme, owner), self.shard, name)
-            path, _, last = owner.rpartition(".")
-            setattr(self.own.get_submodule(path), last, QuantLinear(weight, layer.bias))
+            replace_layer(self.own, owner, QuantLinear(weight, layer.bias))
         elif self.linears is not None:
             self.linears.place(self.own, name, value.contiguous().clone())
         else:

@@ -114,9 +114,9 @@ class TensorLayout:
         return QuantizedWeight(self.scheme, data, scale.reshape(shape).contiguous())
 
     def _packed(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
-        said = tuple(found["weight_shape"].tolist())
-        if said != shape:
-            raise UserError(f"{name}.weight_shape says {list(said)}, but the weight is {list(shape)}")
+        said = found["weight_shape"].tolist()  # of the whole, also in a rank
+        if said[0] % shape[0] or said[1] % shape[1]:
+            raise UserError(f"{name}.weight_shape says {said}, but the weight is {list(shape)}")
         numbers, scale = unpack_words(found["weight_packed"], self.scheme.bits), found["weight_scale"]
         if self.scheme.weights == "int8":
             return QuantizedWeight(self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone())
@@ -137,18 +137,6 @@ class StoredLinear(nn.Module):
         for tensor, (shape, dtype) in self.expected.items():
             self.register_buffer(tensor, torch.empty(shape, dtype=dtype, device="meta"))
         self.bias = linear.bias
-
-    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
-        """See phase 14's `KnowsParts`: shapes are this rank's, and groups are counted from its own first."""
-        if leaf == "weight_shape":
-            return torch.tensor(self.shape, dtype=value.dtype)
-        if not leaf.endswith("g_idx") or place is None:
-            return value
-        groups = self.shape[1] // self.layout.scheme.group
-        value = value - place * groups
-        if bool(((value < 0) | (value >= groups)).any()):
-            raise UserError("groups are in the order of activations: they cannot be cut along the inputs")
-        return value
 
     def understood(self, name: str) -> QuantLinear:
         """The layer that this stands for."""
@@ -180,7 +168,7 @@ def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
     """From each input's group `[K]` the inputs in the order of their groups, or None if they are in order."""
     count = len(groups) // size
     if bool(((groups < 0) | (groups >= count)).any()):
-        raise UserError(f"{name} names groups outside of 0 to {count - 1}")
+        raise UserError(f"{name} names groups outside of 0 to {count - 1}, or of other ranks (desc_act)")
     if bool((torch.bincount(groups.long(), minlength=count) != size).any()):
         raise UserError(f"{name} has groups that are not {size} inputs each")
     order = torch.argsort(groups.long(), stable=True)
