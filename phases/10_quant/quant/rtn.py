@@ -31,8 +31,6 @@ def quantize(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.fl
 
 def _largest(weight: Tensor, scheme: Scheme) -> Tensor:
     """The largest magnitude among those that share a scale, in the scales' shape."""
-    if scheme.scales == "tensor":
-        return weight.abs().amax().reshape(1)
     if scheme.scales == "channel":
         return weight.abs().amax(dim=1)
     n, k = weight.shape

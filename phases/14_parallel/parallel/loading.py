@@ -171,7 +171,7 @@ def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWei
     """Return a rank's part of a quantized weight that is cut along its inputs, the last dimension.
 
     Numbers, and scales and zero points of blocks and groups, are cut in `size` equal parts, in the order of
-    ranks, and lie in memory of their own. A scale of the tensor or of channels is whole on every rank.
+    ranks, and lie in memory of their own. Scales of channels are whole on every rank.
 
     Raises:
         UserError: a scale is of inputs of two ranks.
@@ -188,7 +188,7 @@ def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWei
         length = tensor.shape[1] // shard.size
         return tensor.narrow(1, shard.rank * length, length).contiguous()
 
-    shared = scheme.scales in ("tensor", "channel")
+    shared = scheme.scales == "channel"
     return replace(
         weight,
         data=part(weight.data),

@@ -33,12 +33,14 @@ class TensorLayout:
         (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
     scale: the scales' name.
     one_less: GPTQ's zero points are stored less one, in its first format.
+    one_scale: the file has one scale for all channels.
     """
 
     kind: Kind
     scheme: Scheme
     scale: str = "weight_scale"
     one_less: bool = False
+    one_scale: bool = False
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
         """Shape and dtype of each tensor of layer `name`, a weight `[n, k]`.
@@ -49,6 +51,7 @@ class TensorLayout:
         per_word, group = 32 // self.scheme.bits, self.scheme.group
         if self.kind == "plain":
             shape = (n, 1) if self.scheme.scales == "channel" else self.scheme.scale_shape(n, k)
+            shape = (1,) if self.one_scale else shape
             return {"weight": ((n, k), DTYPES[self.scheme.weights]), self.scale: (shape, torch.float32)}
         if k % (group or per_word):
             raise UserError(
@@ -110,6 +113,7 @@ class TensorLayout:
         data, scale = found["weight"], found[self.scale].float()
         if data.dtype == torch.float8_e4m3fn and bool(((data.view(torch.uint8) & 127) == 127).any()):
             raise UserError(f"{name}.weight holds NaN: the checkpoint is damaged")
+        scale = scale.expand(len(data)) if self.one_scale else scale
         shape = self.scheme.scale_shape(*data.shape)
         return QuantizedWeight(self.scheme, data, scale.reshape(shape).contiguous())
 
