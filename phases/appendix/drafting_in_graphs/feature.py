@@ -46,11 +46,11 @@ class DraftAhead(Feature):
 
     def _whole_steps(self, parts: Parts, speculator: Speculator, length: int) -> None:
         """Steps that verify and draft in one graph, around those that overlap."""
-        from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph, InGraphDrafter, ahead_bytes
+        from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph, ahead_bytes
 
-        drafter = InGraphDrafter(speculator)
-        parts.wrap(self, drafter=lambda plain: drafter)
-        parts.loops["in graph"] = lambda engine: InGraph(engine.loop, Ahead(engine, drafter, length))
+        ahead = Ahead(speculator, length)
+        parts.wrap(self, drafter=lambda plain: ahead)
+        parts.loops["in graph"] = lambda engine: InGraph(engine, ahead)
         models = 2 if isinstance(speculator.source, HeadSource) else 1
         parts.reserve.append(
             lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), length, models=models)

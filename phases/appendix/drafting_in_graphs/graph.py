@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +23,6 @@ from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from forward.attention import Attention
-from paged_cache.attention import PagedBatch
 from phases.appendix.drafting_in_graphs.columns import by_columns
 from phases.appendix.drafting_in_graphs.kernels import Chain, Places, Step, side_by_side
 from phases.appendix.latency.ways import add_way
@@ -132,7 +130,7 @@ class AheadGraph:
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.batch, self.small_batch = (several(size, drafts + 1, device) for _ in range(2))
+        self.batch, self.small_batch = (fixed_batch(size, 1, device, drafts + 1) for _ in range(2))
         here, there = ([ints(size), ints(places), ints(places)] for _ in range(2))
         lens, small_lens = self.batch.context_lens, self.small_batch.context_lens
         self.places = Places._make([ints(size), *here, ints(places), lens, *there, small_lens])
@@ -191,18 +189,3 @@ class AheadGraph:
     def _hand_on(self, step: Step, drafter: HeadDrafts, last: Tensor, number: int) -> None:
         made = drafter.choose(last, self.places.small_rows, self.later.draft_steps[number])
         step.hand_on(made, number, drafter.names, drafter.on.rows.tokens, self.newest)
-
-
-def several(size: int, each: int, device: torch.device) -> PagedBatch:
-    """A fixed batch of `size` requests with `each` tokens each."""
-    batch = fixed_batch(size * each, 1, device)
-    host = replace(
-        batch.host,
-        rows=np.arange(size),
-        query_lens=np.full(size, each),
-        query_starts=np.arange(size + 1) * each,
-        context_lens=np.full(size, each),  # the real ones may not be read
-    )
-    starts = torch.arange(size + 1, dtype=torch.int32, device=device) * each
-    contexts = torch.zeros(size, dtype=torch.int32, device=device)
-    return replace(batch, host=host, query_starts=starts, context_lens=contexts)
