@@ -160,11 +160,8 @@ class Ahead(Watcher):
         if scheduler.rows.free and scheduler.waiting:  # an ordinary step may admit a request
             return None
         flying = 0 if before is None else 1
-        here = set() if before is None else {work.request for work in before.works}
-        for request in running:
-            if request.siblings or request.in_flight != flying:
-                return None
-            if request.prefilling if before is None else request not in here:
+        for request in running:  # one with a token in flight is in that step
+            if request.siblings or request.in_flight != flying or (not flying and request.prefilling):
                 return None
         works = [Work(r, r.row, 0, 1, (), (r,)) for r in running]
         if self.engine.masks.wants(works):
