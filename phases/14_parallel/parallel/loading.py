@@ -27,7 +27,7 @@ from forward.model import Model
 from parallel.layers import RowLinear, VocabularyEmbedding
 from parallel.ranks import Ranks
 from parallel.shard import ROWS, VOCABULARY, Shard, Slice
-from quant.formats import BLOCK
+from quant.formats import BLOCK, Scheme
 from quant.linear import QuantLinear, quantized
 from quant.loading import Quantize, replace_layer
 from quant.weights import QuantizedWeight
@@ -99,15 +99,15 @@ class Part:
             linears.expect(self.own)
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
-    def whole_first(self, name: str) -> bool:
-        """Return True if a weight is quantized before it is cut: its scales are over all inputs."""
+    def whole_first(self, name: str) -> Scheme | None:
+        """Return the scheme of a weight that is quantized before it is cut, as scales are over all inputs."""
         owner, _, leaf = name.rpartition(".")
         rows = leaf == "weight" and owner.endswith(ROWS)
-        return rows and isinstance(self.linears, Quantize) and self.linears.scheme is not None
+        return self.linears.scheme if rows and isinstance(self.linears, Quantize) else None
 
     def slice(self, name: str) -> Slice | None:
         """Return the slice of a tensor that is read."""
-        if self.whole_first(name):
+        if self.whole_first(name) is not None:
             return None
         return self.shard.cut(name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads)
 
@@ -156,9 +156,8 @@ class Part:
             return
         owner = name.rpartition(".")[0]
         layer = self.own.get_submodule(owner)
-        if self.whole_first(name) and isinstance(self.linears, Quantize) and isinstance(layer, nn.Linear):
-            scheme = self.linears.scheme
-            assert scheme is not None
+        scheme = self.whole_first(name)
+        if scheme is not None and isinstance(layer, nn.Linear):
             weight = cut_inputs(quantized(value, scheme, owner), self.shard, name)
             replace_layer(self.own, owner, QuantLinear(weight, layer.bias))
         elif self.linears is not None:
