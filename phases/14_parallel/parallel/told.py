@@ -44,17 +44,16 @@ class Teller(Watcher):
 
 
 class Told(Watcher):
-    """Any other rank's drafter: what rank 0's has said."""
+    """Any other rank's drafter: what rank 0's has said.
+
+    waits: rank 0's drafter waited before the step was scheduled.
+    """
+
+    waits = False
 
     def __init__(self, line: Line) -> None:
         self.line = line
-        self.now = False
         self._said = Drafts(False, {})
-
-    @property
-    def waits(self) -> bool:
-        """True if rank 0's drafter waited before the step was scheduled."""
-        return self.now
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Wait for rank 0's message about this step, keep it, and return whether a drafter was asked there.
