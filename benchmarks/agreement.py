@@ -17,7 +17,7 @@ from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
 from speculative.rejection import agreement as agreement_of
-from speculative.rejection import classical, greedy, optimum
+from speculative.rejection import greedy, optimum
 
 NOISES = (0.02, 0.05, 0.1, 0.15, 0.2)
 """Drafters: the model with noise in its weights, in standard deviations of each matrix."""
@@ -40,7 +40,7 @@ def agreement(phase: str, options: BenchOptions) -> list[Run]:
     found: dict[str, Tensor] = {}
     for noise in NOISES[:2] if options.quick else NOISES:
         found[f"noise {noise:g}"] = probabilities(noisy(model, noise), text)
-    rules = {"optimum": optimum, "classical": classical, "coupled": agreement_of, "greedy": greedy}
+    rules = {"optimum": optimum, "coupled": agreement_of, "greedy": greedy}
     runs = []
     for name, draft in found.items():
         shares = {rule: float(share(target, draft).mean()) for rule, share in rules.items()}

@@ -98,6 +98,6 @@ def defined_layer(layer: QuantLinear | nn.Linear) -> DefinedLinear:
     if isinstance(layer, nn.Linear):
         return DefinedLinear(layer.weight.detach(), one, layer.bias, None)
     weight, inputs = layer.weight, layer.scheme.activations
-    if layer.scheme.scales in ("tensor", "channel"):
+    if layer.scheme.scales == "channel":
         return DefinedLinear(weight.data.float(), weight.scale, layer.bias, inputs)
     return DefinedLinear(weight.dequantize(), one, layer.bias, inputs)

@@ -33,7 +33,7 @@ from paged_cache.pool import KVFormat
 from quant.calibrate import samples
 from quant.feature import head_for
 from quant.formats import SCHEMES
-from quant.kv import KV_DTYPES, head_scales, kv_format
+from quant.kv import KV_DTYPES, head_scales, sample
 from quant.loading import Quantize
 from quant.methods import quantize_model
 
@@ -131,9 +131,8 @@ def _made(
             yield way, WAYS[way].make(reference, texts), RecomputeAttention()
         else:
             kind, of_text = KEYS[way]
-            kv = kv_format(reference, kind)
-            if of_text:
-                kv = KVFormat(KV_DTYPES[kind], head_scales(reference, texts, kind))
+            shown = texts if of_text else [sample(reference)]
+            kv = KVFormat(KV_DTYPES[kind], head_scales(reference, shown, kind))
             yield way, reference, StoredAttention(kv)
         print(f"  {way}: {time.perf_counter() - begun:.0f} s", flush=True)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import cuda_graphs
 import forward
@@ -22,19 +22,20 @@ import quant
 from common.errors import UserError
 from forward.loading import load_model
 from forward.model import Model
+from forward.shapes import SHAPES
+from parallel.loading import Part
+from parallel.shard import Shard
 from phases import phase_named
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.export import check_source, export
 from phases.appendix.checkpoint_formats.feature import ReadFormats
 from phases.appendix.checkpoint_formats.layouts import (
     AWQ_ORDER,
-    StoredLinear,
     TensorLayout,
     pack_words,
 )
 from phases.cli import main
 from phases.registry import load_engine
-from quant import rtn
 from quant.formats import FP8, INT4, SCHEMES, Scheme
 from quant.linear import QuantLinear
 from quant.methods import quantize_model
@@ -150,7 +151,7 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
     "no such group": ("gptq", "g_idx", 2, r"w\.g_idx names groups outside of 0 to 1"),
     "a group below 0": ("gptq", "g_idx", -1, r"w\.g_idx names groups outside of 0 to 1"),
     "uneven groups": ("gptq", "g_idx", 0, r"w\.g_idx has groups that are not 32 inputs each"),
-    "another shape": ("packed", "weight_shape", 64, r"w\.weight_shape says \[64, 64\], but the weight is"),
+    "another shape": ("packed", "weight_shape", 60, r"w\.weight_shape says \[60, 64\], but the weight is"),
 }
 
 
@@ -205,7 +206,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 KNOWN: dict[str, tuple[dict[str, Any], str, str, int, bool, str | None]] = {
     "Qwen3-8B-FP8": (QWEN, "fp8", "block", 0, False, "fp8"),
-    "fp8 per tensor": ({**QWEN, "weight_block_size": None}, "fp8", "tensor", 0, False, "fp8"),
+    "fp8 per tensor": ({**QWEN, "weight_block_size": None}, "fp8", "channel", 0, False, "fp8"),
     "gptq": (GPTQ, "int4", "group", 128, False, None),
     "gptq, zeros": ({**GPTQ, "sym": False, "group_size": 32}, "int4", "group", 32, True, None),
     "awq": (AWQ, "int4", "group", 128, True, None),
@@ -216,7 +217,7 @@ KNOWN: dict[str, tuple[dict[str, Any], str, str, int, bool, str | None]] = {
         "channel", 0, False, "int8"),
     "fp8 channels": (compressed("float-quantized", F8, {"input_activations": {**TOKENS, "type": "float"}}),
         "fp8", "channel", 0, False, "fp8"),
-    "naive fp8": (compressed("naive-quantized", {**F8, "strategy": "tensor"}), "fp8", "tensor", 0, False,
+    "naive fp8": (compressed("naive-quantized", {**F8, "strategy": "tensor"}), "fp8", "channel", 0, False,
         None),
 }  # fmt: skip
 
@@ -372,10 +373,12 @@ def test_fp8_by_tensor(folders: dict[str, Path], tmp_path: Path, form: str) -> N
     """As other tools write it: a scale that is a number by itself."""
     tensors = load_file(folders["llama"] / "model.safetensors")
     names = [name for name in tensors if name.endswith("_proj.weight")]
-    weights = {name: rtn.quantize(tensors[name], quant.Scheme("x", "fp8", "tensor")) for name in names}
-    for name, found in weights.items():
-        tensors[name] = found.data
-        tensors[f"{name}_scale"] = found.scale.reshape(()) if form == "scalar" else found.scale
+    weights = {}
+    for name in names:
+        scale = tensors[name].abs().amax() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale if form == "scalar" else scale.reshape(1)
+        weights[name] = tensors[name].float() * scale
     raw = json.loads((folders["llama"] / "config.json").read_text())
     eight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     raw["quantization_config"] = compressed("float-quantized", {**eight, "group_size": None})
@@ -384,7 +387,7 @@ def test_fp8_by_tensor(folders: dict[str, Path], tmp_path: Path, form: str) -> N
     model = load_model(str(tmp_path), device="cpu", dtype="float32", linears=ReadFormats())
     for name, found in weights.items():
         read = model.get_submodule(name.removeprefix("model.").removesuffix(".weight"))
-        assert isinstance(read, QuantLinear) and torch.equal(read.weight.dequantize(), found.dequantize())
+        assert isinstance(read, QuantLinear) and torch.equal(read.weight.dequantize(), found)
 
 
 @pytest.mark.slow
@@ -510,12 +513,24 @@ def test_what_goes_along_and_what_is_refused(folders: dict[str, Path], packed: P
         check_source(packed)
 
 
+class SecondOfTwo(Part):
+    """Of a GPTQ weight that is cut along its inputs, and of one that is cut along its outputs."""
+
+    def __init__(self) -> None:
+        down, up = "layers.0.mlp.down_proj", "layers.0.mlp.up_proj"
+        self.shard, self.config, self.linears = Shard(1, 2), SHAPES["tiny"], None
+        self.whole_shapes = {f"{name}.scales": (4, 16) for name in (down, up)}
+        self.whole_shapes |= {f"{name}.g_idx": (128,) for name in (down, up)}
+        self.shapes = {f"{down}.scales": (2, 16), f"{down}.g_idx": (64,)}
+        self.shapes |= {f"{up}.scales": (4, 8), f"{up}.g_idx": (128,)}
+
+
 def test_a_rank_counts_groups_from_its_own_first() -> None:
-    scheme = Scheme("gptq", "int4", "group", group=32, zeros=True)
-    layer = StoredLinear(nn.Linear(64, 16, device="meta"), TensorLayout("gptq", scheme, "scales"), "w")
-    groups = torch.arange(128) // 32  # of two ranks
-    assert layer.part("g_idx", groups[64:], 1).tolist() == [0] * 32 + [1] * 32
-    assert layer.part("g_idx", groups[64:], None).tolist() == groups[64:].tolist()
-    assert layer.part("weight_shape", torch.tensor([16, 128]), 1).tolist() == [16, 64]
-    with pytest.raises(UserError, match="in the order of activations: they cannot be cut"):
-        layer.part("g_idx", groups.flip(0)[64:], 1)
+    part, groups = SecondOfTwo(), torch.arange(128) // 32
+    assert part.cut("layers.0.mlp.down_proj.g_idx", groups).tolist() == [0] * 32 + [1] * 32
+    assert torch.equal(part.cut("layers.0.mlp.up_proj.g_idx", groups), groups)
+    layout = TensorLayout("gptq", Scheme("gptq", "int4", "group", group=32, zeros=True), "scales")
+    found = laid_out("gptq", *parts_of())
+    found["g_idx"] = part.cut("layers.0.mlp.down_proj.g_idx", groups.flip(0))
+    with pytest.raises(UserError, match="outside of 0 to 1, or of other ranks"):
+        layout.read(found, (16, 64), "w")

@@ -129,11 +129,11 @@ def test_drafting_inside_the_graph_changes_no_token(
         stage(running, size, farthest)
 
     ahead._stage = checked  # type: ignore[method-assign]
-    landed, blank = ahead.drafter.speculator.landed, 0
+    landed, blank = ahead.landed, 0
 
     def counted(work: Work, accepted: int) -> None:
         nonlocal blank
-        if kind == "ngram" and ahead.landing is not None and id(work) in ahead.landing.made:
+        if kind == "ngram" and id(work) in ahead.made:
             index = NGramIndex()
             index.extend(work.request.tokens[: work.start + 1])
             found = bool(index.propose(1))
@@ -146,13 +146,13 @@ def test_drafting_inside_the_graph_changes_no_token(
             blank += nothing
         landed(work, accepted)
 
-    ahead.drafter.speculator.landed = counted  # type: ignore[method-assign]
+    ahead.landed = counted  # type: ignore[method-assign]
     got = engine.generate(prompts, params)
     assert plain(got) == plain(right), "a token differs from the engine's without drafts"
     assert ahead.replays > 3, "no step has drafted on the device"
     assert overlapped, "no step was launched before the one before it had landed"
     if kind == "ngram":
-        stats = ahead.drafter.speculator.stats
+        stats = ahead.stats
         assert sum(stats.accepted) > 5, f"n-grams that were found are never right: {stats.lines()}"
         assert blank, "in every step something was guessed"
     clean(engine)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from cuda_graphs.batch import fixed_batch
 from forward.attention import LayerSpec
 from forward.loading import random_model
 from forward.shapes import SHAPES
 from paged_cache import BlockPool
 from phases.appendix.drafting_in_graphs import columns
-from phases.appendix.drafting_in_graphs.graph import several
 from phases.appendix.latency.lone import LoneParts
 from phases.appendix.latency.tables import LoneConfig
 from phases.appendix.latency.ways import LatencyAttention
@@ -120,7 +120,7 @@ class TestOnAGPU:
             if on:
                 columns.install(model, fewest=1)
             attention = LatencyAttention(pool, config.num_heads)
-            batch = several(1, tokens, device)
+            batch = fixed_batch(1, 1, device, tokens)
             batch = replace(batch, block_tables=torch.arange(48, dtype=torch.int32, device=device)[None])
             batch.input_ids.copy_(torch.arange(tokens))
             batch.context_lens.fill_(context + tokens)

@@ -17,11 +17,9 @@ from quant.weights import QuantizedWeight, pack_nibbles, unpack_nibbles
 from tests.quant_kit import checked, matrix
 
 INT4_ZEROS = Scheme("int4, zeros", "int4", "group", group=32, zeros=True)
-TENSOR = Scheme("fp8, tensor", "fp8", "tensor")
 SHAPES = [(8, 32), (24, 64), (130, 256), (128, 384), (3, 576)]
 ALL = {
     "fp8": FP8,
-    "tensor": TENSOR,
     "block": FP8_BLOCK,
     "int8": INT8,
     "w8a8": W8A8,
@@ -59,7 +57,7 @@ def test_a_weight_comes_back_within_a_step(name: str, shape: tuple[int, int]) ->
     assert size < weight.nbytes / least
 
 
-@pytest.mark.parametrize("name", ["fp8", "tensor", "block", "int8", "w8a8"])
+@pytest.mark.parametrize("name", ["fp8", "block", "int8", "w8a8"])
 def test_what_was_rounded_once_is_not_rounded_again(name: str) -> None:
     """The largest is a number of the format, and so is its scale."""
     once = made(name).dequantize()
@@ -189,7 +187,7 @@ def test_schemes_that_no_layer_can_have() -> None:
         ({"weights": "int8", "scales": "group", "group": 64}, "int8 weights with a scale for each group"),
         ({"weights": "int4", "scales": "group", "group": 100}, "group_size is 100, but must be one of"),
         ({"weights": "fp8", "scales": "channel", "zeros": True}, "zero points are supported for int4 only"),
-        ({"weights": "int8", "scales": "tensor"}, "int8 weights need a scale for each channel"),
+        ({"weights": "int8", "scales": "block"}, "int8 weights need a scale for each channel"),
     ):
         with pytest.raises(UserError, match=f"x: {says}"):
             Scheme("x", **wrong)  # type: ignore[arg-type]

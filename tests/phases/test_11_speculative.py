@@ -763,7 +763,6 @@ def test_acceptance_is_near_the_optimum(spread: float) -> None:
     for seed in range(8):
         p, q = distributions(seed, vocab=500, spread=spread, scale=3.5)
         best = float(rejection.optimum(p, q))
-        assert float(rejection.classical(p, q)) == pytest.approx(best, abs=1e-9)
         found = rejection.coupled(p.float(), q.float(), 4000, seed)
         promised = best / (2 - best)
         assert promised - 0.03 <= found <= best + 0.03

@@ -53,4 +53,4 @@ def quantize(
 ) -> QuantizedWeight:
     """Round `weight [N, K]` to nearest, with clipped scales where that is better; see `search_scales`."""
     weight = weight.float()
-    return rtn.in_groups(weight, scheme, *search_scales(weight, importance, scheme, scale_dtype))
+    return rtn.in_groups(weight, scheme, search_scales(weight, importance, scheme, scale_dtype), None)

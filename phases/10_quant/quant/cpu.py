@@ -78,7 +78,7 @@ def w8a8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_product(x: Tensor, data: Tensor, scale: Tensor, rounds: bool) -> Tensor:
-    """`x [M, K]` times FP8 `data [N, K]`, scales `[N]` or `[1]` -> `[M, N]` in `x`'s dtype.
+    """`x [M, K]` times FP8 `data [N, K]`, channels by `scale [N]` -> `[M, N]` in `x`'s dtype.
 
     No routine reads FP8 on a CPU: at each call the weight is written out as bfloat16, which holds it exactly.
 

@@ -11,8 +11,9 @@ from common.errors import choice, integer
 from common.options import option
 from forward.loading import Linears
 from paged_cache import Feature, Parts
+from paged_cache.pool import KVFormat
 from quant.formats import INT4, SCHEMES, Scheme
-from quant.kv import KV_DTYPES, kv_format
+from quant.kv import KV_DTYPES, head_scales, sample
 from quant.linear import QuantLinear
 from quant.loading import Quantize
 
@@ -77,7 +78,8 @@ class Quant(Feature):
     def install(self, parts: Parts) -> None:
         """Keys and values; and the layers' fastest form, for the weights are there already."""
         if self.kv_cache != PLAIN:
-            kv = kv_format(parts.model, self.kv_cache)
+            scales = head_scales(parts.model, [sample(parts.model)], self.kv_cache)
+            kv = KVFormat(KV_DTYPES[self.kv_cache], scales)
             if _pairs(parts, self.kv_cache):
                 from quant.pairs import PAIRS  # Triton comes with it
 

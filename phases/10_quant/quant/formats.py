@@ -10,7 +10,7 @@ import torch
 from common.errors import UserError
 
 Weights = Literal["fp8", "int8", "int4"]
-Scales = Literal["tensor", "channel", "block", "group"]
+Scales = Literal["channel", "block", "group"]
 Activations = Literal["fp8", "int8"]
 
 DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
@@ -29,8 +29,8 @@ class Scheme:
 
     name: what it is called in options and messages.
     weights: the numbers.
-    scales: what shares one: the tensor, an output channel (a row), a block of 128 x 128, or a group of
-        neighbouring inputs within a row.
+    scales: what shares one: an output channel (a row), a block of 128 x 128, or a group of neighbouring
+        inputs within a row.
     group: inputs in a group; 0 unless scales are by group.
     zeros: whether a group has a zero point; without, the numbers lie around the middle.
     activations: what the input is rounded to, token by token, or None where it is left alone.
@@ -64,8 +64,6 @@ class Scheme:
 
     def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
         """The shape of the scales of a weight `[n, k]`."""
-        if self.scales == "tensor":
-            return (1,)
         if self.scales == "channel":
             return (n,)
         if self.scales == "block":

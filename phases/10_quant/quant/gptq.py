@@ -32,7 +32,7 @@ def quantize(
     Args:
         weight: `[N, K]`.
         hessian: `[K, K]` float32, see `calibrate`.
-        scheme: int4, or eight bits with a scale for each channel.
+        scheme: int4 without zero points, or eight bits with a scale for each channel.
         scale_dtype: of the scales of groups.
     """
     weight, hessian = weight.float().clone(), hessian.clone()
@@ -42,9 +42,9 @@ def quantize(
     weight[:, unseen] = 0
     kind, four = scheme.weights, scheme.weights == "int4"
     if four:
-        scale, zero = search_scales(weight, diagonal, scheme, scale_dtype)
+        scale, middle = search_scales(weight, diagonal, scheme, scale_dtype), MIDDLE
     else:
-        scale, zero = rtn.quantize(weight, scheme).scale[:, None], None  # one group
+        scale, middle = rtn.quantize(weight, scheme).scale[:, None], 0  # one group
     order = diagonal.argsort(descending=True)
     groups = order // (scheme.group or len(order))
     inverse = inverse_factor(hessian[order][:, order])
@@ -57,23 +57,15 @@ def quantize(
         for at in range(end - begin):
             group, column = groups[begin + at], block[:, at]
             step = scale[:, group].float()
-            middle = None if zero is None else zero[:, group]
-            chosen = to_nibbles(column, step, middle) if four else to_eight_bits(column / step, kind)
+            chosen = to_nibbles(column, step, None) if four else to_eight_bits(column / step, kind)
             numbers[:, begin + at] = chosen
-            rounded = (chosen.float() - offset(middle, four)) * step
+            rounded = (chosen.float() - middle) * step
             errors[:, at] = pass_on(block, at, rounded, own)
         columns[:, end:].addmm_(errors, inverse[begin:end, end:], alpha=-1)
     found = numbers[:, order.argsort()]
     if four:
-        return QuantizedWeight(scheme, pack_nibbles(found), scale, zero)
+        return QuantizedWeight(scheme, pack_nibbles(found), scale)
     return QuantizedWeight(scheme, found, scale[:, 0])
-
-
-def offset(middle: Tensor | None, four: bool) -> Tensor | float:
-    """Return the number that is subtracted before scaling."""
-    if middle is not None:
-        return middle.float()
-    return float(MIDDLE) if four else 0.0
 
 
 def pass_on(block: Tensor, at: int, rounded: Tensor, factor: Tensor) -> Tensor:
@@ -104,25 +96,20 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def search_scales(
-    weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def search_scales(weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     """Like `rtn.group_scales`, but a group may clip its largest weights where that makes the error less.
 
     importance: `[K]`, the mean square of each input, by which its weights' squared errors count.
     """
     groups = weight.view(len(weight), -1, scheme.group)
     weights = importance.view(-1, scheme.group)
-    full, zero = group_scales(weight, scheme)
-    middle = float(MIDDLE) if zero is None else zero[..., None].float()
+    full, _ = group_scales(weight, scheme)
     best, least = full.to(dtype), torch.full_like(full, torch.inf)
     for shrink in SHRINKS:
         scale = (full * shrink).to(dtype)
         step = scale.float()[..., None]
-        rounded = (
-            to_nibbles(groups, step, None if zero is None else zero[..., None]).float() - middle
-        ) * step
+        rounded = (to_nibbles(groups, step, None).float() - MIDDLE) * step
         error = ((groups - rounded).square_() * weights).sum(-1)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
-    return best, zero
+    return best

@@ -26,7 +26,7 @@ class KernelLinear(QuantLinear):
     """A `QuantLinear` that is multiplied by kernels and by the library; four bits lie in words."""
 
     def __init__(self, linear: QuantLinear) -> None:
-        weight = linear.weight.per_channel()
+        weight = linear.weight
         data = to_words(weight) if weight.scheme.weights == "int4" else weight.data
         super().__init__(replace(weight, data=data), linear.bias)
         self.shape = weight.shape

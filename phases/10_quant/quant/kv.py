@@ -9,18 +9,13 @@ from torch import Tensor
 
 from forward.attention import LayerSpec, RecomputeAttention
 from forward.model import Model
-from paged_cache.pool import KVFormat, largest
+from paged_cache.pool import largest
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ROOM = {"fp8": 2.0, "int8": 1.1}
 """How much larger than all that were seen a key may be: a float loses nothing by it, int8 a tenth."""
 SAMPLE = 256
 """Tokens that scales are taken from while an engine is made."""
-
-
-def kv_format(model: Model, kind: str) -> KVFormat:
-    """The format `kind` for a model, with scales from a sample of tokens."""
-    return KVFormat(KV_DTYPES[kind], head_scales(model, [sample(model)], kind))
 
 
 def sample(model: Model) -> list[int]:

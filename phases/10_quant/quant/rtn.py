@@ -20,24 +20,17 @@ def quantize(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.fl
     weight = weight.float()
     if scheme.weights == "int4":
         return in_groups(weight, scheme, *group_scales(weight, scheme, scale_dtype))
-    scale = _nonzero(_largest(weight, scheme) / LARGEST[scheme.weights])
+    sizes, most = weight.abs(), LARGEST[scheme.weights]
     if scheme.scales == "block":
         n, k = weight.shape
+        padded = torch.nn.functional.pad(sizes, (0, -k % BLOCK, 0, -n % BLOCK))
+        blocks = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+        scale = _nonzero(blocks.amax(dim=(1, 3)) / most)
         each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
     else:
+        scale = _nonzero(sizes.amax(dim=1) / most)
         each = scale[:, None]
     return QuantizedWeight(scheme, to_eight_bits(weight / each, scheme.weights), scale)
-
-
-def _largest(weight: Tensor, scheme: Scheme) -> Tensor:
-    """The largest magnitude among those that share a scale, in the scales' shape."""
-    if scheme.scales == "tensor":
-        return weight.abs().amax().reshape(1)
-    if scheme.scales == "channel":
-        return weight.abs().amax(dim=1)
-    n, k = weight.shape
-    padded = torch.nn.functional.pad(weight.abs(), (0, -k % BLOCK, 0, -n % BLOCK))
-    return padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK).amax(dim=(1, 3))
 
 
 def to_eight_bits(numbers: Tensor, kind: str) -> Tensor:

@@ -22,7 +22,7 @@ class QuantizedWeight:
 
     data: fp8 `[N, K]` float8_e4m3fn; int8 `[N, K]` int8; int4 `[N, K / 2]` uint8, an even input in the low
         nibble and the odd one after it in the high nibble, both unsigned.
-    scale: fp8 and int8 float32: `[1]` (tensor), `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block).
+    scale: fp8 and int8 float32: `[N]` (channel) or `[ceil(N / 128), ceil(K / 128)]` (block).
         int4 `[N, K / group]`, float32 or the half precision that the file has.
     zero: int4 `[N, K / group]` uint8, the nibble that stands for 0; None: it is 8.
     order: `[K]` int64; column `j` of `data` belongs to input `order[j]`. None: to input `j`. Only checkpoints
@@ -53,27 +53,20 @@ class QuantizedWeight:
             each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]  # [N, K]
             weight = self.data.float() * each
         else:
-            weight = self.data.float() * scale[:, None]  # of [1, 1] or [N, 1]
+            weight = self.data.float() * scale[:, None]
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def per_channel(self) -> QuantizedWeight:
-        """The same weight with its tensor's one scale written out for each channel."""
-        if self.scheme.scales != "tensor":
-            return self
-        scale = self.scale.expand(self.shape[0]).contiguous()
-        return replace(self, scheme=replace(self.scheme, scales="channel"), scale=scale)
-
     def joins(self, other: QuantizedWeight) -> bool:
         """Return True if the two can be one weight with the outputs of this one first."""
-        a, b = self.per_channel(), other.per_channel()
-        alike = replace(a.scheme, name="") == replace(b.scheme, name="") and a.shape[1] == b.shape[1]
-        whole = a.scheme.scales != "block" or a.shape[0] % BLOCK == 0
-        ordered = a.order is b.order or (
-            a.order is not None and b.order is not None and torch.equal(a.order, b.order)
+        alike = replace(self.scheme, name="") == replace(other.scheme, name="")
+        whole = self.scheme.scales != "block" or self.shape[0] % BLOCK == 0
+        ordered = self.order is other.order or (
+            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
         )
-        return alike and whole and ordered and a.scale.dtype == b.scale.dtype
+        same = self.shape[1] == other.shape[1] and self.scale.dtype == other.scale.dtype
+        return alike and whole and ordered and same
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -81,7 +74,6 @@ class QuantizedWeight:
         if len(parts) == 1:
             return parts[0]
         assert all(part.joins(after) for part, after in pairwise(parts)), "parts differ"
-        parts = [part.per_channel() for part in parts]
         zeros = [part.zero for part in parts if part.zero is not None]
         return replace(
             parts[0],

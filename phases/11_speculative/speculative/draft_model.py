@@ -109,9 +109,11 @@ class DraftModel(Source):
 
     def _write(self, some: Sequence[tuple[Shadow, int]]) -> None:
         """Catch up with what is known, then generate; nothing waits for the device until all is launched."""
-        self._send([shadow.request for shadow, _ in some])
-        first = self._catch_up([shadow for shadow, _ in some])
         owns = [shadow.request for shadow, _ in some]
+        # The tokens that the draft model did not generate go into its rows; at most those it computes.
+        starts = ((own, own.num_computed_tokens) for own in owns)
+        write(self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts])
+        first = self._catch_up(owns)
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
         rest = []
         for step in range(max(length for _, length in some) - 1):
@@ -126,15 +128,10 @@ class DraftModel(Source):
             shadow.drafts = tuple(max(token, 0) for token in drafts[:length])  # any guess will do for NaN
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
-    def _send(self, shadows: Sequence[Request]) -> None:
-        """Write the tokens that the draft model did not generate into its rows; at most those it computes."""
-        starts = ((own, own.num_computed_tokens) for own in shadows)
-        write(self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts])
-
-    def _catch_up(self, shadows: Sequence[Shadow]) -> Pending:
+    def _catch_up(self, owns: Sequence[Request]) -> Pending:
         """Compute all known tokens, prompts in pieces; the first drafts are sampled in the last piece."""
         budget = self.engine.scheduler.step_tokens
-        left = {shadow.request: len(shadow.request.tokens) for shadow in shadows}
+        left = {own: len(own.tokens) for own in owns}
         while True:
             behind = sum(end - own.num_computed_tokens for own, end in left.items())
             last, works, free = behind <= budget, [], budget

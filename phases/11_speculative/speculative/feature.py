@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from common.errors import UserError, boolean, choice, integer, number
 from common.options import option
@@ -97,7 +97,9 @@ class Speculate(Feature):
         path = Path(self.draft_model) if self.draft_model else WEIGHTS / "smollm2-head.safetensors"
         head = load(path, parts.model)
         head.room(max(STEP_TOKENS, parts.size("max_rows")))
-        taps = Taps(parts.own_model(), head.taps, step_tokens(parts))
+        usual = parts.usual.get("step_tokens", 0)  # not all features are installed yet
+        tokens = max(parts.sizes.step_tokens or usual, 2048, parts.sizes.context(parts.model))
+        taps = Taps(parts.own_model(), head.taps, tokens)
         return HeadSource(draft_engine(parts, head, self._shared(parts)), taps)
 
     def _shared(self, parts: Parts) -> list[Feature]:
@@ -105,8 +107,7 @@ class Speculate(Feature):
         return [*found, SmallSteps(self.length)]
 
 
-@dataclass(frozen=True)
-class DrafterKind:
+class DrafterKind(NamedTuple):
     """A kind of drafter. usual: drafts of a request in a step, at most, unless the caller says otherwise."""
 
     usual: int
@@ -120,12 +121,6 @@ DRAFTERS = {
     "synthetic": DrafterKind(3, lambda options, parts: Synthetic(options.draft_accept)),
 }
 """By name; an appendix entry may add one."""
-
-
-def step_tokens(parts: Parts) -> int:
-    """Tokens that a step will have at most, before all features are installed."""
-    usual = parts.usual.get("step_tokens", 0)
-    return max(parts.sizes.step_tokens or usual, 2048, parts.sizes.context(parts.model))
 
 
 @dataclass(frozen=True)

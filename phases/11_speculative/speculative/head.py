@@ -62,13 +62,9 @@ class ReducedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., V]`."""
-        some = self.few(hidden)
+        some = hidden @ self.weight.T
         logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
         return logits.index_copy_(-1, self.ids, some)
-
-    def few(self, hidden: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., N]`."""
-        return hidden @ self.weight.T
 
 
 class Head(Model):

@@ -45,13 +45,11 @@ def draw(p: Tensor, generator: torch.Generator) -> int:
 
 
 def optimum(p: Tensor, q: Tensor) -> Tensor:
-    """Return how often draws of p and q can be the same: 1 - total variation. `[..., V]` -> `[...]`."""
+    """Return how often draws of p and q can be the same: 1 - total variation. `[..., V]` -> `[...]`.
+
+    The classical way accepts as often: the sum of q min(1, p / q) is that of min(p, q).
+    """
     return torch.minimum(p, q).sum(-1)
-
-
-def classical(p: Tensor, q: Tensor) -> Tensor:
-    """Return how often the classical way accepts: the sum of q min(1, p / q), which is the optimum."""
-    return (q * (p / q).clamp(max=1).nan_to_num(0.0)).sum(-1)
 
 
 def coupled(p: Tensor, q: Tensor, draws: int, seed: int = 0) -> float:

@@ -103,14 +103,17 @@ class Speculator(Watcher):
 
     def landed(self, work: Work, accepted: int) -> None:
         """Learn from a work that had drafts, or that the source had to see."""
-        if not (work.drafts or self.waits):
-            return
+        if work.drafts or self.waits:
+            self.count(work, accepted)
+            self.source.landed(work, accepted)
+
+    def count(self, work: Work, accepted: int) -> None:
+        """Learn what a step cost, and what became of its drafts."""
         self.pace.saw(work, accepted)
         if work.drafts:
             self.stats.count(work, accepted)
             if work.request.finish_reason is None:  # or the end cut it short, and says nothing
                 self.control.saw(work.request, len(work.drafts), accepted)
-        self.source.landed(work, accepted)
 
     def leave(self, request: Request) -> None:
         """Forget a request."""

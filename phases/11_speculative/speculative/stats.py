@@ -54,14 +54,11 @@ class SpeculationStats:
         """Tokens that a verified request got at a time: the accepted ones and one more."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
-    @property
-    def mark(self) -> str:
-        """Words that stand beside every number that synthetic acceptance made; nothing beside others."""
-        return "" if self.synthetic is None else f"synthetic acceptance of {self.synthetic:g} drafts a step"
-
     def lines(self) -> list[str]:
         """For people: one line in all, and one for each position."""
-        name = "speculation" if self.synthetic is None else f"speculation, {self.mark}"
+        name = "speculation"
+        if self.synthetic is not None:
+            name += f", synthetic acceptance of {self.synthetic:g} drafts a step"
         if not self.steps:
             return [f"{name}: nothing was drafted"]
         most = max(self.drafted)

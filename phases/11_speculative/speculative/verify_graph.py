@@ -79,13 +79,11 @@ class VerifyPlan:
         self.runner = runner
         self._sizes = verify_sizes(decode_sizes(min(most_rows, runner.rows.count))[-1], most_drafts)
         self._requests = list(self._sizes)
-        self._layouts = {
-            (tokens, requests): Layout(
-                tokens, requests, most_tiles(runner.attention, tokens, requests), tokens
-            )
-            for requests, counts in self._sizes.items()
-            for tokens in counts
-        }
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        for requests, counts in self._sizes.items():
+            for tokens in counts:
+                tiles = most_tiles(runner.attention, tokens, requests)
+                self._layouts[tokens, requests] = Layout(tokens, requests, tiles, tokens)
         self.graphs: dict[tuple[int, int, Needs], VerifyGraph] = {}
         self.count = len(self._layouts) * len(CAPTURED)
         self._staging = Staging(max(layout.size for layout in self._layouts.values()), runner.model.device)

@@ -49,25 +49,11 @@ class Member:
         )
         theirs.close()
         self.connection = Connection(ours.detach())
-        self._lost = lost
-        threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True).start()
+        threading.Thread(target=self._watch, args=(lost,), name=f"rank {rank}", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch(self, lost: Callable[[str], None]) -> None:
         code = self.process.wait()
-        self._lost(f"rank {self.rank} has ended (exit code {code})")
-
-    def send(self, data: bytes) -> None:
-        """Send a message. A rank that is gone is reported as it is elsewhere: by how it has ended."""
-        try:
-            self.connection.send_bytes(data)
-        except OSError:
-            self._lost(self.end())
-
-    def end(self) -> str:
-        """Describe the end of its process, if its connection has ended."""
-        with suppress(subprocess.TimeoutExpired):
-            return f"rank {self.rank} has ended (exit code {self.process.wait(NOTICE)})"
-        return f"rank {self.rank} has gone"
+        lost(f"rank {self.rank} has ended (exit code {code})")
 
     def kill(self) -> None:
         """End it now."""
@@ -93,20 +79,19 @@ class Crew:
         atexit.register(self.kill)
 
     def tell(self, message: Any) -> None:
-        """Send a message to all."""
+        """Send a message to all. That one is gone is told by its process, not by its connection."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for member in self.members:
-            member.send(data)
+            with suppress(OSError):
+                member.connection.send_bytes(data)
 
     def answers(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
         """Return the messages of the ranks, `(rank, message)`; wait for the first of each so many seconds."""
         found: list[tuple[int, Any]] = []
         for member in self.members:
-            try:
+            with suppress(OSError, EOFError):  # see `tell`
                 while member.connection.poll(wait if not found else 0.0):
                     found.append((member.rank, pickle.loads(member.connection.recv_bytes())))
-            except (OSError, EOFError):
-                self.lose(member.end())
         return found
 
     def lose(self, reason: str) -> None:

@@ -177,7 +177,7 @@ class Follower(InRanks):
             elif command.id in self._known:
                 engine.inbox.append(Abort(self._known[command.id]))
         if isinstance(engine.scheduler.drafter, Told):
-            engine.scheduler.drafter.now = turn.waits
+            engine.scheduler.drafter.waits = turn.waits
         for output in engine.step():
             if output.finish_reason is not None:
                 self._known.pop(output.request.id, None)

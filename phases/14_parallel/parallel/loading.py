@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,10 @@ from forward.model import Model
 from parallel.layers import RowLinear, VocabularyEmbedding
 from parallel.ranks import Ranks
 from parallel.shard import ROWS, VOCABULARY, Shard, Slice
-from quant.formats import BLOCK
+from quant.formats import BLOCK, Scheme
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize
+from quant.loading import Quantize, replace_layer
 from quant.weights import QuantizedWeight
-
-
-@runtime_checkable
-class KnowsParts(Protocol):
-    """A layer with the tensors of another tool's checkpoint, which knows what a rank's part of them means."""
-
-    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
-        """Return what a rank's part of the tensor `leaf` means to this rank's layer.
-
-        place: the rank, where the layer is cut along its inputs.
-        """
-        ...
 
 
 def load_part(
@@ -82,8 +70,7 @@ def load_part(
     part.own.tie_weights()
     model = finish(part.own if linears is None else linears.finish(part.own), where)
     for path in [path for path, _ in model.named_modules() if path.endswith(ROWS)]:
-        owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, RowLinear(model.get_submodule(path), ranks))
+        replace_layer(model, path, RowLinear(model.get_submodule(path), ranks))
     return model
 
 
@@ -112,15 +99,15 @@ class Part:
             linears.expect(self.own)
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
-    def whole_first(self, name: str) -> bool:
-        """Return True if a weight is quantized before it is cut: its scales are over all inputs."""
+    def whole_first(self, name: str) -> Scheme | None:
+        """Return the scheme of a weight that is quantized before it is cut, as scales are over all inputs."""
         owner, _, leaf = name.rpartition(".")
         rows = leaf == "weight" and owner.endswith(ROWS)
-        return rows and isinstance(self.linears, Quantize) and self.linears.scheme is not None
+        return self.linears.scheme if rows and isinstance(self.linears, Quantize) else None
 
     def slice(self, name: str) -> Slice | None:
         """Return the slice of a tensor that is read."""
-        if self.whole_first(name):
+        if self.whole_first(name) is not None:
             return None
         return self.shard.cut(name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads)
 
@@ -158,12 +145,9 @@ class Part:
         if owner in VOCABULARY and leaf == "weight" and len(value) < self.shapes[name][0]:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
-        layer = self.own.get_submodule(owner)
-        if isinstance(layer, KnowsParts):
-            try:
-                return layer.part(leaf, value, self.shard.rank if owner.endswith(ROWS) else None)
-            except UserError as error:
-                raise UserError(f"tensor_parallel is {self.shard.size}, but {name}: {error}") from None
+        if leaf == "g_idx":  # GPTQ's: each input's group, counted from the first whose scales are here
+            scales = self.slice(f"{owner}.scales")
+            return value if scales is None or scales.dim else value - scales.start
         return value
 
     def place(self, name: str, value: Tensor) -> None:
@@ -172,12 +156,10 @@ class Part:
             return
         owner = name.rpartition(".")[0]
         layer = self.own.get_submodule(owner)
-        if self.whole_first(name) and isinstance(self.linears, Quantize) and isinstance(layer, nn.Linear):
-            scheme = self.linears.scheme
-            assert scheme is not None
+        scheme = self.whole_first(name)
+        if scheme is not None and isinstance(layer, nn.Linear):
             weight = cut_inputs(quantized(value, scheme, owner), self.shard, name)
-            path, _, last = owner.rpartition(".")
-            setattr(self.own.get_submodule(path), last, QuantLinear(weight, layer.bias))
+            replace_layer(self.own, owner, QuantLinear(weight, layer.bias))
         elif self.linears is not None:
             self.linears.place(self.own, name, value.contiguous().clone())
         else:
@@ -188,7 +170,7 @@ def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWei
     """Return a rank's part of a quantized weight that is cut along its inputs, the last dimension.
 
     Numbers, and scales and zero points of blocks and groups, are cut in `size` equal parts, in the order of
-    ranks, and lie in memory of their own. A scale of the tensor or of channels is whole on every rank.
+    ranks, and lie in memory of their own. Scales of channels are whole on every rank.
 
     Raises:
         UserError: a scale is of inputs of two ranks.
@@ -205,7 +187,7 @@ def cut_inputs(weight: QuantizedWeight, shard: Shard, name: str) -> QuantizedWei
         length = tensor.shape[1] // shard.size
         return tensor.narrow(1, shard.rank * length, length).contiguous()
 
-    shared = scheme.scales in ("tensor", "channel")
+    shared = scheme.scales == "channel"
     return replace(
         weight,
         data=part(weight.data),

@@ -61,7 +61,7 @@ class Drafts(NamedTuple):
     drafts: dict[int, tuple[int, ...]]
 
 
-class Failed(NamedTuple):
+class FailedGrammars(NamedTuple):
     """The requests whose grammar cannot be followed any further; sent with the masks of each masked step."""
 
     ids: list[int]

@@ -32,20 +32,16 @@ class RanksChooser(Chooser):
         ranks: all of them.
         inner: chooses from whole rows, where a step needs them.
         vocab_size: of the whole model.
-
-    gathered: batches whose logits were gathered.
     """
 
     def __init__(self, ranks: Ranks, inner: Chooser, vocab_size: int) -> None:
         self.ranks, self.inner = ranks, inner
         self.first_token, self.own_tokens, self.room = Shard(ranks.rank, ranks.size).vocabulary(vocab_size)
-        self.gathered = 0
 
     def whole(self, sampler: Sampler, logits: Tensor, plan: Plan, masked: bool) -> Tensor:
         """Gather the logits where something looks at whole rows."""
         if not masked and plan.wanted is None and not plan.features & WHOLE_ROW:
             return logits
-        self.gathered += 1
         return gathered(self.ranks, logits, sampler.vocab_size)
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:

@@ -12,7 +12,7 @@ from common.sampling.sampler import Allowed
 from continuous.seams import NoMasks
 from continuous.work import Work
 from parallel.crew import Crew
-from parallel.messages import Drafts, Failed, Line
+from parallel.messages import Drafts, FailedGrammars, Line
 from speculative.loops import Watcher
 from structured.loop import NONE_LANDED, EarlyMasks, Landed
 
@@ -44,17 +44,16 @@ class Teller(Watcher):
 
 
 class Told(Watcher):
-    """Any other rank's drafter: what rank 0's has said."""
+    """Any other rank's drafter: what rank 0's has said.
+
+    waits: rank 0's drafter waited before the step was scheduled.
+    """
+
+    waits = False
 
     def __init__(self, line: Line) -> None:
         self.line = line
-        self.now = False
         self._said = Drafts(False, {})
-
-    @property
-    def waits(self) -> bool:
-        """True if rank 0's drafter waited before the step was scheduled."""
-        return self.now
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Wait for rank 0's message about this step, keep it, and return whether a drafter was asked there.
@@ -108,7 +107,7 @@ class FirstMasks(EarlyMasks):
     def fill(self, works: Sequence[Work]) -> Allowed | None:
         """Return the masks of the step; `nothing` if no request has a grammar."""
         found, self._failed = self.inner.fill(works), self.inner.take_failed()
-        self.crew.tell(Failed([request.id for request, _ in self._failed]))
+        self.crew.tell(FailedGrammars([request.id for request, _ in self._failed]))
         return self._nothing if found is None else found
 
     def take_failed(self) -> list[tuple[Request, Exception]]:
@@ -139,7 +138,7 @@ class OtherMasks(NoMasks):
     def fill(self, works: Sequence[Work]) -> Allowed:
         """Return masks for no place: rank 0 masks."""
         said = self.line.receive()
-        assert isinstance(said, Failed), f"failed grammars were to come, and not {said!r}"
+        assert isinstance(said, FailedGrammars), f"failed grammars were to come, and not {said!r}"
         takers = [taker for work in works for taker in work.takers if taker.id in said.ids]
         self._failed = [(taker, RuntimeError("rank 0 could not follow its grammar")) for taker in takers]
         return self._nothing

@@ -19,7 +19,7 @@ from typing import Any
 from common.errors import UserError, brief
 from common.models.fields import Field
 from phases.appendix.checkpoint_formats.layouts import TensorLayout
-from quant.formats import BLOCK, FP8_BLOCK, Activations, Scheme
+from quant.formats import BLOCK, FP8, FP8_BLOCK, Activations, Scheme
 
 _BITS = Field("bits num_bits", int, 1, 32)
 _TYPE = Field("type", str, default="int", choices=("int", "float"))
@@ -123,7 +123,7 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     _only(raw, "weight_block_size", [BLOCK, BLOCK], missing=True)
     layout = TensorLayout("plain", FP8_BLOCK, "weight_scale_inv")
     if raw.get("weight_block_size") is None:
-        layout = TensorLayout("plain", Scheme("fp8-tensor", "fp8", "tensor", activations="fp8"))
+        layout = TensorLayout("plain", FP8, one_scale=True)
     skipped: tuple[str, ...] = ()
     for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
         skipped += _patterns(raw, name) + _parts(raw, name, "", r"(\.|$)") + _parts(raw, name, end="$")
@@ -196,15 +196,16 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
         _only(weights, "block_structure", [BLOCK, BLOCK])
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise UserError(f"actorder is {brief(weights['actorder'])}, but must be weight or static")
+    one = strategy == "tensor" and form != "pack-quantized"
     scheme = Scheme(
         name=f"{form}-{numbers}",
         weights=numbers,
-        scales=strategy,
+        scales="channel" if one else strategy,
         group=_GROUP.read(weights) if strategy == "group" else 0,
         zeros=not Field("symmetric", bool, default=True).read(weights),
         activations=_activations(group),
     )
-    return TensorLayout("packed" if form == "pack-quantized" else "plain", scheme)
+    return TensorLayout("packed" if form == "pack-quantized" else "plain", scheme, one_scale=one)
 
 
 def _activations(group: Mapping[str, Any]) -> Activations | None:

@@ -33,12 +33,14 @@ class TensorLayout:
         (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
     scale: the scales' name.
     one_less: GPTQ's zero points are stored less one, in its first format.
+    one_scale: the file has one scale for all channels.
     """
 
     kind: Kind
     scheme: Scheme
     scale: str = "weight_scale"
     one_less: bool = False
+    one_scale: bool = False
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
         """Shape and dtype of each tensor of layer `name`, a weight `[n, k]`.
@@ -49,6 +51,7 @@ class TensorLayout:
         per_word, group = 32 // self.scheme.bits, self.scheme.group
         if self.kind == "plain":
             shape = (n, 1) if self.scheme.scales == "channel" else self.scheme.scale_shape(n, k)
+            shape = (1,) if self.one_scale else shape
             return {"weight": ((n, k), DTYPES[self.scheme.weights]), self.scale: (shape, torch.float32)}
         if k % (group or per_word):
             raise UserError(
@@ -110,13 +113,14 @@ class TensorLayout:
         data, scale = found["weight"], found[self.scale].float()
         if data.dtype == torch.float8_e4m3fn and bool(((data.view(torch.uint8) & 127) == 127).any()):
             raise UserError(f"{name}.weight holds NaN: the checkpoint is damaged")
+        scale = scale.expand(len(data)) if self.one_scale else scale
         shape = self.scheme.scale_shape(*data.shape)
         return QuantizedWeight(self.scheme, data, scale.reshape(shape).contiguous())
 
     def _packed(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
-        said = tuple(found["weight_shape"].tolist())
-        if said != shape:
-            raise UserError(f"{name}.weight_shape says {list(said)}, but the weight is {list(shape)}")
+        said = found["weight_shape"].tolist()  # of the whole, also in a rank
+        if said[0] % shape[0] or said[1] % shape[1]:
+            raise UserError(f"{name}.weight_shape says {said}, but the weight is {list(shape)}")
         numbers, scale = unpack_words(found["weight_packed"], self.scheme.bits), found["weight_scale"]
         if self.scheme.weights == "int8":
             return QuantizedWeight(self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone())
@@ -137,18 +141,6 @@ class StoredLinear(nn.Module):
         for tensor, (shape, dtype) in self.expected.items():
             self.register_buffer(tensor, torch.empty(shape, dtype=dtype, device="meta"))
         self.bias = linear.bias
-
-    def part(self, leaf: str, value: Tensor, place: int | None) -> Tensor:
-        """See phase 14's `KnowsParts`: shapes are this rank's, and groups are counted from its own first."""
-        if leaf == "weight_shape":
-            return torch.tensor(self.shape, dtype=value.dtype)
-        if not leaf.endswith("g_idx") or place is None:
-            return value
-        groups = self.shape[1] // self.layout.scheme.group
-        value = value - place * groups
-        if bool(((value < 0) | (value >= groups)).any()):
-            raise UserError("groups are in the order of activations: they cannot be cut along the inputs")
-        return value
 
     def understood(self, name: str) -> QuantLinear:
         """The layer that this stands for."""
@@ -180,7 +172,7 @@ def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
     """From each input's group `[K]` the inputs in the order of their groups, or None if they are in order."""
     count = len(groups) // size
     if bool(((groups < 0) | (groups >= count)).any()):
-        raise UserError(f"{name} names groups outside of 0 to {count - 1}")
+        raise UserError(f"{name} names groups outside of 0 to {count - 1}, or of other ranks (desc_act)")
     if bool((torch.bincount(groups.long(), minlength=count) != size).any()):
         raise UserError(f"{name} has groups that are not {size} inputs each")
     order = torch.argsort(groups.long(), stable=True)

@@ -41,17 +41,14 @@ class DraftAhead(Feature):
             install(parts.own_model())
             if small is not None:
                 install(small.runner.model, fewest=1)
-        if isinstance(source, (HeadSource, NGrams)) and "overlap" in parts.features and speculate.whole:
-            self._whole_steps(parts, speculator, speculate.length)
+        if not (isinstance(source, (HeadSource, NGrams)) and "overlap" in parts.features and speculate.whole):
+            return
+        from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph, ahead_bytes
 
-    def _whole_steps(self, parts: Parts, speculator: Speculator, length: int) -> None:
-        """Steps that verify and draft in one graph, around those that overlap."""
-        from phases.appendix.drafting_in_graphs.loop import Ahead, InGraph, InGraphDrafter, ahead_bytes
-
-        drafter = InGraphDrafter(speculator)
-        parts.wrap(self, drafter=lambda plain: drafter)
-        parts.loops["in graph"] = lambda engine: InGraph(engine.loop, Ahead(engine, drafter, length))
-        models = 2 if isinstance(speculator.source, HeadSource) else 1
+        length, models = speculate.length, 2 if isinstance(source, HeadSource) else 1
+        ahead = Ahead(speculator, length)
+        parts.wrap(self, drafter=lambda plain: ahead)
+        parts.loops["in graph"] = lambda engine: InGraph(engine, ahead)
         parts.reserve.append(
             lambda whole: ahead_bytes(whole.model, whole.size("max_rows"), length, models=models)
         )

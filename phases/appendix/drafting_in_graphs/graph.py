@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +23,6 @@ from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from forward.attention import Attention
-from paged_cache.attention import PagedBatch
 from phases.appendix.drafting_in_graphs.columns import by_columns
 from phases.appendix.drafting_in_graphs.kernels import Chain, Places, Step, side_by_side
 from phases.appendix.latency.ways import add_way
@@ -56,26 +54,17 @@ class HeadDrafts:
     def catch_up(self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Compute the places that were verified, of which `hidden` is what the large model made: `[T, h]`."""
         states = side_by_side(self.kept, hidden, self._state_norms, self.head.config.norm_eps)
-        return self._layers(ids, self._mix(states), self.head.rope(positions), attention)
-
-    def go_on(self, positions: Tensor) -> None:
-        """Take in the positions of all steps to come, `[K - 1, B]`."""
-        self._angles = [x.unflatten(0, positions.shape) for x in self.head.rope(positions.flatten())]
-
-    def step(self, number: int, ids: Tensor, last: Tensor, attention: Attention) -> Tensor:
-        """Step `number`, from 0, on the newest drafts; `last` came of the step before: `[B, h]`."""
-        cos, sin = self._angles
-        return self._layers(ids, last, (cos[number], sin[number]), attention)
+        return self.step(ids, self._mix(states), self.head.rope(positions), attention)
 
     def choose(self, last: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
         """One draft of each request, `[B]` int64: its place in `names` where there are any."""
         logits = narrow_logits(self.head, last) if self.names is None else self._logits(last)
         return self.on.sampler.sample(logits, rows, (), steps, self.plan).tokens
 
-    def _layers(
+    def step(
         self, ids: Tensor, features: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """`Head.step`."""
+        """`Head.step`; behind drafts, `features [B, h]` are what came of the step before."""
         table, eps = self.head.embed_tokens.weight, self.head.config.norm_eps
         given = side_by_side(table, features, self._input_norms, eps, ids=ids, norm_last=True)
         return self.head.through(self._fuse(given), cos_sin, attention)
@@ -132,7 +121,7 @@ class AheadGraph:
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.batch, self.small_batch = (several(size, drafts + 1, device) for _ in range(2))
+        self.batch, self.small_batch = (fixed_batch(size, 1, device, drafts + 1) for _ in range(2))
         here, there = ([ints(size), ints(places), ints(places)] for _ in range(2))
         lens, small_lens = self.batch.context_lens, self.small_batch.context_lens
         self.places = Places._make([ints(size), *here, ints(places), lens, *there, small_lens])
@@ -182,27 +171,12 @@ class AheadGraph:
         if not self.chain:
             return
         small.gather(later.rows, later.at, self.drafted)
-        drafter.go_on(self.drafted.positions.view(-1, self.size))
+        cos, sin = (x.unflatten(0, (-1, self.size)) for x in drafter.head.rope(self.drafted.positions))
         for number, decodes in enumerate(self.chain):
             small.attention.begin(replace(decodes, block_tables=tables))
-            last = drafter.step(number, self.newest, last, small.attention)
+            last = drafter.step(self.newest, last, (cos[number], sin[number]), small.attention)
             self._hand_on(step, drafter, last, number + 1)
 
     def _hand_on(self, step: Step, drafter: HeadDrafts, last: Tensor, number: int) -> None:
         made = drafter.choose(last, self.places.small_rows, self.later.draft_steps[number])
         step.hand_on(made, number, drafter.names, drafter.on.rows.tokens, self.newest)
-
-
-def several(size: int, each: int, device: torch.device) -> PagedBatch:
-    """A fixed batch of `size` requests with `each` tokens each."""
-    batch = fixed_batch(size * each, 1, device)
-    host = replace(
-        batch.host,
-        rows=np.arange(size),
-        query_lens=np.full(size, each),
-        query_starts=np.arange(size + 1) * each,
-        context_lens=np.full(size, each),  # the real ones may not be read
-    )
-    starts = torch.arange(size + 1, dtype=torch.int32, device=device) * each
-    contexts = torch.zeros(size, dtype=torch.int32, device=device)
-    return replace(batch, host=host, query_starts=starts, context_lens=contexts)

@@ -243,13 +243,10 @@ class Step(NamedTuple):
         """Write drafts behind each request's newest token, by the rule of `ngram.NGramIndex`.
 
         Only the last `MOST_TOKENS` tokens are searched, or a long text would take longer than the step. Where
-        no n-gram is found, the newest token is repeated there, and `told` says -1.
+        no n-gram is found, the newest token is repeated there, and `told` says -1. Places are below 2^24.
         """
-        most = self.tokens.shape[1]
-        if most >= 1 << 24:
-            raise ValueError(f"rows have {most:,} tokens, but places must fit into 24 bits")
         look_up_kernel[(len(self.places.at),)](
-            self.places.at, self.places.rows, self.tokens, self.next_at, self.told, most,
+            self.places.at, self.places.rows, self.tokens, self.next_at, self.told, self.tokens.shape[1],
             K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS, num_warps=8,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ room for the farthest they can get, and what came of it, one step later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -15,7 +15,6 @@ from common.sampling.sampler import HostSampled, Needs, Sampled
 from continuous.engine import Engine
 from continuous.rows import write
 from continuous.runner import Pending, Token
-from continuous.seams import Loop
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
@@ -30,37 +29,7 @@ from paged_cache.memory import activation_bytes
 from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
 from speculative.head import HeadSource
 from speculative.loops import Watcher, waits
-from speculative.ngram import NGrams
-from speculative.speculation import Source, Speculator
-
-
-class InGraphDrafter(Watcher):
-    """A `Drafter` around a speculator. An ordinary step in the place of one in a graph begins only once.
-
-    stats: of the guesses. begun: what `begin` will return for the next step, if a loop has asked already.
-    """
-
-    def __init__(self, speculator: Speculator) -> None:
-        self.inner = self.speculator = speculator
-        self.stats = speculator.stats
-        self.begun: bool | None = None
-
-    def begin(self, running: Sequence[Request]) -> bool:
-        """See `Speculator.begin`."""
-        begun, self.begun = self.begun, None
-        return self.speculator.begin(running) if begun is None else begun
-
-    def guesses(self, running: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
-        """Return what `begin` guesses."""
-        self.begun = self.speculator.begin(running)
-        return self.speculator.guesses
-
-    def wanted(self, running: Sequence[Request]) -> int:
-        """Return how many drafts of a request pay in the next step, if they cost the host nothing."""
-        self.begun = False
-        self.speculator.guesses.clear()
-        return max(self.speculator.pace.lengths(running))
-
+from speculative.speculation import Speculator
 
 FEW_LOOKED_UP = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
@@ -98,38 +67,40 @@ class Flight(Pending):
         return found
 
 
-class Ahead(Source):
-    """Launches steps that verify and draft in one graph.
-
-    It takes the place of the drafter's source, which hears of ordinary steps only.
+class Ahead(Watcher):
+    """A `Drafter` around a speculator, which launches steps that verify and draft in one graph.
 
     Args:
-        engine: with a `GraphRunner`; its drafter is `drafter`, or one around that.
-        drafter: over a `HeadSource` with a `GraphRunner` of its own, or over `NGrams`.
+        speculator: over a `HeadSource` with a `GraphRunner` of its own, or over `NGrams`.
         most: drafts of a request in a step, as far as the decode kernel takes them.
 
-    landing: the flight that is being collected. replays: steps that were launched.
+    begun: what `begin` will return for the next step, if it has been asked already: an ordinary step in the
+        place of one in a graph begins only once.
+    made: see `Flight`, of the one that is being collected. replays: steps that were launched.
     blank: rows behind whose newest token stand no guesses, as far as the host knows.
     """
 
-    def __init__(self, engine: PagedEngine, drafter: InGraphDrafter, most: int) -> None:
-        source = drafter.speculator.source
-        assert isinstance(source, (HeadSource, NGrams)) and isinstance(engine.runner, GraphRunner)
-        self.inner, self.watches, self.accept = source, source.watches, source.accept
-        drafter.speculator.source = self
-        self.engine, self.runner, self.drafter = engine, engine.runner, drafter
-        self.source = source if isinstance(source, HeadSource) else None
+    def __init__(self, speculator: Speculator, most: int) -> None:
+        self.inner = self.speculator = speculator
+        self.stats, self.most = speculator.stats, most
+        self.source = speculator.source if isinstance(speculator.source, HeadSource) else None
+        self.begun: bool | None = None
+        self.made: dict[int, list[int]] = {}
+        self.replays = 0
+        self.blank: set[int] = set()
+
+    def attach(self, engine: PagedEngine) -> None:
+        """Meet the engine, and capture the graphs of its steps."""
+        assert isinstance(engine.runner, GraphRunner)
+        self.engine, self.runner = engine, engine.runner
         self.runners = [engine.runner]
         if self.source is not None:
             assert isinstance(self.source.runner, GraphRunner)
             self.runners.append(self.source.runner)
-        self.landing: Flight | None = None
-        self.replays = 0
-        self.blank: set[int] = set()
         device = engine.runner.model.device
         self.next_at = torch.zeros(engine.scheduler.rows.count, dtype=torch.int64, device=device)
         attentions = [runner.machine.attention for runner in self.runners]
-        self.lengths = draft_lengths(min([most, *(one.most_queries - 1 for one in attentions)]))
+        self.lengths = draft_lengths(min([self.most, *(one.most_queries - 1 for one in attentions)]))
         self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
         self._staging = Staging(4 * self.sizes[-1], device)
         kept = None if self.source is None else self.source.taps.kept
@@ -142,7 +113,10 @@ class Ahead(Source):
                 given = self._staging.device[: 4 * size].view(4, size)
                 self._graphs[size, k, kind] = AheadGraph(pair, size, k, given, kind, capturer)
 
-    # Launching.
+    def begin(self, running: Sequence[Request]) -> bool:
+        """See `Speculator.begin`."""
+        begun, self.begun = self.begun, None
+        return self.speculator.begin(running) if begun is None else begun
 
     @torch.inference_mode()
     def launch(self, before: Flight | None) -> Flight | None:
@@ -164,7 +138,7 @@ class Ahead(Source):
             return None
         works = [Work(r, r.row, len(r.tokens) - 1, k + 1, (-1,) * k, (r,)) for r in running]
         self.engine.stats.begin(works, len(running))
-        self.drafter.begun = None  # no ordinary step comes in its place
+        self.begun = None  # no ordinary step comes in its place
         for request in running:
             request.in_flight += 1
             request.placeholders += 1
@@ -186,11 +160,8 @@ class Ahead(Source):
         if scheduler.rows.free and scheduler.waiting:  # an ordinary step may admit a request
             return None
         flying = 0 if before is None else 1
-        here = set() if before is None else {work.request for work in before.works}
-        for request in running:
-            if request.siblings or request.in_flight != flying:
-                return None
-            if request.prefilling if before is None else request not in here:
+        for request in running:  # one with a token in flight is in that step
+            if request.siblings or request.in_flight != flying or (not flying and request.prefilling):
                 return None
         works = [Work(r, r.row, 0, 1, (), (r,)) for r in running]
         if self.engine.masks.wants(works):
@@ -200,8 +171,8 @@ class Ahead(Source):
 
     def _enter(self, running: Sequence[Request]) -> int:
         """Guess as before an ordinary step, and put the guesses where the graph reads them."""
-        guesses = self.drafter.guesses(running)
-        if not guesses or any(request not in guesses for request in running):
+        self.begun, guesses = self.speculator.begin(running), self.speculator.guesses
+        if any(request not in guesses for request in running):
             return 0
         lengths = [len(guesses[request]) for request in running]
         # Where a model has not guessed it has no room. N-grams are looked up behind the next token, too.
@@ -219,7 +190,9 @@ class Ahead(Source):
 
     def _go_on(self, running: Sequence[Request]) -> int:
         """Return how many of the drafts that are on the device already are to be verified."""
-        wanted = self.drafter.wanted(running)
+        self.begun = False
+        self.speculator.guesses.clear()
+        wanted = max(self.speculator.pace.lengths(running))
         if not wanted:
             return 0
         if self.source is not None and any(request not in self.source.shadows for request in running):
@@ -254,29 +227,16 @@ class Ahead(Source):
             given[0, len(rows) :], given[1:, len(rows) :] = -1, 0
             given[:, : len(rows)] = rows, small_rows, base, self.engine.scheduler.rows.prompt_lens[rows]
 
-    # Landing.
-
     def landed(self, work: Work, accepted: int) -> None:
-        """Bring the drafter's books up to what the device has done."""
-        drafts = None if self.landing is None else self.landing.made.pop(id(work), None)
+        """Bring the books up to what the device has done."""
+        drafts = self.made.pop(id(work), None)
         if drafts is None:  # an ordinary step
-            self.inner.landed(work, accepted)
+            self.speculator.landed(work, accepted)
             return
+        self.speculator.count(work, accepted)
         (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
         if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
             self.source.carried(work.request, drafts)
-
-    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
-        """See `Source`; so are the others."""
-        return self.inner.guess(requests, lengths)
-
-    def attach(self, engine: Engine) -> None:
-        """The source meets the engine."""
-        self.inner.attach(engine)
-
-    def leave(self, request: Request) -> None:
-        """The source forgets a request."""
-        self.inner.leave(request)
 
 
 def draft_lengths(most: int) -> list[int]:
@@ -309,8 +269,9 @@ class InGraph:
 
     flight: Flight | None = None
 
-    def __init__(self, inner: Loop, ahead: Ahead) -> None:
-        self.inner, self.ahead = inner, ahead
+    def __init__(self, engine: PagedEngine, ahead: Ahead) -> None:
+        self.inner, self.ahead = engine.loop, ahead
+        ahead.attach(engine)
 
     @property
     def idle(self) -> bool:
@@ -325,7 +286,7 @@ class InGraph:
             before, self.flight = self.flight, None
             self.flight = self.ahead.launch(before)
             if self.flight is None and before is not None:
-                self.ahead.drafter.speculator.pace.skip()  # two will have landed
+                self.ahead.speculator.pace.skip()  # two will have landed
             if before is not None:
                 self._collect(engine, before)
             if self.flight is not None or (before is not None and engine.scheduler.idle):
@@ -340,5 +301,5 @@ class InGraph:
         self.inner.land(engine)
 
     def _collect(self, engine: Engine, flight: Flight) -> None:
-        self.ahead.landing = flight
+        self.ahead.made = flight.made
         engine.collect(flight)

@@ -81,9 +81,7 @@ class LatencyWay:
     out_dtype: of the result; by default that of the input.
     """
 
-    def __init__(
-        self, linear: nn.Linear, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, linear: Any, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None) -> None:
         self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
 
     def takes(self, tokens: int, gate: str | None) -> bool:

@@ -13,7 +13,7 @@ from forward.model import Model
 from phases.appendix.latency.heads import Rounding, project_heads
 from phases.appendix.latency.lone import LoneParts, starts_early
 from phases.appendix.latency.tables import heads_pay
-from phases.appendix.latency.ways import CombinesHeads, LatencyBlock
+from phases.appendix.latency.ways import CombinesHeads, LatencyBlock, LatencyWay
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
 from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows, round_vector
@@ -36,21 +36,14 @@ MANY = 1024
 """Tokens from which a product with a scale for each row and column is as fast as one without."""
 
 
-class QuantWay:
-    """A layer's way for one token, in one kernel.
+class QuantWay(LatencyWay):
+    """`LatencyWay` of a layer with few bits."""
 
-    run_ahead, out_dtype: see `phases.appendix.latency.ways.LatencyWay`.
-    """
-
-    def __init__(
-        self, linear: KernelLinear, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
-    ) -> None:
-        self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
+    linear: KernelLinear
 
     def takes(self, tokens: int, gate: str | None) -> bool:
         """See `Way.takes`."""
-        linear = self.linear
-        return tokens == 1 and linear.order is None and (gate is None or linear.bias is None)
+        return self.linear.order is None and super().takes(tokens, gate)
 
     def __call__(self, x: Tensor, **around: Any) -> Tensor:
         """See `FusedLinear.forward`."""

@@ -111,5 +111,5 @@ def _joined(layers: Sequence[nn.Module]) -> ExpertStack:
     kinds = {(weight.scheme.weights, weight.scheme.activations) for weight in weights}
     if len(weights) < len(layers) or not kinds <= {("fp8", None), ("fp8", "fp8"), ("int8", None)}:
         raise UserError("experts are read as they are, in fp8 or in int8, not in w8a8 or int4")
-    weight = QuantizedWeight.cat([weight.per_channel() for weight in weights])
+    weight = QuantizedWeight.cat(weights)
     return ExpertStack(weight.data, weight.scale, bias, weight.scheme)
