@@ -124,9 +124,11 @@ class UnscaledNorm(FusedRMSNorm):
         nn.Module.__init__(self)
         self.weight, self.eps, self.one_plus = norm.weight, norm.eps, norm.one_plus
 
-    def add(self, x: Tensor, delta: Tensor | Unscaled) -> tuple[Tensor, Tensor]:
-        """See `FusedRMSNorm.add`."""
-        total, normed = norm_rows(x, delta, self.weights, None)
+    def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+        """See `FusedRMSNorm.both`."""
+        if isinstance(x, Tensor):  # of a lone token, to which all has been added
+            return super().both(x)
+        total, normed = norm_rows(*x, self.weights, None)
         assert isinstance(normed, Tensor)
         return total, normed
 
