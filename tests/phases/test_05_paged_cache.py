@@ -33,8 +33,10 @@ from paged_cache import (
     Preset,
     Recipe,
     TorchPagedAttention,
+    build,
 )
 from paged_cache.memory import plan_cache, weight_bytes
+from paged_cache.pool import KVFormat
 from paged_cache.reference import paged_attention
 from tests.dispatch import Operations
 from tests.fakes import expected_tokens
@@ -389,16 +391,19 @@ def scatter(cache: PagedCache, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_torch_attention_equals_the_reference(seed: int) -> None:
-    """Random mixes of prompts, chunks and decodes, with windows and soft caps, over scattered blocks."""
+    """Random mixes of prompts, chunks and decodes, with windows and soft caps, over scattered blocks.
+
+    Every other pool keeps keys and values over a scale of each head.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     block_size, heads, kv_heads, size = rng.choice([1, 4, 16]), 6, rng.choice([1, 2, 6]), 8
     config = replace(SHAPES["tiny"], num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
     rows, cache = Rows(12, 200), PagedCache(12, 200, 2000 // block_size, block_size)
     scatter(cache, rng)
-    pool = BlockPool(
-        config, cache.allocator.count, block_size, device=torch.device("cpu"), dtype=torch.float32
-    )
+    scales = 0.5 + torch.rand(config.num_layers, 2, kv_heads) if seed % 2 else None
+    kv, cpu = KVFormat(scales=scales), torch.device("cpu")
+    pool = BlockPool(config, cache.allocator.count, block_size, device=cpu, dtype=torch.float32, kv=kv)
     pool.data.normal_()
     spans = [
         rng.choice([(0, rng.randrange(1, 40)), (rng.randrange(1, 150), rng.choice([1, 1, 7, 30]))])
@@ -413,11 +418,11 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
         q = torch.randn(tokens, heads, size)
         k, v = (torch.randn(tokens, kv_heads, size) for _ in "kv")
         actual = attention(layer, q, k, v)
-        cache = pool.layers[1]
-        assert torch.equal(cache.k.flatten(0, 1)[batch.slots], k)
-        assert torch.equal(cache.v.flatten(0, 1)[batch.slots], v)
+        stored = pool.data[1].flatten(1, 2)[:, batch.slots]  # [2, T, KH, D]
+        stored = stored if scales is None else stored * scales[1, :, None, :, None]
+        torch.testing.assert_close(stored, torch.stack((k, v)), msg="keys or values are not in their slots")
         expected = paged_attention(
-            q, cache, batch.block_tables, batch.query_starts, batch.context_lens,
+            q, pool.layers[1], batch.block_tables, batch.query_starts, batch.context_lens,
             scale=0.3, sliding_window=window, soft_cap=cap,
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
@@ -481,6 +486,10 @@ def test_ledger(model: Model) -> None:
 # Features.
 
 
+class WidePool(BlockPool):
+    pass
+
+
 @dataclass(frozen=True)
 class Wide(Feature):
     """A feature of one option, which brings a pool."""
@@ -491,19 +500,25 @@ class Wide(Feature):
     width: int = option(1, "of the pool")
 
     def install(self, parts: Parts) -> None:
-        parts.bring(self, pool=BlockPool)
+        parts.bring(self, pool=WidePool)
 
 
 def test_an_option_needs_its_feature() -> None:
     preset, cpu = Preset(on=[Wide]), torch.device("cpu")
     assert preset.choose({"width": 3}, cpu).installed == (Wide(3),)
     assert preset.choose({"wide": False}, cpu).installed == ()
+    with pytest.raises(UserError, match="max_rows is 0"):
+        preset.choose({"max_rows": 0}, cpu)
     with pytest.raises(UserError, match="width is 3, but wide is off on cpu"):
         preset.choose({"wide": False, "width": 3}, cpu)
 
 
-def test_a_part_is_brought_once() -> None:
-    parts = Parts(Recipe("random:tiny"))
+def test_a_part_is_brought_once(model: Model) -> None:
+    parts = Parts(Recipe(model))
     Wide().install(parts)
     with pytest.raises(UserError, match="each brings its own pool"):
         Wide().install(parts)
+    with pytest.raises(UserError, match="wide is given twice"):
+        build(model, features=[Wide(), Wide()])
+    attention: Any = build(model, features=[Wide()]).runner.attention
+    assert type(attention.pool) is WidePool, "the pool of feature wide is not used"
