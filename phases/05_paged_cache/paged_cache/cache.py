@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
-from continuous.cache import CacheManager
 from continuous.work import Work
 from paged_cache.allocator import BlockAllocator
 
 
-class PagedCache(CacheManager):
+class PagedCache:
     """Block tables over an allocator. Nothing outlives its request, and nothing is shared by content.
 
     Args:
@@ -69,6 +68,10 @@ class PagedCache(CacheManager):
         """Return True if the request can be admitted; blocks promised in this very step are taken already."""
         alone = self.free == self.allocator.count
         return self.blocks_for(len(request.tokens)) <= self.free - (0 if alone else self.reserve_blocks)
+
+    def lookup(self, request: Request) -> int:
+        """Nothing outlives its request here."""
+        return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
         """Grow the request's table to `upto` tokens; almost always there is nothing to do."""
@@ -138,6 +141,9 @@ class PagedCache(CacheManager):
 
     def take_moves(self, works: Sequence[Work]) -> Any:
         """A seam: what `BlockPool.regroup` has to know before these works run. One group: nothing."""
+
+    def commit(self, request: Request, upto: int) -> None:
+        """Nothing is shared by content here."""
 
     def release(self, request: Request) -> None:
         """Give back the request's blocks, the last one first, so that the first is the next to be taken.
