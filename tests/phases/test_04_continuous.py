@@ -406,18 +406,6 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
 # The inbox.
 
 
-def test_an_engine_that_falls_idle_checks_its_books(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = fake()
-    checked: list[int] = []
-    monkeypatch.setattr(engine.cache, "check", lambda: checked.append(engine.stats.steps))
-    engine.add([1, 2], greedy(2))
-    finish(engine)  # too soon after the start
-    monkeypatch.setattr("continuous.engine.CHECK_SECONDS", 0.0)
-    engine.add([1, 2], greedy(3))
-    finish(engine)
-    assert checked == [5], f"request 1 ends in step 5, but the cache is checked after steps {checked}"
-
-
 def test_nothing_happens_between_two_steps() -> None:
     engine, _ = fake()
     (request,) = engine.add([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))

@@ -519,6 +519,6 @@ def test_a_part_is_brought_once(model: Model) -> None:
     with pytest.raises(UserError, match="each brings its own pool"):
         Wide().install(parts)
     with pytest.raises(UserError, match="wide is given twice"):
-        build(model, features=[Wide(), Wide()])
-    attention: Any = build(model, features=[Wide()]).runner.attention
+        build(Recipe(model, features=(Wide(), Wide())))
+    attention: Any = build(Recipe(model, features=(Wide(),))).runner.attention
     assert type(attention.pool) is WidePool, "the pool of feature wide is not used"
