@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from phases.appendix.protocols.responses import MOST_KEPT, Conversations
+from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from tests.servers import Asked, Client
 from tests.serving_kit import make_with_grammars as make_with_grammars
@@ -121,6 +123,8 @@ async def test_calls_and_their_answers(make, path):
         assert json.loads("".join(pieces)) == arguments and call["type"] == "function_call"
         answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
         more = {"input": [*SAID, call, answer], "max_output_tokens": 2}
+        kept = {"input": [answer], "previous_response_id": whole["id"], "max_output_tokens": 2}
+        assert (await Client(app).post(path, kept))[1]["usage"]["input_tokens"] > 0
     else:
         (call,) = whole["content"]
         arguments = call["input"]
@@ -151,10 +155,34 @@ async def test_structured_output(make):
         assert json.loads(text_of(path, whole))["city"] in ("Rome", "Oslo"), path
 
 
+async def test_a_conversation_goes_on_from_a_response_within_a_bound(make):
+    app = make()
+    body = REQUESTS["/v1/responses"] | {"instructions": "Be brief."}
+    first = (await Client(app).post("/v1/responses", body))[1]
+    more = {"input": "And in Oslo?", "max_output_tokens": 2, "previous_response_id": first["id"]}
+    kept = (await Client(app).post("/v1/responses", more))[1]["usage"]["input_tokens"]
+    said = [*SAID, {"role": "assistant", "content": text_of("/v1/responses", first)}]
+    whole = {"input": [*said, {"role": "user", "content": "And in Oslo?"}], "max_output_tokens": 2}
+    assert (await Client(app).post("/v1/responses", whole))[1]["usage"]["input_tokens"] == kept
+    unkept = (await Client(app).post("/v1/responses", REQUESTS["/v1/responses"] | {"store": False}))[1]
+    status, error = await Client(app).post("/v1/responses", more | {"previous_response_id": unkept["id"]})
+    assert (status, error["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_the_oldest_conversations_go_first():
+    kept = Conversations()
+    for number in range(MOST_KEPT + 1):
+        kept.keep(str(number), [{"role": "user", "content": "x"}])
+    with pytest.raises(ApiError, match="no more"):
+        kept.find("0")
+    assert kept.find("1")
+    kept.keep("large", [{"role": "user", "content": "x" * (40 << 20)}])
+    assert kept.size == 0, "more is kept than the bound"
+
+
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a number for a text": ("/v1/responses", {"input": [{"content": 3}]}, "input"),
     "an image": ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "input"),
-    "a kept response": ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
     "a tool of OpenAI's own": ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
     "several": ("/v1/responses", {"n": 2}, "n"),
     "temperature": ("/v1/responses", {"temperature": -1}, "temperature"),

@@ -81,12 +81,13 @@ def call(folder: Path, name: str, arguments: dict[str, Any]) -> str:
 
 def responses_loop(url: str, model: str, folder: Path) -> list[str]:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    said: Any = [{"role": "user", "content": TASK}]
-    answers = []
+    said: Any = TASK
+    before, answers = None, []
     for name in ORDER:
         with client.responses.stream(
             model=model,
             input=said,
+            previous_response_id=before,
             tools=TOOLS,
             tool_choice={"type": "function", "name": name} if name else "none",
             parallel_tool_calls=False,
@@ -94,8 +95,8 @@ def responses_loop(url: str, model: str, folder: Path) -> list[str]:
         ) as stream:
             events = list(stream)
             kinds, done = {event.type for event in events}, events[-1].response  # it may have been cut
+        before, said = done.id, []
         for item in done.output:
-            said.append(item.to_dict())
             if item.type == "function_call":
                 answers.append(call(folder, item.name, json.loads(item.arguments)))
                 said.append({"type": "function_call_output", "call_id": item.call_id, "output": answers[-1]})

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
-from phases.appendix.protocols.translation import Events, NamedErrors, Translation
-from phases.appendix.tools.described import Message, text_of
+from phases.appendix.api.endpoints import WideChat
+from phases.appendix.protocols.translation import Events, Messages, NamedErrors, Translation
+from phases.appendix.tools.described import text_of
 from serving.completion import Choice
+from serving.http.errors import ApiError
 from serving.http.exchange import Exchange
 from serving.http.schema import Generation
+
+MOST_KEPT, MOST_BYTES = 1024, 32 << 20
+"""Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
 
 
 class InputItem(Struct):
@@ -38,12 +45,40 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
     background: Literal[False] | None = False
-    previous_response_id: None = None
     conversation: None = None
     prompt: None = None
 
     metadata: Any = None  # said again in the answer
+
+
+class Conversations:
+    """Conversations of the newest responses, by ids that cannot be guessed.
+
+    size: bytes of all.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self.size = 0
+
+    def keep(self, id: str, messages: Messages) -> None:
+        """Keep one; the oldest go where there are too many."""
+        data = self._kept[id] = msgspec.json.encode(messages)
+        self.size += len(data)
+        while len(self._kept) > MOST_KEPT or self.size > MOST_BYTES:
+            self.size -= len(self._kept.popitem(last=False)[1])
+
+    def find(self, id: str) -> Messages:
+        """Return one. Raises `ApiError` if it is not here, or no more."""
+        if id not in self._kept:
+            words = f"previous_response_id is {id[:100]!r}, which is not kept here, or no more"
+            raise ApiError(404, words, param="previous_response_id", code="previous_response_not_found")
+        self._kept.move_to_end(id)
+        found: Messages = msgspec.json.decode(self._kept[id])
+        return found
 
 
 class Responses(Translation):
@@ -54,10 +89,15 @@ class Responses(Translation):
         {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
     )
 
+    def __init__(self, chat: WideChat) -> None:
+        super().__init__(chat)
+        self.kept = Conversations()
+
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""
+        before = self.kept.find(request.previous_response_id) if request.previous_response_id else []
         said = [InputItem(content=request.input)] if isinstance(request.input, str) else request.input
-        fields: dict[str, Any] = {"messages": _messages(said), "system": request.instructions or None}
+        fields: dict[str, Any] = {"messages": _messages(before, said), "system": request.instructions or None}
         fields["parallel_tool_calls"] = request.parallel_tool_calls
         if request.tools:
             fields["tools"] = [{"type": tool.get("type"), "function": tool} for tool in request.tools]
@@ -76,16 +116,23 @@ class Responses(Translation):
 
 
 class ResponseEvents(Events):
-    """Builds a response of items: reasoning, a message, calls."""
+    """Builds a response of items: reasoning, a message, calls.
+
+    kept: where the conversation goes when it has ended; None: it is not kept.
+    """
 
     def __init__(self, of: Responses, request: ResponsesRequest) -> None:
-        self._number = 0
-        repeated = ("instructions", "metadata", "temperature", "top_p")
+        self.kept, self.messages, self._number = (
+            of.kept if request.store is not False else None,
+            of.messages,
+            0,
+        )
+        repeated = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
         super().__init__(of, {name: getattr(request, name) for name in repeated})
         form = (request.text or {}).get("format") or {"type": "text"}
         self.value |= {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": of.model}
         self.value |= {"created_at": int(time.time()), "status": "in_progress", "output": []}
-        self.value |= {"store": False, "text": {"format": form}, "tools": request.tools or []}
+        self.value |= {"store": self.kept is not None, "text": {"format": form}, "tools": request.tools or []}
         self.value |= {"tool_choice": request.tool_choice or "auto", "error": None, "usage": None}
         self.value |= {"parallel_tool_calls": request.parallel_tool_calls is not False}
         self.value |= {"incomplete_details": None}
@@ -128,6 +175,10 @@ class ResponseEvents(Events):
                 "total_tokens": usage["total_tokens"],
             },
         }
+        if self.kept is not None:
+            self.kept.keep(
+                self.value["id"], _messages(self.messages, msgspec.convert(self.items, list[InputItem]))
+            )
         self.say(f"response.{self.value['status']}", response=self.value)
 
     def _text(self, kind: str, part: str, text: str, **fields: Any) -> None:
@@ -167,13 +218,13 @@ class ResponseEvents(Events):
         self.say(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **event)
 
 
-def _messages(items: list[InputItem]) -> list[Message]:
-    """Return the messages of a conversation: all that the assistant says in a row is one message."""
-    messages = list[Message]()
+def _messages(before: Messages, items: list[InputItem]) -> Messages:
+    """Return a conversation and what follows it: all that the assistant says in a row is one message."""
+    messages = list(before)
 
     def assistant() -> dict[str, Any]:
         """Return the message that goes on."""
-        if not messages or messages[-1]["role"] != "assistant":
+        if len(messages) == len(before) or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         return messages[-1]
 

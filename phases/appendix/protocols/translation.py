@@ -18,7 +18,7 @@ from common.errors import UserError
 from phases.appendix.api.answers import WideChatAnswer
 from phases.appendix.api.endpoints import WideChat
 from phases.appendix.api.schema import ChatRequest
-from phases.appendix.tools.described import with_system
+from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Order, Piece
 from serving.endpoints import Endpoint
 from serving.http.answers import Answer, usage
@@ -27,6 +27,7 @@ from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 from serving.messages import Ready
 
+Messages = list[Message]
 _json = msgspec.json.Encoder().encode
 
 
@@ -105,10 +106,11 @@ class Events(Answer):
 class Translation(Endpoint):
     """A request of another protocol, which is translated once and takes the chat's path.
 
-    request: the chat.
+    request, messages: the chat, and its messages without `system`.
     """
 
     request: ChatRequest
+    messages: Messages
 
     def __init__(self, chat: WideChat) -> None:
         super().__init__(chat.prompts, chat.model, chat.limits)
@@ -122,8 +124,9 @@ class Translation(Endpoint):
         same = {name: getattr(request, name) for name in Generation.__struct_fields__}
         try:
             fields = self.translate(request)
-            if (system := fields.pop("system", None)) is not None:
-                fields["messages"] = with_system(fields["messages"], system)
+            made.messages, system = fields["messages"], fields.pop("system", None)
+            if system is not None:
+                fields["messages"] = with_system(made.messages, system)
         except UserError as error:
             raise wrong("messages", str(error)) from None
         made.request = ChatRequest(**(same | {"stream_options": None} | fields))
