@@ -58,7 +58,7 @@ EXTRAS_HELP = ", ".join(EXTRAS)
 def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
     """Make a command of a function that is no more than its arguments and its help.
 
-    target: the function of `phases.commands` that does the work, such as `run:run`. It gets the arguments as
+    target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as
         one object, after what can be refused without PyTorch has been (`early`). Their `options` are flags of
         an engine, which `main` adds when such a command is called: they are made from what all phases have.
     """
@@ -74,7 +74,7 @@ def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
             asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
-            code: int = resolve_name(f"phases.commands.{target}")(asked)
+            code: int = resolve_name(target)(asked)
             return code
 
         call.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -83,19 +83,19 @@ def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
     return made
 
 
-@command("plain:list_phases")
+@command("phases.commands.plain:list_phases")
 def list_(
     names: Annotated[bool, flag("only the names, one a line", "--names")] = False,
 ) -> None:
     """List the phases, with measured gains where there is evidence."""
 
 
-@command("doctor:run")
+@command("phases.commands.doctor:run")
 def doctor() -> None:
     """Say what this machine has, how fast it is, which phases run natively here, and how to get the rest."""
 
 
-@command("plain:fetch")
+@command("phases.commands.plain:fetch")
 def fetch(
     model: Annotated[
         str, typer.Argument(metavar="[smollm2|gemma3-270m|HUB_ID]", help=a.MODEL_HELP)
@@ -110,7 +110,7 @@ masking = partial(flag, panel="What the output may be, from phase 12 on")
 printing = partial(flag, panel="What is printed")
 
 
-@command("run:run")
+@command("phases.commands.run:run")
 def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
@@ -151,7 +151,7 @@ def run(
     """Generate text with one phase."""
 
 
-@command("quantize:run")
+@command("phases.commands.quantize:run")
 def quantize(
     model: Annotated[str, typer.Argument(help=a.MODEL_HELP)],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")],
@@ -168,7 +168,7 @@ def quantize(
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
 
 
-@command("serve:run")
+@command("phases.commands.serve:run")
 def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help=f"{a.MODEL_HELP}, or random:SHAPE")
@@ -208,7 +208,7 @@ def serve(
     """Serve a model to OpenAI's clients, with a page to look at."""
 
 
-@command("load:run")
+@command("benchmarks.loadtest.command:run")
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     users: Annotated[
@@ -227,12 +227,12 @@ def load(
     """Ask a server from many users, and say what they had to wait for."""
 
 
-@command("demo:run")
+@command("phases.commands.demo:run")
 def demo(model: a.Model = "smollm2", device: a.DeviceName = "auto", dtype: a.DtypeName = "auto") -> None:
     """Answer the same questions with every phase, and compare their speeds."""
 
 
-@command("benches:bench")
+@command("phases.commands.benches:bench")
 def bench(
     what: Annotated[
         str, typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}")
@@ -249,7 +249,7 @@ def bench(
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
 
 
-@command("profile:run")
+@command("phases.commands.profile:run")
 def profile(
     phase: a.PhaseName,
     model: a.AnyModel = None,
@@ -263,7 +263,7 @@ def profile(
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
 
 
-@command("benches:plot")
+@command("phases.commands.benches:plot")
 def plot(
     what: Annotated[
         str | None,

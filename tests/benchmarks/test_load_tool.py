@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.loadtest import command as load
 from benchmarks.loadtest.loops import Plan, poisson, run
 from benchmarks.loadtest.report import Goal, summarize
 from benchmarks.loadtest.user import Outcome, Target, ask
 from common.errors import UserError
-from phases.commands import load
 from phases.commands.early import reach
 from tests.servers import Running
 

@@ -22,7 +22,6 @@ from common.console import err, out, table
 from common.errors import UserError, integer, number
 from common.files import whole
 from common.progress import bar
-from phases.commands.arguments import joined
 
 COLUMNS = {
     "output_tokens_per_s": "tokens\na second",
@@ -48,7 +47,8 @@ def run(given: SimpleNamespace) -> int:
     integer("processes", given.processes, low=1, high=64)
     target = Target.of(given.url, given.api_key)
     rows: list[dict[str, Any]] = []
-    for label, plan in plans(work, joined(given.users), given.rate, given.requests):
+    users = None if given.users is None else ",".join(given.users)
+    for label, plan in plans(work, users, given.rate, given.requests):
         with bar(label, plan.requests) as answered:
             outcomes = ask_all(target, plan, given.processes, lambda outcome: answered(""))
         found: dict[str, Any] = {
