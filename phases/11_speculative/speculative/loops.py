@@ -11,7 +11,7 @@ from continuous.work import Work
 
 
 class Watcher(Drafter):
-    """A `Drafter` that may have to see every token. What it does not say itself the one inside does."""
+    """A `Drafter` that may have to see every token. By itself it does what the one inside does."""
 
     inner: Drafter = NO_DRAFTS
 
@@ -20,8 +20,12 @@ class Watcher(Drafter):
         """True while every token must be known before a step is scheduled; then steps do not overlap."""
         return isinstance(self.inner, Watcher) and self.inner.waits
 
-    def propose(self, request: Request, most: int) -> Sequence[int]:
+    def begin(self, running: Sequence[Request]) -> bool:
         """See `Drafter`; so are the others."""
+        return self.inner.begin(running)
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Ask the one inside."""
         return self.inner.propose(request, most)
 
     def landed(self, work: Work, accepted: int) -> None:
