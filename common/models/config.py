@@ -247,9 +247,9 @@ def _named(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from None
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
     """Refuse what would be read without an error and computed wrongly."""
-    for name, only in hf.ONLY.items():
+    for name, only in known.items():
         if raw.get(name) not in (None, only):
             raise UserError(f"{name} is {brief(raw[name])}, but only {only} is supported")
 
@@ -315,6 +315,7 @@ def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig |
 
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
     """The layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
+    _refuse_unsupported(raw, {"attn_output_gate": True})
     types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
     if types is None:
         linear = [(i + 1) % interval > 0 for i in range(layers)]

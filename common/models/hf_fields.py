@@ -140,7 +140,6 @@ SAME_ACTIVATIONS = {
 """Other names of activations -> ours."""
 
 ONLY = {
-    "attn_output_gate": True,
     "use_bidirectional_attention": False,
     "add_cross_attention": False,
     "qkv_bias": True,

@@ -171,6 +171,10 @@ def test_what_would_be_computed_wrongly_is_refused(
     assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
 
 
+def test_a_field_of_another_family_says_nothing() -> None:
+    assert ModelConfig.from_hf({**LLAMA, "attn_output_gate": False}) == ModelConfig.from_hf(LLAMA)
+
+
 @pytest.mark.parametrize(
     ("base", "change", "windows"),
     [
