@@ -141,7 +141,7 @@ class MessageEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
         self._close()
-        stop = choice.stream.stop
+        stop = choice.stream.stop if reason == "stop" else None  # behind a whole call that is why
         ended = {"stop_reason": "stop_sequence" if stop else REASONS[reason], "stop_sequence": stop}
         self.value |= {**ended, "usage": _usage(usage)}
         self.say("message_delta", delta=ended, usage=self.value["usage"])
