@@ -47,8 +47,7 @@ def run(given: SimpleNamespace) -> int:
     integer("processes", given.processes, low=1, high=64)
     target = Target.of(given.url, given.api_key)
     rows: list[dict[str, Any]] = []
-    users = None if given.users is None else ",".join(given.users)
-    for label, plan in plans(work, users, given.rate, given.requests):
+    for label, plan in plans(work, given.users, given.rate, given.requests):
         with bar(label, plan.requests) as answered:
             outcomes = ask_all(target, plan, given.processes, lambda outcome: answered(""))
         found: dict[str, Any] = {
@@ -70,7 +69,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def plans(
-    work: Workload, users: str | None, rate: float | None, requests: int | None
+    work: Workload, users: Sequence[str] | None, rate: float | None, requests: int | None
 ) -> list[tuple[str, Plan]]:
     """Return the plans of requests, with a label for each. Raises `UserError`."""
     if users is not None and rate is not None:
@@ -78,7 +77,7 @@ def plans(
     bodies = bodies_of(work)
     if users is not None:
         found = []
-        for text in users.split(","):
+        for text in ",".join(users).split(","):
             count = integer("users", int(text) if text.strip().isdecimal() else text, low=1, high=65_536)  # type: ignore[arg-type]
             total = requests or max(len(bodies), 2 * count)
             found.append((words.count(count, "user"), Plan(bodies, total, users=count)))

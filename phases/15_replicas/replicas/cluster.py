@@ -125,10 +125,8 @@ class Cluster:
                 ray.init(address=self.options.cluster, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise UserError(f"cluster {self.options.cluster!r} is not to be had: {error}") from None
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # not before: Ray takes them over, to print a trace and abort
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Not before: Ray takes them over, to print a trace and abort.
             signal.signal(number, self._hear)
         seconds = self.limits.max_seconds + 5  # a replica is the first to say that it took too long
         try:
