@@ -14,16 +14,13 @@ from benchmarks.provenance import clean, combined, committed, differing, git_sta
 from common.errors import UserError
 from phases import PHASES
 
-LATER = {"h200/14_parallel", "h200/quality", "h200/replicas"}
+LATER = {"h200/replicas"}
 """Files whose commit was made after they were measured. All these lists hold evidence from before 2026-11-27,
 without `sources`: a file that is recorded again leaves them, and none comes in."""
 DIRTY = {"cpu/quality"}
 HASHED = "2026-11-28"
 """From this day on evidence without `sources` counts as dirty."""
-FEW = {
-    *(f"h200/{name}" for name in ("04_continuous", "05_paged_cache", "09_cuda_graphs")),
-    *(f"h200/{name}" for name in ("12_structured", "14_parallel")),
-}
+FEW = {"h200/05_paged_cache"}
 """Files with a side of their headline that has fewer than three samples."""
 
 
