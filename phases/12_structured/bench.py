@@ -311,18 +311,16 @@ def _masks(evidence: Evidence, axes: Any) -> None:
     )
     shown = colours(kinds, PHASE)
     for place, kind in enumerate(kinds):
-        for row, schema in enumerate(SCHEMAS):
-            found = evidence.find(workload=f"masks of {schema}", backend=kind)
-            if found:
-                label = kind if row == 0 else None
-                width = found[0].median("mask_us")
-                axes.barh(row + 0.27 * (place - 1), width, height=0.25, color=shown[kind], label=label)
+        found = [evidence.find(workload=f"masks of {schema}", backend=kind) for schema in SCHEMAS]
+        times = {row: runs[0].median("mask_us") for row, runs in enumerate(found) if runs}
+        rows = [row + 0.27 * (place - 1) for row in times]
+        axes.barh(rows, list(times.values()), height=0.25, color=shown[kind], label=kind)
     axes.set_yticks(range(len(SCHEMAS)), list(SCHEMAS))
     axes.invert_yaxis()
     axes.set_xlim(left=1)
     log_axis(axes, vertical=False)
     axes.set_xlabel("one mask, median (µs)")
-    times = [found.median("mask_us") for found in evidence.runs if "backend" in found.options]
-    axes.set_title(f"A mask takes {min(times):.0f} to {max(times):.0f} µs")
+    medians = [found.median("mask_us") for found in evidence.runs if "backend" in found.options]
+    axes.set_title(f"A mask takes {min(medians):.0f} to {max(medians):.0f} µs")
     axes.grid(visible=False, axis="y")
     axes.legend()

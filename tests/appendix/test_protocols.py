@@ -97,9 +97,8 @@ async def test_the_text_is_the_chats_at_once_and_in_events(make, path):
         kinds = [event["type"] for event in events]
         assert kinds[:2] == ["message_start", "content_block_start"]
         assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-        assert (
-            whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens" if cut else "end_turn"
-        )
+        ended = "max_tokens" if cut else "end_turn"
+        assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == ended
         took = whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
         assert took == used["prompt_tokens"]
     else:
@@ -254,6 +253,13 @@ async def test_stop_sequences_are_named(make):
     found = (await Client(app).post("/v1/messages", body))[1]
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", stop)
     assert text_of("/v1/messages", found) == text[: text.index(stop)]
+
+
+async def test_a_whole_call_is_why_a_message_ends_whatever_stops_it(make):
+    body = WITH_TOOLS["/v1/messages"] | {"seed": 1, "stop_sequences": ["</tool_call>"]}
+    found = (await Client(make()).post("/v1/messages", body))[1]
+    assert found["content"][0]["input"]["city"] in ("Rome", "Oslo")
+    assert (found["stop_reason"], found["stop_sequence"]) == ("tool_use", None)
 
 
 async def test_tokens_are_counted_as_a_message_takes_them(make):
