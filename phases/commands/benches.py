@@ -22,8 +22,8 @@ from phases import PHASES, ROOT, phase_named
 from phases.commands.arguments import EXTRAS
 
 MOST_REPEATS = 1000
-MADE_BY = {"json_schema_bench": "json_schema_suite", "hostile_grammars": "12_structured"}
-"""Evidence whose benchmark has another name: the same script, given a checkout; another run of it."""
+MADE_BY = {"json_schema_bench": "json_schema_suite"}
+"""Evidence whose benchmark has another name: the same script, given a checkout."""
 
 
 def bench(given: SimpleNamespace) -> int:
