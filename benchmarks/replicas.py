@@ -104,13 +104,15 @@ class Bench:
     # Counts.
 
     def found(self) -> list[Run]:
-        """Four replicas in this process, 16 users, and every policy: what is found, and which computes it."""
+        """Every policy: what is found, and which computes it."""
+        return [self.routed(PHASE, route, {"route": route}) for route in ROUTES]
+
+    def routed(self, variant: str, route: str, facts: Mapping[str, Any]) -> Run:
+        """Serve 16 users' requests, with 16 beginnings, by four replicas of this process."""
         work = prefixes(6 if self.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256)
-        runs = []
-        for route in ROUTES:
-            simulated = Simulated(work, route, replicas=4, users=16)
-            runs.append(self.summary(PHASE, work, [simulated.sample()], {"route": route}, "random:tiny"))
-        return runs
+        again = range(self.options.repeats)  # counts are the same each time
+        samples = [Simulated(work, route, replicas=4, users=16).sample() for _ in again]
+        return self.summary(variant, work, samples, facts, "random:tiny")
 
     def deciding(self) -> list[Run]:
         """Microseconds of a decision, from a request's bytes to a name, by the prompt's length."""

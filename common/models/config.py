@@ -315,7 +315,7 @@ def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig |
 
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
     """The layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
-    _refuse_unsupported(raw, {"attn_output_gate": True})
+    _refuse_unsupported(raw, hf.DELTA_ONLY)
     types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
     if types is None:
         linear = [(i + 1) % interval > 0 for i in range(layers)]

@@ -152,5 +152,7 @@ ONLY = {
     "attn_logit_softcapping": None,  # Gemma 3 has the field, but `transformers` does not apply it
 }
 """Fields that change what is computed, and the one value that is computed here."""
+DELTA_ONLY = {"attn_output_gate": True}
+"""The same, in models with layers of Gated DeltaNet; in others the field says nothing."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config")
 """Fields of a multimodal model that say something of the language model inside."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.replicas import Bench, Simulated, draw_figure, prefixes
+from benchmarks.evidence import BenchOptions, Evidence, collect
+from benchmarks.replicas import Bench, draw_figure
 from benchmarks.roofline import ceilings
 
 PHASE, BEFORE = "15_replicas", "13_serving, copies"
@@ -20,22 +20,13 @@ ROUTES = {BEFORE: "least-loaded", PHASE: "prefix"}
 def run(options: BenchOptions) -> Evidence:
     """Count what each policy computes, then time one user on each way."""
     bench = Bench(options)
-    runs = counted(bench)
+    runs = [
+        bench.routed(variant, route, {"route": route} if variant == PHASE else {})
+        for variant, route in ROUTES.items()
+    ]
     with bench.servers(1) as targets:
         runs += bench.ways(targets[0])
     return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
-
-
-def counted(bench: Bench) -> list[Run]:
-    """Serve 16 users' requests with 16 prefixes by four replicas, routed by load and by prefix."""
-    work = prefixes(6 if bench.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256)
-    runs = []
-    for variant, route in ROUTES.items():
-        again = range(bench.options.repeats)  # the same counts each time, or something is wrong
-        samples = [Simulated(work, route, replicas=4, users=16).sample() for _ in again]
-        facts = {"route": route} if variant == PHASE else {}
-        runs.append(bench.summary(variant, work, samples, facts, "random:tiny"))
-    return runs
 
 
 def draw(evidence: Evidence, out: Path) -> None:
