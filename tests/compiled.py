@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
 from experts.kernels.few import SHAPES, few_kernel
-from experts.kernels.grouped import LARGE, TABLE, add_choices_kernel, grouped_kernel
+from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from hybrid_cache import delta_kernels
 from phases.appendix.delta_layers import kernels as delta_layers
@@ -191,7 +191,7 @@ def experts(capability: int) -> Iterator[Kernel]:
             }  # fmt: skip
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
             yield f"few, {up=}, {eight=}", few_kernel, few, warps, 1, types | numbers
-            for tile in (*(tile for _, tile in TABLE), LARGE):
+            for tile in (*(tile for _, tile in TABLE), LARGE if capability >= HOPPER else OLDER):
                 cut = {"ROWS": tile.rows, "BLOCK_N": tile.block_n // (1 + up), "BLOCK_K": tile.block_k}
                 name, how = f"{tile.rows} rows, {up=}, {eight=}", (tile.num_warps, tile.num_stages)
                 yield name, grouped_kernel, around | cut, *how, types | numbers

@@ -198,9 +198,10 @@ def test_both_forms_are_the_definition(facts: dict[str, Any], tokens: int) -> No
 
 
 def test_ties_and_an_expert_that_no_token_chose() -> None:
-    layer, x = layer_of(), torch.randn(20, 48)
-    layer.gate.weight.data[2:] = layer.gate.weight.data[0]  # five experts tie with expert 0
-    layer.gate.weight.data[1] = -layer.gate.weight.data[0]
+    layer, x = layer_of(), torch.randint(-3, 4, (20, 48)).float()
+    # Five experts tie with expert 0, to the last bit: sums of small integers are exact in any order.
+    layer.gate.weight.data[:] = torch.randint(-3, 4, (48,)).float()
+    layer.gate.weight.data[1] *= -1
     for number in (4, 5, 6):
         list_of(layer)[number].requires_grad_(False).apply(
             lambda part: part.weight.fill_(float("nan")) if isinstance(part, nn.Linear) else None

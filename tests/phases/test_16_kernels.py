@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from experts.kernels import grouped as grouped_module
 from experts.kernels.few import gathered
-from experts.kernels.grouped import LARGE, TABLE, Tile, grouped
+from experts.kernels.grouped import LARGE, OLDER, TABLE, Tile, grouped, tile_for
 from experts.kernels.routing import most_tiles, route_at_once, sort_in_tiles
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
@@ -186,13 +187,29 @@ def test_a_token_does_not_depend_on_the_others(way: str, rng: torch.Generator) -
     weights, chosen = routed(rng, count)
     whole = compute(way, x, up, down, weights, chosen, PLAIN)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    # The interpreter's products are NumPy's, which on some processors sum a row by its place in the tile.
+    most = 1e-5 if DEVICE == "cpu" else 0.0
     for rows in (order, order[:7], order[:1]):
         part = compute(way, x[rows], up, down, weights[rows], chosen[rows], PLAIN)
-        assert torch.equal(part, whole[rows]), f"{len(rows)} of {count} tokens, in another order"
+        off = (part - whole[rows]).abs().max()
+        assert off <= most, f"{len(rows)} of {count} tokens, in another order: off by {off}"
 
 
 def test_one_size_cuts_every_sum() -> None:
-    assert len({tile.block_k for tile in (LARGE, *(tile for _, tile in TABLE))}) == 1
+    assert len({tile.block_k for tile in (LARGE, OLDER, *(tile for _, tile in TABLE))}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("room", [65_536, 101_376, 166_912, 232_448])
+def test_what_is_on_its_way_fits_the_shared_memory(
+    room: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_module, "shared_memory", lambda device: room)
+    for rows in (1, 17, 49, 97, 1000):
+        tile = tile_for(rows, torch.empty(0, dtype=dtype))
+        stage = (tile.rows + tile.block_n) * tile.block_k * dtype.itemsize
+        assert stage * (tile.num_stages - 1) <= room, f"{rows} rows an expert, {tile}"
+        assert tile.num_stages >= 2, f"{rows} rows an expert: nothing hides the way from memory"
 
 
 def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:

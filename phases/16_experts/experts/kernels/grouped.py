@@ -28,6 +28,7 @@ from experts.kernels.stack import ExpertStack, Swiglu
 from experts.stacked import StackedExperts
 from quant.formats import BLOCK
 from quant.products import round_rows
+from triton_paged_attention.hardware import HOPPER, at_least, shared_memory
 from triton_paged_attention.linear import KINDS, activate
 
 
@@ -48,6 +49,16 @@ TABLE = (
 )
 """Up to so many rows an expert, on average, the tile. `block_k` is one number, see the module."""
 LARGE = Tile(128, 256, 64, 8, 3)
+OLDER = Tile(128, 128, 64, 8, 4)
+"""In its place before Hopper, whose products take both sides from shared memory: registers have no room."""
+
+
+def tile_for(rows: float, x: Tensor) -> Tile:
+    """Return the tile for so many rows of `x` an expert, with as many stages as fit in shared memory."""
+    largest = LARGE if at_least(x.device, HOPPER) else OLDER
+    tile = next((tile for most, tile in TABLE if rows <= most), largest)
+    ahead = shared_memory(x.device) // ((tile.rows + tile.block_n) * tile.block_k * x.itemsize)
+    return tile._replace(num_stages=min(tile.num_stages, ahead + 1))  # one is in registers
 
 
 @triton.jit
@@ -189,7 +200,7 @@ def grouped(
     """A `Way` for any number of tokens. tile: for measurements; None: the table's."""
     (count, hidden, _), (tokens, top_k) = layer.down.data.shape, chosen.shape
     chosen, weights = chosen.contiguous(), weights.contiguous()
-    tile = tile or next((each for rows, each in TABLE if chosen.numel() <= rows * count), LARGE)
+    tile = tile or tile_for(chosen.numel() / count, x)
     order, table = sort_in_tiles(chosen, count, tile.rows)
     most = table.shape[1]
     for stack, act in ((layer.gate_up, layer.act), (layer.down, None)):
