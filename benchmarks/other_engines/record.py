@@ -44,9 +44,10 @@ LOGS = (
     ("q06", NINE, "2026-11-27"),
     ("q30b", SIXTEEN, "2026-11-27"),
     ("q35", SEVENTEEN, "2026-11-27"),
+    ("q35b", SEVENTEEN, "2026-11-28"),
 )
 """Logs of vLLM 0.33.0: by default, for interactivity, the large model, the large one in 8 bits; then `SAME`."""
-SAME = ("q06", "q30b", "q35")
+SAME = ("q06", "q30b", "q35", "q35b")
 """Logs of `vllm_same.py`: the very requests of our workloads, two of which take the likeliest token."""
 
 
