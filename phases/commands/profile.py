@@ -20,7 +20,7 @@ from continuous.engine import Engine
 from forward.loading import load_model
 from forward.model import Model
 from phases import ROOT, Phase, phase_named
-from phases.registry import load_engine, missing_for
+from phases.registry import import_phase, load_engine, missing_for
 
 FOLDER = ROOT / "build" / "profile"
 """Where traces go unless told otherwise; not part of the checkout's files."""
@@ -61,6 +61,7 @@ def run(given: SimpleNamespace) -> int:
         err.print(f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
     name = model or ("random:tiny" if missing else "smollm2")
     source = name if name.startswith("random:") else str(model_folder(name))
+    import_phase(rung)  # before a model makes PyTorch import Triton: phase 06 decides who runs its kernels
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     tokens = size.context + size.steps + 1
     if tokens > loaded.max_len:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from functools import cache
@@ -421,3 +424,18 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
     assert torch.equal(out, x[:3]), "what a way computes is not written"
     fused.total = lambda part, residual: 2 * part if residual is None else 2 * part + residual
     assert torch.equal(fused(x[:1], residual=x[1:2]), 2 * x[:1] + x[1:2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="where there is a GPU kernels are compiled")
+def test_triton_that_was_imported_to_compile_is_refused_by_name() -> None:
+    usual = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    usual["PYTHONPATH"] = os.pathsep.join(sys.path)
+    program = (
+        "import triton.language; from forward import load_model; model = load_model('random:tiny');"
+        "import triton_paged_attention as phase; phase.load(model)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=usual, capture_output=True, text=True, check=False
+    )
+    assert "import phase 06 before a model is made" in done.stderr.splitlines()[-1], done.stderr[-500:]
