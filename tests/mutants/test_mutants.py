@@ -11,7 +11,7 @@ from tests.mutants.making import choose, mutants_of
 from tests.mutants.trying import bench, target
 
 ACCEPTED = Path(__file__).with_name("accepted.txt")
-"""Survivors that change nothing a user can see, or only on a GPU: phase and label, a line each."""
+"""Survivors that change nothing a user can see, or only on a GPU or with Ray: a phase and label a line."""
 EACH = 5
 SOURCE = """
 def pay(self, blocks: list[int], most: int = 3) -> int:

@@ -406,6 +406,18 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
 # The inbox.
 
 
+def test_an_engine_looks_through_the_books_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = fake()
+    engine.check_integrity()
+
+    def wrong() -> None:
+        raise AssertionError("a row is lost")
+
+    monkeypatch.setattr(engine.cache, "check", wrong)
+    with pytest.raises(AssertionError, match="a row is lost"):
+        engine.check_integrity()
+
+
 def test_nothing_happens_between_two_steps() -> None:
     engine, _ = fake()
     (request,) = engine.add([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))

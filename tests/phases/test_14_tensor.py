@@ -333,6 +333,17 @@ def test_a_rank_that_cannot_begin_is_told_at_once(monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - begun < 20, "rank 0 waits for a rank that has never begun"
 
 
+def test_a_loss_closes_nothing_that_another_thread_may_be_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed by both, its number would be another file's by the second time."""
+    monkeypatch.setattr(crews, "PROGRAM", "import time; time.sleep(60)")
+    crew = crews.Crew(3)
+    crew.lose("rank 2 has ended")
+    assert [member.process.wait(10) for member in crew.members] == [-signal.SIGKILL] * 2
+    assert not any(member.connection.closed for member in crew.members)
+    crew.kill()
+    assert all(member.connection.closed for member in crew.members)
+
+
 def _fails_on_the_second(ranks: Any) -> int:
     if ranks.rank == 1:
         raise ValueError("this rank is wrong")

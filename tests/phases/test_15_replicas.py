@@ -264,6 +264,11 @@ def test_wrong_options(given, says):
         ReplicaOptions(**given)
 
 
+def test_there_are_at_most_as_many_as_may_be_added():
+    assert ReplicaOptions(replicas=2).most == 2
+    assert ReplicaOptions(replicas=2, max_replicas=5).most == 5
+
+
 def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "replicas.cluster", raising=False)

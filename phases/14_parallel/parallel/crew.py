@@ -99,8 +99,8 @@ class Crew:
         if self._ending or self.reason:
             return
         self.reason = reason
-        for member in self.members:
-            member.kill()
+        for member in self.members:  # connections stay: another thread may be reading, or closing them
+            member.process.kill()
         threading.Thread(target=self._last_resort, daemon=True).start()
         if self.on_loss is not None:  # it may not return: NCCL waits for graphs that it is in
             threading.Thread(target=self.on_loss, daemon=True).start()
