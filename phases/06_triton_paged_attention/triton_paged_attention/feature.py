@@ -91,7 +91,7 @@ def check_triton(device: str) -> None:
         raise UserError("kernels need triton, which is not installed: see `ladder doctor`") from None
     from triton.runtime.interpreter import InterpretedFunction
 
-    if device == "cpu" and not isinstance(tl.sum, InterpretedFunction):  # the first that any kernel calls
+    if device == "cpu" and not isinstance(tl.sum, InterpretedFunction):  # Triton's own come first
         raise UserError(
             "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment: "
             "import phase 06 before a model is made, or set it"
