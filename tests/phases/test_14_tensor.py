@@ -344,6 +344,22 @@ def test_a_loss_closes_nothing_that_another_thread_may_be_reading(monkeypatch: p
     assert all(member.connection.closed for member in crew.members)
 
 
+@pytest.mark.slow
+def test_a_function_of_a_program_goes_to_every_rank(tmp_path: Path) -> None:
+    """It is sent as its text, since the ranks do not run the program again."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import parallel\n\ndef twice(ranks, number):\n    return number * 2 + ranks.rank\n\n"
+        "print(parallel.together(2, twice, 20))\n",
+        encoding="utf-8",
+    )
+    packages = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=packages, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "[40, 41]", done.stderr[-500:]
+
+
 def _fails_on_the_second(ranks: Any) -> int:
     if ranks.rank == 1:
         raise ValueError("this rank is wrong")
