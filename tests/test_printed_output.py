@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from phases import ROOT, find_phase
+from tests.programs import environment
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.DOTALL)
 MEASURED = re.compile(r"[\d,]+\.\d+(?!\d)(?! ?MiB)|\b[\d,]+(?= ms)")
@@ -95,11 +95,10 @@ def test_heads_that_two_ranks_do_not_divide(cli: Any) -> None:
 def test_a_profile_has_the_kernels_that_lesson_06_shows(tmp_path: Path) -> None:
     """In a process of its own: Triton decides when it is imported whether its kernels are interpreted."""
     command, said = after("06", "profile 06")
-    usual = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "phases", *shlex.split(command), "--device", "cpu", "--output", str(tmp_path)],
         cwd=ROOT,
-        env=usual,
+        env=environment(),
         capture_output=True,
         text=True,
         check=True,

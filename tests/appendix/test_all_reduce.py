@@ -15,6 +15,7 @@ import torch
 
 import parallel
 from common.errors import UserError
+from tests.programs import environment
 from tests.ranks_kit import SMALL, end_crews, in_ranks, write_checkpoint
 
 
@@ -99,9 +100,15 @@ print(" ".join(sorted(set(re.findall(r"(?:ld|st|atom|red)[.]global[.a-z0-9]+", m
 @pytest.mark.slow
 def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
     """Compiled for an H200 without one: what it says to memory is in the assembly."""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), TRITON_INTERPRET="0")
     command = [sys.executable, "-c", COMPILED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment(TRITON_INTERPRET="0"),
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = done.stdout.split()
     narrow = [name for name in found if name.endswith(("b16", "v2.b16"))]

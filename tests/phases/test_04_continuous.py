@@ -403,9 +403,6 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
     assert single.text == done[0].text
 
 
-# The inbox.
-
-
 def test_an_engine_looks_through_the_books_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = fake()
     engine.check_integrity()
@@ -416,6 +413,9 @@ def test_an_engine_looks_through_the_books_of_its_cache(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine.cache, "check", wrong)
     with pytest.raises(AssertionError, match="a row is lost"):
         engine.check_integrity()
+
+
+# The inbox.
 
 
 def test_nothing_happens_between_two_steps() -> None:

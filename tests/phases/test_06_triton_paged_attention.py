@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import weakref
@@ -45,6 +44,7 @@ from tests.paged_batches import (
     expected,
     make,
 )
+from tests.programs import environment
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
@@ -429,13 +429,11 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CUDA, reason="where there is a GPU kernels are compiled")
 def test_triton_that_was_imported_to_compile_is_refused_by_name() -> None:
-    usual = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    usual["PYTHONPATH"] = os.pathsep.join(sys.path)
     program = (
         "import triton.language; from forward import load_model; model = load_model('random:tiny');"
         "import triton_paged_attention as phase; phase.load(model)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=usual, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
     )
     assert "import phase 06 before a model is made" in done.stderr.splitlines()[-1], done.stderr[-500:]

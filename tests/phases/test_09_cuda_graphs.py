@@ -6,7 +6,6 @@ On the CPU a graph's function is called instead of replayed, with the kernels in
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 import time
@@ -45,6 +44,7 @@ from forward.shapes import SHAPES
 from paged_cache import PagedCache, PagedEngine
 from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakePending, FakeRunner
+from tests.programs import environment
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -445,8 +445,7 @@ import cuda_graphs.step_kernels
 from triton.runtime.interpreter import InterpretedFunction
 assert isinstance(cuda_graphs.step_kernels.gather_kernel, InterpretedFunction)
 """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
 
 
 # On a GPU.

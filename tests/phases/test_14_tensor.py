@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from parallel.launch import part
 from parallel.shard import Shard, Slice
 from tests import structured_kit
 from tests.guidance_kit import served
+from tests.programs import environment
 from tests.ranks_kit import (
     PLACE,
     PROMPTS,
@@ -261,9 +261,11 @@ def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
         "print(engine.loop.crew.members[0].process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(OMP_NUM_THREADS="1"),
     ) as leader:
         assert leader.stdout is not None
         other = int(leader.stdout.readline())
@@ -353,9 +355,8 @@ def test_a_function_of_a_program_goes_to_every_rank(tmp_path: Path) -> None:
         "print(parallel.together(2, twice, 20))\n",
         encoding="utf-8",
     )
-    packages = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(program)], env=packages, capture_output=True, text=True, check=False
+        [sys.executable, str(program)], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "[40, 41]", done.stderr[-500:]
 
