@@ -30,7 +30,7 @@ def evidence_lines(root: Path) -> Lines:
         age = behind.get(commit)
         lines.append(
             [
-                name,
+                f"[{name}](../{figure})" if (root / (figure := f"figures/{name}.png")).exists() else name,
                 evidence.when[:10],
                 f"`{commit[:8]}`",
                 _machine(evidence),

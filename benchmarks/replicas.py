@@ -461,8 +461,34 @@ def handing_over(there: PagedEngine, here: PagedEngine, prompt: list[int]) -> Sa
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Left: tokens that each policy computes. Right: what one user waits for on each way."""
-    draw_figure(evidence, out, PHASE)
+    """Of several GPUs their rates, else what policies compute and what one user waits for on each way."""
+    scaled = [run for run in evidence.runs if run.workload.startswith("offline-256")]
+    if len(scaled) < 2:
+        return draw_figure(evidence, out, PHASE)
+    routed = [run for run in evidence.runs if {"replicas", "route"} <= set(run.options)]
+    figure, (left, right) = panels(2, height=3.0)
+    shown = colours(reversed(ROUTES), "15_replicas")  # the darkest is what knows prefixes
+    counts = [run.options["replicas"] for run in scaled]
+    one, *_ = rates = [run.median("output_tokens_per_s") for run in scaled]
+    left.plot(counts, [rate / one for rate in rates], marker="o", color=shown["prefix"], label="measured")
+    left.plot(counts, counts, color="#404040", linestyle=":", label="as many times")
+    left.set_xticks(counts)
+    left.set_xlabel("replicas, a GPU each")
+    left.set_ylabel("times one replica's rate")
+    left.set_title("256 requests for each replica")
+    left.legend()
+    for place, run in enumerate(routed):
+        rate, first = run.median("output_tokens_per_s"), run.median("ttft_ms_p50")
+        right.barh(place, rate, color=shown[run.options["route"]], height=0.6)
+        text = f"{number(rate)}  (first token {number(first)} ms)"
+        right.annotate(text, (rate, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    right.set_yticks(range(len(routed)), [run.options["route"] for run in routed])
+    right.set_xlabel("output tokens per second, all replicas together")
+    right.set_title("16 beginnings, more than a replica keeps")
+    right.invert_yaxis()
+    right.margins(x=0.75)
+    right.grid(visible=False, axis="y")
+    save(figure, out, evidence)
 
 
 def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:

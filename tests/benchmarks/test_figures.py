@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from benchmarks.evidence import FIGURES, results
+from benchmarks.evidence import FIGURES, ROOT, results
 from phases.commands import benches
 
 pytestmark = pytest.mark.slow
@@ -41,11 +41,14 @@ def figure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_
     return one
 
 
-@pytest.mark.parametrize(
+each = pytest.mark.parametrize(
     "figure",
     [pytest.param(name, marks=pytest.mark.long) if name.startswith("cpu/") else name for name in DRAWN],
     indirect=True,
 )
+
+
+@each
 def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
     whole = figure.bbox
     titles = [axes.title if axes.get_title() else axes._left_title for axes in figure.axes]
@@ -73,6 +76,23 @@ def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
         assert not one.get_window_extent().overlaps(other.get_window_extent()), (
             f"the titles {one.get_text()!r} and {other.get_text()!r} run into each other"
         )
+
+
+@each
+def test_a_legend_covers_nothing(figure: Figure) -> None:
+    for axes in figure.axes:
+        if legend := axes.get_legend():
+            box = legend.get_window_extent()
+            covered = [bar for bar in axes.patches if bar.get_window_extent().overlaps(box)]
+            assert not covered, (
+                f"{axes.get_title() or axes._left_title.get_text()!r}: the legend covers a bar"
+            )
+
+
+def test_every_figure_is_a_click_from_a_document() -> None:
+    texts = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    hidden = [name for name in DRAWN if f"figures/{name}.png)" not in texts]
+    assert not hidden, f"figures that nobody sees: {hidden}"
 
 
 def test_every_figure_in_the_repository_is_of_evidence() -> None:
