@@ -269,7 +269,7 @@ class Simulated:
 
     def __init__(self, work: Workload, route: str, replicas: int, users: int) -> None:
         model = load_model("random:tiny")
-        # Room for what runs, and for a third of all beginnings: together the replicas can keep them all.
+        # Room for all users at one replica, and for a third of the beginnings besides: nothing is evicted.
         room = (users + PREFIXES // 3) * 320 * model.config.kv_bytes_per_token(model.dtype)
         names = [f"r{n}" for n in range(replicas)]
         self.engines = {

@@ -62,7 +62,7 @@ class Bench:
     # Counted.
 
     def counted(self) -> list[Run]:
-        """Twice as many requests as could run, all of one length, into the same bytes: nothing is computed.
+        """More requests than full caches hold, all of one length, into the same bytes: nothing is computed.
 
         The schedulers and caches are those of the engines, and decide as with a model behind them.
         """

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from phases import ROOT
-from replicas.gate import GONE, KEY, NAME, Gate
+from replicas.gate import GONE, KEY, NAME, Gate, RelayedAnswer
 from replicas.options import ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of
 from replicas.replica import Replica
@@ -328,6 +328,18 @@ def test_the_gate_reads_the_body_and_makes_its_chain():
     assert seen[0]["chain"] == chain_of(data) and seen[0]["body"] == data.decode()
 
 
+def test_no_header_is_there_twice():
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.extend(name for name, _ in message["headers"])
+
+    said = start()
+    said["headers"] += [(b"x-request-id", b"abc"), (b"x-request-id", b"abc")]
+    asynchronously(lambda: RelayedAnswer(send).send(said), 30)
+    assert sent.count(b"x-request-id") == 1, f"Ray's id of a request comes beside the replica's: {sent}"
+
+
 def test_who_asks_for_a_replica_may_look_at_it_but_not_load_it():
     for method, expected in (("GET", "b"), ("POST", "")):
         seen: list[Any] = []
@@ -427,6 +439,28 @@ def test_a_replica_whose_engine_has_died_takes_nothing_and_ends(tmp_path):
     assert wire.headers[GONE.decode()] == "1", "it answers, so nobody else is asked"
     with pytest.raises(RuntimeError, match="restarting"):
         replica.check_health()
+
+
+def test_a_request_whose_engine_dies_before_its_first_token_goes_to_another(tmp_path):
+    engine, app = served(tmp_path)
+    dying, data = Replica(app, "r1", lambda _: None), body([1, 2, 3], model="tiny", max_tokens=3)
+    submit = engine.submit
+
+    def submit_and_die(*given: Any, **more: Any) -> Any:
+        numbers = submit(*given, **more)
+        engine._lose()
+        return numbers
+
+    engine.submit = submit_and_die
+    other = Replica(served(tmp_path)[1], "r2")
+    replicas = iter([dying, other])
+
+    async def proxy(scope: Any, receive: Any, send: Any) -> None:
+        await next(replicas)(scope, receive, send)
+
+    wire = asked(proxy, data=data)
+    assert wire.status == 200, f"no token had come, but the client got {wire.status}: {wire.chunks}"
+    assert wire.headers[NAME.decode()] == "r2"
 
 
 @pytest.mark.parametrize("kind", [UserError, CannotStart])

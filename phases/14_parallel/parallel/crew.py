@@ -86,7 +86,7 @@ class Crew:
                 member.connection.send_bytes(data)
 
     def answers(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
-        """Return the messages of the ranks, `(rank, message)`; wait for the first of each so many seconds."""
+        """Return the messages of the ranks, `(rank, message)`; wait for one so many seconds a rank."""
         found: list[tuple[int, Any]] = []
         for member in self.members:
             with suppress(OSError, EOFError):  # see `tell`

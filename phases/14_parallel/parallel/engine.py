@@ -136,7 +136,7 @@ class Leader(InRanks):
         self.crew.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
 
     def compare(self, *, wait: float = 0.0) -> None:
-        """Compare the checksums that have come; wait for the first of each rank so many seconds."""
+        """Compare the checksums that have come; wait for one so many seconds a rank."""
         for rank, message in self.crew.answers(wait=wait):
             if isinstance(message, Sum):
                 if self._sums.get(message.number) != message.value:

@@ -30,7 +30,7 @@ NAME = b"x-ladder-replica"
 LIMITS = "LADDER_LIMITS"
 """Environment: the limits, as JSON; a proxy is started by Ray and has no other way to learn them."""
 GONE = b"x-ladder-gone"
-"""Header of a replica whose engine has died: it has not looked at the request, so another may have it."""
+"""Header of a replica whose engine has died: nothing of its answer has gone out, so another may be asked."""
 LOST = "the replica has ended; try again"
 TRIES = 3
 """Replicas that a request is given to, one after the other, while nothing of an answer has come."""
@@ -146,6 +146,7 @@ class RelayedAnswer:
         """
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
+            message = {**message, "headers": [*headers.items()]}  # Ray adds the request's id a second time
             if GONE in headers:
                 self.gone = headers[NAME].decode()
             elif NAME not in headers:

@@ -41,8 +41,9 @@ class Replica:
 
         While the engine is not `ready`, the answer is a 503 with the headers `NAME` (this replica's name) and
         `GONE` (`1`), in that order, and an empty body: another replica is asked then. Else the application
-        answers, and its start gets the header `NAME` behind its own. What the gate has put under `KEY` does
-        not stay in the scope; where there is some, its `body` is received first (`BufferedBody`).
+        answers, and its start gets the header `NAME` behind its own, and then `GONE` where it is a 503 and
+        the engine has died meanwhile: nothing of an answer has gone out. What the gate has put under `KEY`
+        does not stay in the scope; where there is some, its `body` is received first (`BufferedBody`).
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
@@ -56,7 +57,8 @@ class Replica:
 
         async def named(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (NAME, self.name)]
+                lost = message["status"] == 503 and self.app.engine.state != "ready"
+                message["headers"] = [*message["headers"], (NAME, self.name), *[(GONE, b"1")] * lost]
             await send(message)
 
         await self.app(scope, receive if said is None else BufferedBody(said["body"], receive), named)

@@ -16,7 +16,8 @@ rank's rows over the mean:
         8       57,344       38,000      2.52        1.37         1.08
 
 So whole experts lose with a few tokens, where all wait for the rank that has most of the chosen; a part of
-every expert's inside is balanced always, but with many ranks too narrow a product: 96 of 768 with 8.
+every expert's inside is balanced always, but with many ranks too narrow a product: 96 of 768 with 8. And a
+rank cuts its part of an inside when all experts are loaded: it has to have room for the whole model once.
 """
 
 from __future__ import annotations
