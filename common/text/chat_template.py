@@ -68,7 +68,8 @@ class ChatTemplate:
         said = {field for message in messages for field, value in message.items() if value not in _NOTHING}
         contents = (message.get("content") for message in messages)
         parts = (part for content in contents if isinstance(content, list) for part in content)
-        of_parts = {field for part in parts if isinstance(part, Mapping) for field in part}
+        fields = (part.items() for part in parts if isinstance(part, Mapping))
+        of_parts = {field for each in fields for field, value in each if value not in _NOTHING}
         return (said - _FIELDS - self._named - set(_REASONING)) | (of_parts - {"type", *_TEXTS.values()})
 
     def render(

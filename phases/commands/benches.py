@@ -94,7 +94,8 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
     for run in measured.runs:
         metric = headline if headline in run.metrics else next(iter(run.metrics), None)
         if metric is not None:
-            facts = {"": axis_label(metric), "workload": run.workload, "model": run.model, **run.options}
+            facts = {"": axis_label(metric), "workload": run.workload, "model": run.model, "dtype": run.dtype}
+            facts |= run.options
             said = {name: f"{name} {value}".strip() for name, value in facts.items() if value != ""}
             rows.append((run, metric, said))
     common = set.intersection(*(set(said.values()) for _, _, said in rows)) if rows else set[str]()
@@ -107,7 +108,9 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
         work = ", ".join(text for text in said.values() if text not in common)
         value = run.median(metric)
         before = _recorded(run, metric, recorded)
-        cells = [_number(value), _ratio(value, firsts.get(work)), _number(before), _ratio(value, before)]
+        scale = 1e-9 if metric.endswith("_bytes") else 1.0  # labels say GB
+        shown = [None if one is None else one * scale for one in (value, before)]
+        cells = [_number(shown[0]), _ratio(value, firsts.get(work)), _number(shown[1]), _ratio(value, before)]
         firsts.setdefault(work, value)
         made.add_row(run.variant, work, *cells[: 2 + len(more)])
     out.print(made)

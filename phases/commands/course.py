@@ -216,7 +216,11 @@ def grade(
         return 0
     table = Table("exercise", "points", "state", "hints", "why")
     for one in scores:
-        more = f"{one.guesses} guesses" if one.guesses else f"{one.hints}" + ", solution" * one.solution_shown
+        more = (
+            f"{one.guesses} guess{'es' * (one.guesses > 1)}"
+            if one.guesses
+            else f"{one.hints}" + ", solution" * one.solution_shown
+        )
         table.add_row(one.id, f"{one.points:g} of {one.most}", one.state, more, escape(one.reason))
     out.print(table)
     out.print(f"{sum(one.points for one in scores):g} of {sum(one.most for one in scores)} points")

@@ -38,6 +38,27 @@ def schema_of(schema: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs", "top_logprobs is 50, but must"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1, but must"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
+        ({"functions": []}, "functions", "functions may not have this value here"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "structured_outputs.regex and structured_outputs.choice both",
+        ),
+    ],
+)
+async def test_a_chat_s_error_names_the_field_that_was_sent(make, body, param, says):
+    said = [{"role": "user", "content": "a"}]
+    status, answer = await Client(make()).post("/v1/chat/completions", {"messages": said} | body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert answer["error"]["message"].startswith(says), answer
+
+
+@pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
         ("guided_choice", ["abc", "de"], "abc|de"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import calendar
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from phases.appendix.guidance.exact import DATE, exact
+from phases.appendix.guidance.exact import DATE, ENFORCED, exact
 from structured.matcher import Backend
 from tests.guidance_kit import backend_named, vocabulary
 from tests.structured_kit import EOS, mask, tokenizer
@@ -64,6 +65,19 @@ def takes(schema: Any, text: str, name: str = "llguidance") -> bool:
 def test_what_cannot_be_followed_is_refused_by_name(schema: Any, where: str) -> None:
     with pytest.raises(UserError, match=re.escape(where)):
         takes(schema, "")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["a", "date", "(?=b)"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ENFORCED)), ANYTHING, max_size=4), st.booleans())
+def test_a_schema_of_any_form_is_followed_or_refused(schema: Any, hint: bool) -> None:
+    with suppress(ValueError):  # any other error would be one of ours: 500
+        exact(schema, left=[] if hint else None)
 
 
 def test_what_older_dialects_ignore_beside_a_reference_is_left_out() -> None:

@@ -14,6 +14,7 @@ from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.observer import picture
 from phases.appendix.server import whole_app
+from serving.messages import StepStats
 from tests.guidance_kit import served as load
 from tests.servers import Client, Loopback, tokenizer_for
 from tests.serving_kit import engine as engine
@@ -73,6 +74,19 @@ async def test_the_log_survives_a_full_disk(make, tmp_path, monkeypatch):
     monkeypatch.setattr(extension(app, AccessLog), "_file", SimpleNamespace(write=full, flush=list))
     assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
     assert metrics(app).lost_log_lines == 1
+
+
+def test_steps_are_shown_behind_a_restart():
+    """A new engine counts its steps from the beginning; who has seen step 500 sees its first."""
+    live, seen = Live(), 0
+    live.watchers, live.engine = 1, SimpleNamespace(ready=None, stats=StepStats(), state="ready", in_flight=0)
+    for count in (500, 300):
+        for number in range(count):
+            stats = StepStats(steps=number + 1, step_tokens=1)
+            live.stepped(SimpleNamespace(stats=stats, tokens=[7], picture=None))
+        shown = [step[0] for step in live.event(seen)["steps"]]
+        assert shown[-1:] == [count], f"of {count} steps {len(shown)} are shown behind step {seen}"
+        seen = shown[-1]
 
 
 async def test_watching(make):

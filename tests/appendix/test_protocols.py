@@ -138,6 +138,24 @@ async def test_calls_and_their_answers(make, path):
     assert status == 200, after
 
 
+async def test_each_block_of_a_message_ends_once(make):
+    body = {"messages": SAID, "max_tokens": 400, "tools": [THEIRS], "tool_choice": {"type": "any"}}
+    app, most = make(), 0
+    for seed in range(8):
+        streamed = await Client(app).request("/v1/messages", body | {"seed": seed, "stream": True}).run()
+        events = [(event["type"], event.get("index")) for event in events_of(streamed)]
+        begun = [index for kind, index in events if kind == "content_block_start"]
+        ended = [index for kind, index in events if kind == "content_block_stop"]
+        assert begun == ended, f"seed {seed}: blocks {begun} begin and {ended} end"
+        most = max(most, len(begun))
+    assert most > 1, "no seed has two calls, so that nothing was seen"
+
+
+async def test_what_is_no_object_is_no_format(make):
+    status, said = await Client(make()).post("/v1/responses", {"input": "a", "text": {"format": 5}})
+    assert (status, said["error"]["param"]) == (400, "text.format")
+
+
 async def test_structured_output(make):
     form = {"type": "json_schema", "name": "city", "schema": CITY}
     plain, many = {"type": "json_schema", "schema": CITY}, {"options": {"num_predict": 400}}

@@ -78,6 +78,13 @@ class WideChat(WideCompletions):
     body, answers = ChatRequest, WideChatAnswer
     prefix, source = "chatcmpl", "messages"
 
+    def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
+        """See `Endpoint`. Two settings have names of their own here."""
+        for ours, theirs in (("logprobs ", "top_logprobs "), ("max_tokens ", "max_completion_tokens ")):
+            if message.startswith(ours) and getattr(request, theirs.strip(), None) is not None:
+                message = message.replace(ours, theirs, 1)
+        return super().refusal(message, request, order)
+
     async def prompt(
         self, exchange: Exchange, request: ChatRequest, ready: Ready
     ) -> tuple[list[int], Tools | None]:

@@ -7,7 +7,6 @@ refuses what it does not know; and every kind of work has a limit.
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -20,6 +19,7 @@ from weakref import WeakSet
 import llguidance as ll
 
 from common.errors import UserError
+from common.neighbours import processors
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import LARGEST, OPTIONS, OWN_OPTIONS, SUSPECT, exact
 from phases.appendix.guidance.matcher import SLOW, GuidanceMatcher, Job
@@ -95,7 +95,7 @@ class GuidanceBackend(Backend):
         self.tokenizer = self._reader(vocabulary.source) if vocabulary.source else self._exact
         self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
         self.limits = ll.LLParserLimits(**LIMITS)
-        threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+        threads = max(1, min(MOST_THREADS, len(processors()) - 1))
         self.threads, self._few = ll.LLExecutor(threads), FEW_ALONE if threads == 1 else FEW
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.

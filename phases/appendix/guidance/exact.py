@@ -122,7 +122,7 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
         else:
             made[key] = exact(value, place, older=older, left=left)
     required, least = made.get("required"), made.get("minProperties")
-    count = len(set(required)) if isinstance(required, list) else 0
+    count = len({*map(str, required)}) if isinstance(required, list) else 0
     if isinstance(least, int) and least - count > 1:
         raise ValueError(
             f"{where}/minProperties is {least}, of which {count} keys are required: a key that comes twice "
@@ -132,7 +132,8 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
     if pattern is not None:
         del made["format"]
         if "pattern" in made:
-            made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
+            also = made.get("allOf", [])
+            made["allOf"] = [*also, {"pattern": pattern}] if isinstance(also, list) else also
         else:
             made["pattern"] = pattern
     return made
@@ -146,15 +147,16 @@ def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
         _check_value(value, where)
         if key.startswith("exclusive") and isinstance(value, int | float) and abs(value) >= NEIGHBOURS:
             raise ValueError(f"{where} is {value}, and no double is the next integer")
-    patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
+    named = key == "patternProperties" and isinstance(value, dict)
+    patterns = [value] if key == "pattern" else list(value) if named else []
     for pattern in patterns:
         if isinstance(pattern, str) and re.search(_SPELLED, _CLASSES.sub("", pattern)):
             raise ValueError(f"{where} has a control character, which is never written")
     if hint and (
         key not in ENFORCED
+        or not isinstance(value, ENFORCED[key])
         or (key == "format" and value not in FORMATS)
         or any(not isinstance(pattern, str) or _LOOKS.search(pattern) for pattern in patterns)
-        or not isinstance(value, ENFORCED[key])
     ):
         raise ValueError(f"{where} cannot be followed")
 

@@ -92,12 +92,16 @@ class Live(Extension):
         if self.watchers:
             stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
             if stats.step_tokens or step.tokens:  # or it only brought a picture
+                if self._steps and stats.steps <= self._steps[-1][0]:
+                    self._steps.clear()  # another engine, which counts from the beginning
                 self._steps.append((stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens)))
             self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
         """Return the present picture, with the steps after step number `after`."""
         engine = self.engine
+        if self._steps and self._steps[-1][0] < after:
+            after = 0  # of another engine
         return {
             **asdict(engine.ready or Ready(0, 0, 0)),
             **asdict(engine.stats),

@@ -133,7 +133,6 @@ class MessageEvents(Events):
             self._add(type="text_delta", text=text)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                self._close()
                 self._open("tool_use", id=call["id"], name=call["function"]["name"], input={})
             self._arguments += call["function"]["arguments"]
             self._add(type="input_json_delta", partial_json=call["function"]["arguments"])

@@ -14,7 +14,7 @@ from phases.appendix.api.endpoints import WideChat
 from phases.appendix.protocols.translation import Events, Messages, NamedErrors, Translation
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, wrong
 from serving.http.exchange import Exchange
 from serving.http.schema import Generation
 
@@ -105,7 +105,9 @@ class Responses(Translation):
         fields["tool_choice"] = choice if not isinstance(choice, dict) else choice | {"function": choice}
         if request.max_output_tokens is not None:
             fields["max_tokens"] = request.max_output_tokens
-        if isinstance(form := (request.text or {}).get("format"), dict):
+        if (form := (request.text or {}).get("format")) is not None:
+            if not isinstance(form, dict):
+                raise wrong("text.format", "text.format must be an object")
             named = {"type": form.get("type"), "json_schema": form}
             fields["response_format"] = named if "schema" in form else form
         return fields

@@ -73,6 +73,9 @@ def decode(kind: type[Body], body: bytes) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         where = re.search(r"`\$\.(\w+)|(?:required|unknown) field `(.+)`", str(error))
-        raise wrong(where and (where[1] or where[2]), f"the body does not fit: {error}") from None
+        field = where and (where[1] or where[2])
+        if where and where[1] and re.match("Invalid enum value|Expected `null`", str(error)):
+            raise wrong(field, f"{field} may not have this value here: {error}") from None
+        raise wrong(field, f"the body does not fit: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise wrong(None, f"the body is no JSON: {error}") from None
