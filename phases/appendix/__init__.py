@@ -1,7 +1,7 @@
 """The appendix: entries that make a phase faster, broader or easier to operate, and are no part of the climb.
 
-An entry is a folder with a README of at most 800 words, its code, and tests in `tests/appendix`. No numbered
-phase imports an entry: the registry adds its feature to those of the phase, for the command line and the
+An entry is a folder with a short README, its code, and tests in `tests/appendix`. No phase's package
+imports an entry: the registry adds its feature to those of the phase, for the command line and the
 benchmarks.
 """
 

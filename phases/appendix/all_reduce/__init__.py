@@ -1,1 +1,1 @@
-"""Sums over ranks by kernels over the peers' memory, with the addition and the norm behind them."""
+"""Sums over ranks by kernels over the peers' memory, with the addition behind them."""

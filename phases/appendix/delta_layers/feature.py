@@ -32,7 +32,7 @@ class DeltaLayers(Feature):
         """Replace layers as soon as the model is loaded: other features look for products later."""
         asked = parts.recipe
         if facts_of(asked.model).delta is not None and any(_whole(each) for each in asked.features):
-            parts.stages.get("load", []).append(_fuse)
+            parts.stages["load"].append(_fuse)
 
     def install(self, parts: Parts) -> None:
         """Begin steps in one kernel."""

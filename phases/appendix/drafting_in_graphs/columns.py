@@ -32,7 +32,7 @@ SIZES: dict[type, Any] = {int: ctypes.c_longlong, float: ctypes.c_float}
 
 @cache
 def available(device: torch.device) -> bool:
-    """Return True if there are clusters (from Hopper on), and a compiler for them."""
+    """Return True if the device is of Hopper or later, and there is a compiler for it."""
     if not at_least(device, HOPPER):
         return False
     try:

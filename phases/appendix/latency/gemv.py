@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.tables import GemvConfig, gemv_config
+from phases.appendix.latency.tables import gemv_config
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.linear import KINDS, activate
@@ -131,14 +131,14 @@ def launch(
     return out
 
 
-def gemv(x: Tensor, weight: Tensor, *, config: GemvConfig | None = None, **around: Unpack[Around]) -> Tensor:
+def gemv(x: Tensor, weight: Tensor, **around: Unpack[Around]) -> Tensor:
     """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`.
 
     `x [..., K]`, one row, and weight `[N, K]`, or `[2 N, K]` when gated -> `[..., N]`.
     """
     gated = around.get("gate") is not None
     size, rows = weight.shape[1], weight.shape[0] // (1 + gated)
-    shape = config or gemv_config(rows, size, gated, x.device)
+    shape = gemv_config(rows, size, gated, x.device)
     trigger = 2 if shape.late else int(not around.get("run_ahead", True))
     return launch(
         gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, around,

@@ -55,7 +55,7 @@ class QuantWay(LatencyWay):
 
 
 def heads_of(linear: KernelLinear) -> CombinesHeads | None:
-    """See `latency.linear.heads_of`: of a weight of eight bits with scales by channel."""
+    """See `latency.ways.heads_of`: of a weight of eight bits with scales by channel."""
     plain = linear.scheme.scales == "channel" and linear.order is None
     return partial(_combine, linear) if plain and heads_pay(*linear.shape) else None
 
