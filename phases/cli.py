@@ -229,7 +229,7 @@ def load(
 
 @command("phases.commands.demo:run")
 def demo(model: a.Model = "smollm2", device: a.DeviceName = "auto", dtype: a.DtypeName = "auto") -> None:
-    """Answer the same questions with every phase, and compare their speeds."""
+    """Answer the same questions with every phase that can, and compare their speeds."""
 
 
 @command("phases.commands.benches:bench")

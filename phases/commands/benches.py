@@ -108,9 +108,8 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
         work = ", ".join(text for text in said.values() if text not in common)
         value = run.median(metric)
         before = _recorded(run, metric, recorded)
-        scale = 1e-9 if metric.endswith("_bytes") else 1.0  # labels say GB
-        shown = [None if one is None else one * scale for one in (value, before)]
-        cells = [_number(shown[0]), _ratio(value, firsts.get(work)), _number(shown[1]), _ratio(value, before)]
+        shown = [_number(each, metric) for each in (value, before)]
+        cells = [shown[0], _ratio(value, firsts.get(work)), shown[1], _ratio(value, before)]
         firsts.setdefault(work, value)
         made.add_row(run.variant, work, *cells[: 2 + len(more)])
     out.print(made)
@@ -123,7 +122,8 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
         )
 
 
-def _number(value: float | None) -> str:
+def _number(value: float | None, metric: str) -> str:
+    value = value and value * (1e-9 if metric.endswith("_bytes") else 1.0)  # labels say GB
     return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 

@@ -217,9 +217,7 @@ def grade(
     table = Table("exercise", "points", "state", "hints", "why")
     for one in scores:
         more = (
-            f"{one.guesses} guess{'es' * (one.guesses > 1)}"
-            if one.guesses
-            else f"{one.hints}" + ", solution" * one.solution_shown
+            f"guesses: {one.guesses}" if one.guesses else f"{one.hints}" + ", solution" * one.solution_shown
         )
         table.add_row(one.id, f"{one.points:g} of {one.most}", one.state, more, escape(one.reason))
     out.print(table)

@@ -47,7 +47,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
             "structured_outputs",
-            "structured_outputs.regex and structured_outputs.choice both",
+            "structured_outputs (regex) and structured_outputs (choice) both",
         ),
     ],
 )

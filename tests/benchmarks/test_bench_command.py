@@ -92,3 +92,9 @@ def test_what_belongs_to_no_commit_and_a_quick_look_are_no_evidence(
         bench(record=True)
     assert bench(quick=True) == 0, "only what is recorded needs a commit"
     assert written(homes[0]) == []
+
+
+def test_bytes_are_printed_as_the_gigabytes_that_their_label_says() -> None:
+    assert benches._number(5_004_656_640.0, "kv_cache_bytes") == "5.005"
+    assert benches._number(5_004.4, "output_tokens_per_s") == "5,004"
+    assert benches._number(None, "kv_cache_bytes") == ""

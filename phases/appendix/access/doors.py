@@ -62,9 +62,7 @@ def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[st
     return frozenset({"localhost", host.lower(), socket.gethostname().lower(), *allowed})
 
 
-EXPOSED = (
-    b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, x-ladder-replica, retry-after"
-)
+EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
 OPEN = ("/health", "/ready", "/ping", "/", "/docs")

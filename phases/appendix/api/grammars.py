@@ -39,9 +39,7 @@ def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list
         return None, "", []
     field, kind, definition = found[0]
     if len(found) > 1:
-        both = " and ".join(
-            f"{name}.{kind}" if name == "structured_outputs" else name for name, kind, _ in found[:2]
-        )
+        both = " and ".join(f"{name} ({kind})" for name, kind, _ in found[:2])
         raise wrong(field, f"{both} both constrain the output, but only one may")
     if kind not in MAKERS:
         raise wrong(field, f"{field} has {kind[:100]!r}, but may have {', '.join(MAKERS)}")

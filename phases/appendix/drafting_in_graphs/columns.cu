@@ -150,8 +150,6 @@ INLINE void combine(Inputs& in, const u16* partial, const float* lse, int used, 
 }
 #endif
 
-extern "C" __device__ u32 bytes_shared = 0;  // beyond what it has anyway
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)  // one is enough: registers are for loads on their way
 columns(u16* out, const u16* x, const u16* weight, const u16* norm_weight, const u16* residual, const float* lse,
     const int* context_len, const int* query_starts, float eps, i64 tokens) {

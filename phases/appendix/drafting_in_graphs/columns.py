@@ -54,8 +54,7 @@ class CudaKernel:
     """A kernel from a file, compiled for a device with constants of its own.
 
     Args:
-        source: a file of CUDA C++ with a kernel of its name, and with `bytes_shared`, the shared memory
-            that it wants to be given.
+        source: a file of CUDA C++ with a kernel of its name.
         constants: names that are numbers in it.
     """
 
@@ -67,12 +66,6 @@ class CudaKernel:
             self._module = _checked(self._driver.cuModuleLoadData(image))
         name = source.stem.encode()
         self._function = _checked(self._driver.cuModuleGetFunction(self._module, name))
-        place, size = _checked(self._driver.cuModuleGetGlobal(self._module, b"bytes_shared"))
-        held = bytearray(size)
-        _checked(self._driver.cuMemcpyDtoH(held, place, size))
-        self._shared = int.from_bytes(held, "little")
-        most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(self._driver.cuFuncSetAttribute(self._function, most, self._shared))
 
     @staticmethod
     def _compile(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
@@ -98,7 +91,6 @@ class CudaKernel:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self._shared
         config.hStream = torch.cuda.current_stream().cuda_stream
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
