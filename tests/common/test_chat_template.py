@@ -251,7 +251,7 @@ def test_reasoning_reaches_the_template_under_its_name(field: str) -> None:
     template = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", {})
     message = {**ASSISTANT, field: "hm "}
     assert template.render(template.conversation([message]), add_generation_prompt=False) == "hm hm "
-    part = {"type": "text", "text": "a", "cache_control": {}}
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "annotations": []}
     assert template.ignored([message, {**USER, "content": [part]}]) == {"cache_control"}
 
 
