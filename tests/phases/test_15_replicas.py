@@ -22,7 +22,7 @@ from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from phases import ROOT
 from replicas.gate import GONE, KEY, NAME, Gate, RelayedAnswer
-from replicas.options import ReplicaOptions
+from replicas.options import MOST_REPLICAS, ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of
 from replicas.replica import Replica
 from replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRobin, make_policy
@@ -252,6 +252,9 @@ def test_the_lessons_example_is_what_happens():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"replicas": -1}, "replicas is -1, but must be between 0"),
+        ({"replicas": MOST_REPLICAS + 1}, "replicas is .*, but must be between 0 and"),
+        ({"replicas": 2, "imbalance": -1}, "imbalance is -1"),
         ({"replicas": 2, "max_replicas": 1}, "max_replicas is 1, but must be between 2"),
         ({"replicas": 2, "route": "random"}, "route is 'random', but must be one of prefix"),
         ({"replicas": 2, "queue": 0}, "queue is 0.0"),
@@ -461,6 +464,29 @@ def test_a_request_whose_engine_dies_before_its_first_token_goes_to_another(tmp_
     wire = asked(proxy, data=data)
     assert wire.status == 200, f"no token had come, but the client got {wire.status}: {wire.chunks}"
     assert wire.headers[NAME.decode()] == "r2"
+
+
+def test_a_replica_that_is_stopped_does_not_end_as_one_whose_engine_has_died(tmp_path):
+    engine, app = served(tmp_path)
+    ended: list[int] = []
+
+    async def run() -> None:
+        while engine.state == "ready":
+            await asyncio.sleep(0.01)
+
+    async def stop() -> None:
+        engine.state = "stopped"
+
+    engine.run, engine.stop = run, stop
+    replica = Replica(app, "r1", ended.append)
+
+    async def test() -> None:
+        await replica.start()
+        await replica.stop()
+        await asyncio.sleep(0.3)
+
+    asynchronously(test, 20)
+    assert not ended, f"an orderly end is told to Ray as status {ended}"
 
 
 @pytest.mark.parametrize("kind", [UserError, CannotStart])
