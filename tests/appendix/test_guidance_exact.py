@@ -168,3 +168,8 @@ def test_no_invalid_number_is_taken(schema: Any, value: int) -> None:
         except UserError:
             continue
         assert taken == valid, f"{name}: {value} under {schema}"
+
+
+def test_masks_are_made_where_no_affinity_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)  # macOS has none
+    backend_named("llguidance")(vocabulary())
