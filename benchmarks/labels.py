@@ -19,6 +19,11 @@ LABELS = {
 }
 
 
+def scale_of(metric: str) -> float:
+    """Return what a metric is multiplied by to be in its label's unit: bytes are shown as gigabytes."""
+    return 1e-9 if metric.endswith("_bytes") else 1.0
+
+
 def axis_label(metric: str) -> str:
     """Name a metric as an axis does."""
     if metric in LABELS:

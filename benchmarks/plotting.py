@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from benchmarks.evidence import Evidence, Run
-from benchmarks.labels import axis_label
+from benchmarks.labels import axis_label, scale_of
 from common.errors import UserError
 
 PHASE_COLOURS = (
@@ -137,7 +137,7 @@ def bars(
     figure, axes = _figure_of(axes, 1.1 + 0.42 * len(runs))
     label = label or _labels(runs)
     shown = colours((run.variant for run in runs), phase)
-    scale = _scale(metric)
+    scale = scale_of(metric)
     top = max(run.median(metric) * scale for run in runs)
     note = ""
     texts: list[tuple[float, float, int, str]] = []  # end of the bar, roofline or 0, row, words
@@ -207,7 +207,7 @@ def lines(
         raise UserError(f"there are no runs to draw {metric} over {x} of: the evidence lacks them")
     figure, axes = _figure_of(axes, 3.2)
     by = by or (lambda run: run.variant)
-    scale = _scale(metric)
+    scale = scale_of(metric)
     names = list(dict.fromkeys(by(run) for run in runs))
     shown = colours(names, phase)
     for place, name in enumerate(names):
@@ -257,6 +257,14 @@ def log_axis(axes: Axes, *, vertical: bool = True) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=between))
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def over_one(axes: Axes, counts: Sequence[int], of: str) -> None:
+    """Finish a panel of rates over that of one `of`: the line of as many times, a tick for each count."""
+    axes.plot(counts, counts, color="#404040", linestyle=":", label="as many times")
+    axes.set_xticks(counts)
+    axes.set_ylabel(f"times one {of}'s rate")
+    axes.legend()
 
 
 def reference_line(axes: Axes, value: float, text: str, *, vertical: bool = False) -> None:
@@ -344,10 +352,6 @@ def _figure_of(axes: Axes | None, height: float) -> tuple[Figure, Axes]:
     owner = axes.figure
     assert isinstance(owner, Figure)
     return owner, axes
-
-
-def _scale(metric: str) -> float:
-    return 1e-9 if metric.endswith("_bytes") else 1.0
 
 
 def _labels(runs: Sequence[Run]) -> Callable[[Run], str]:

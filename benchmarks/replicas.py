@@ -30,6 +30,7 @@ from urllib.request import urlopen
 
 import msgspec
 import torch
+from matplotlib.axes import Axes
 
 from benchmarks import handover
 from benchmarks.engines import engine_of
@@ -38,7 +39,7 @@ from benchmarks.loadtest.loops import Plan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
-from benchmarks.plotting import colours, number, panels, save
+from benchmarks.plotting import colours, number, over_one, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server, answered, bodies_of, import_path, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -465,29 +466,23 @@ def draw(evidence: Evidence, out: Path) -> None:
     scaled = [run for run in evidence.runs if run.workload.startswith("offline-256")]
     if len(scaled) < 2:
         return draw_figure(evidence, out, PHASE)
-    routed = [run for run in evidence.runs if {"replicas", "route"} <= set(run.options)]
+    routed = {run.options["route"]: run for run in evidence.runs if {"replicas", "route"} <= set(run.options)}
     figure, (left, right) = panels(2, height=3.0)
     shown = colours(reversed(ROUTES), "15_replicas")  # the darkest is what knows prefixes
     counts = [run.options["replicas"] for run in scaled]
-    one, *_ = rates = [run.median("output_tokens_per_s") for run in scaled]
-    left.plot(counts, [rate / one for rate in rates], marker="o", color=shown["prefix"], label="measured")
-    left.plot(counts, counts, color="#404040", linestyle=":", label="as many times")
-    left.set_xticks(counts)
+    rates = [run.median("output_tokens_per_s") for run in scaled]
+    left.plot(
+        counts, [rate / rates[0] for rate in rates], marker="o", color=shown["prefix"], label="measured"
+    )
+    over_one(left, counts, "replica")
     left.set_xlabel("replicas, a GPU each")
-    left.set_ylabel("times one replica's rate")
     left.set_title("256 requests for each replica")
-    left.legend()
-    for place, run in enumerate(routed):
-        rate, first = run.median("output_tokens_per_s"), run.median("ttft_ms_p50")
-        right.barh(place, rate, color=shown[run.options["route"]], height=0.6)
-        text = f"{number(rate)}  (first token {number(first)} ms)"
-        right.annotate(text, (rate, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    right.set_yticks(range(len(routed)), [run.options["route"] for run in routed])
+    waits = [f"  (first token {number(run.median('ttft_ms_p50'))} ms)" for run in routed.values()]
+    together = {route: run.median("output_tokens_per_s") for route, run in routed.items()}
+    _draw_bars(right, together, shown, waits)
+    right.margins(x=0.75)
     right.set_xlabel("output tokens per second, all replicas together")
     right.set_title("16 beginnings, more than a replica keeps")
-    right.invert_yaxis()
-    right.margins(x=0.75)
-    right.grid(visible=False, axis="y")
     save(figure, out, evidence)
 
 
@@ -496,28 +491,29 @@ def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
     figure, (left, right) = panels(2, height=3.0)
     counted = [run for run in evidence.runs if "computed_tokens" in run.metrics]
     names = [str(run.options.get("route", "least-loaded")) for run in counted]
-    routes = colours(names, phase)
-    for place, (run, name) in enumerate(zip(counted, names, strict=True)):
-        value = run.median("computed_tokens")
-        left.barh(place, value, color=routes[name], height=0.6)
-        text = f"{number(value)}  ({run.median('cache_hit_fraction'):.0%} found)"
-        left.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    left.set_yticks(range(len(counted)), names)
+    computed = {name: run.median("computed_tokens") for name, run in zip(names, counted, strict=True)}
+    found = [f"  ({run.median('cache_hit_fraction'):.0%} found)" for run in counted]
+    _draw_bars(left, computed, colours(names, phase), found)
     left.set_xlabel("tokens computed, four replicas together")
     left.set_title("16 beginnings, 4 replicas: what each policy computes")
     ways = [run for run in evidence.runs if run.options.get("users") == 1]
-    shown = colours((run.variant for run in ways), phase)
-    for place, run in enumerate(ways):
-        value = run.median("ttft_ms_p50")
-        right.barh(place, value, color=shown[run.variant], height=0.6)
-        right.annotate(
-            number(value), (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    right.set_yticks(range(len(ways)), [run.variant for run in ways])
+    waited = {run.variant: run.median("ttft_ms_p50") for run in ways}
+    _draw_bars(right, waited, colours(waited, phase))
     right.set_xlabel("time to first token, median (ms)")
     right.set_title("One user's first token, on each way to the engine")
     for axes in (left, right):
-        axes.invert_yaxis()
         axes.margins(x=0.45)
-        axes.grid(visible=False, axis="y")
     save(figure, out, evidence)
+
+
+def _draw_bars(
+    axes: Axes, values: Mapping[str, float], shown: Mapping[str, str], behind: Sequence[str] = ()
+) -> None:
+    """A bar for each name, from the top down, with its value and what stands behind that."""
+    for place, (name, value) in enumerate(values.items()):
+        axes.barh(place, value, color=shown[name], height=0.6)
+        text = number(value) + (behind[place] if behind else "")
+        axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")

@@ -35,7 +35,7 @@ from pathlib import Path
 from benchmarks import excerpts, numbers, records
 from benchmarks.evidence import FIGURES, RESULTS, ROOT, Evidence, Run, results
 from benchmarks.gains import Gain, factor_text, gain, gain_words
-from benchmarks.labels import axis_label
+from benchmarks.labels import axis_label, scale_of
 from benchmarks.plotting import number
 from benchmarks.recorded_peers import beside, versus
 from common.errors import UserError
@@ -233,7 +233,7 @@ def _cell(run: Run, first: Run, name: str, metric: str) -> str:
         return number(run.median("seconds") * 1e6)
     if name not in run.metrics:
         return ""
-    return number(run.median(name) * (1e-9 if name.endswith("_bytes") else 1.0))
+    return number(run.median(name) * scale_of(name))
 
 
 def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:

@@ -6,7 +6,7 @@ Chat templates are described at https://huggingface.co/docs/transformers/chat_te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from common.errors import UserError, text
@@ -65,12 +65,11 @@ class ChatTemplate:
 
     def ignored(self, messages: Sequence[Message]) -> set[str]:
         """The fields in which messages say something that the template does not look at."""
-        said = {field for message in messages for field, value in message.items() if value not in _NOTHING}
         contents = (message.get("content") for message in messages)
         parts = (part for content in contents if isinstance(content, list) for part in content)
-        fields = (part.items() for part in parts if isinstance(part, Mapping))
-        of_parts = {field for each in fields for field, value in each if value not in _NOTHING}
-        return (said - _FIELDS - self._named - set(_REASONING)) | (of_parts - {"type", *_TEXTS.values()})
+        of_parts = _said(part for part in parts if isinstance(part, Mapping))
+        said = _said(messages) - _FIELDS - self._named - set(_REASONING)
+        return said | (of_parts - {"type", *_TEXTS.values()})
 
     def render(
         self,
@@ -129,6 +128,11 @@ class ChatTemplate:
         else:
             checked["content"] = None if calls else ""
         return checked
+
+
+def _said(parts: Iterable[Message]) -> set[str]:
+    """Return the fields in which something is said."""
+    return {field for part in parts for field, value in part.items() if value not in _NOTHING}
 
 
 def _part(name: str, part: Any) -> str:

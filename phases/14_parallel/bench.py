@@ -41,7 +41,7 @@ import parallel
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect, sample_metrics
 from benchmarks.measure import alternate, summarize, timer
-from benchmarks.plotting import MARKERS, colours, panels, save
+from benchmarks.plotting import MARKERS, colours, over_one, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.sums import WAYS, times
 from benchmarks.workloads import Workload, uniform, workload
@@ -405,12 +405,9 @@ def draw_scaling(axes: Axes, rates: Rates) -> None:
         ]
         if points:
             axes.plot(*zip(*points, strict=True), marker=MARKERS[place], color=shown[part], label=part)
-    axes.plot(counts, counts, color="#404040", linestyle=":", label="as many times")
-    axes.set_xticks(counts)
+    over_one(axes, counts, "rank")
     axes.set_xlabel("ranks")
-    axes.set_ylabel("times one rank's rate")
     axes.set_title("Scaling")
-    axes.legend()
 
 
 def draw_token(axes: Axes, rates: Rates, evidence: Evidence) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 from benchmarks.evidence import FIGURES, RESULTS, BenchOptions, Evidence, Run, results
 from benchmarks.gains import factor_text, gain, gain_words
-from benchmarks.labels import axis_label
+from benchmarks.labels import axis_label, scale_of
 from benchmarks.provenance import clean
 from common.console import err, out, table
 from common.device_names import device_folder
@@ -123,7 +123,7 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
 
 
 def _number(value: float | None, metric: str) -> str:
-    value = value and value * (1e-9 if metric.endswith("_bytes") else 1.0)  # labels say GB
+    value = value and value * scale_of(metric)
     return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 

@@ -41,20 +41,21 @@ def figure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_
     return one
 
 
-each = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "figure",
     [pytest.param(name, marks=pytest.mark.long) if name.startswith("cpu/") else name for name in DRAWN],
     indirect=True,
 )
-
-
-@each
-def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
+def test_titles_say_something_and_nothing_is_cut_or_covered(figure: Figure) -> None:
     whole = figure.bbox
     titles = [axes.title if axes.get_title() else axes._left_title for axes in figure.axes]
     for axes, title in zip(figure.axes, titles, strict=True):
         assert title.get_text(), "a panel has no title"
         assert axes.lines or axes.patches or axes.collections, f"{title.get_text()!r}: the panel is empty"
+        if legend := axes.get_legend():
+            box = legend.get_window_extent()
+            covered = [bar for bar in axes.patches if bar.get_window_extent().overlaps(box)]
+            assert not covered, f"{title.get_text()!r}: the legend covers a bar"
     legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
     ticks = [
         label
@@ -76,17 +77,6 @@ def test_titles_say_something_and_nothing_is_cut(figure: Figure) -> None:
         assert not one.get_window_extent().overlaps(other.get_window_extent()), (
             f"the titles {one.get_text()!r} and {other.get_text()!r} run into each other"
         )
-
-
-@each
-def test_a_legend_covers_nothing(figure: Figure) -> None:
-    for axes in figure.axes:
-        if legend := axes.get_legend():
-            box = legend.get_window_extent()
-            covered = [bar for bar in axes.patches if bar.get_window_extent().overlaps(box)]
-            assert not covered, (
-                f"{axes.get_title() or axes._left_title.get_text()!r}: the legend covers a bar"
-            )
 
 
 def test_every_figure_is_a_click_from_a_document() -> None:

@@ -64,8 +64,7 @@ class CudaKernel:
             torch.cuda.current_stream().synchronize()  # there is a context
             image = self._compile(source, constants, device)
             self._module = _checked(self._driver.cuModuleLoadData(image))
-        name = source.stem.encode()
-        self._function = _checked(self._driver.cuModuleGetFunction(self._module, name))
+        self._function = _checked(self._driver.cuModuleGetFunction(self._module, source.stem.encode()))
 
     @staticmethod
     def _compile(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:

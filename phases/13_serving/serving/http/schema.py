@@ -74,8 +74,8 @@ def decode(kind: type[Body], body: bytes) -> Body:
     except msgspec.ValidationError as error:
         where = re.search(r"`\$\.(\w+)|(?:required|unknown) field `(.+)`", str(error))
         field = where and (where[1] or where[2])
-        if where and where[1] and re.match("Invalid enum value|Expected `null`", str(error)):
-            raise wrong(field, f"{field} may not have this value here: {error}") from None
-        raise wrong(field, f"the body does not fit: {error}") from None
+        narrow = field and re.match("Invalid enum value|Expected `null`", str(error))
+        said = f"{field} may not have this value here" if narrow else "the body does not fit"
+        raise wrong(field, f"{said}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise wrong(None, f"the body is no JSON: {error}") from None
