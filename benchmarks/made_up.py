@@ -43,7 +43,9 @@ def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None
     """Write the files that `common.text.Tokenizer` reads. The vocabulary has room for all 256 bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = {index: f"<end{place or ''}>" for place, index in enumerate(eos)}
-    rng, seen, vocab = random.Random(0), set(letters), dict[str, int]()
+    rng = random.Random(0)
+    seen = set(letters)
+    vocab = dict[str, int]()
     for index in range(vocab_size):
         if index in special:
             vocab[special[index]] = index
@@ -60,6 +62,8 @@ def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
     made.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": list(eos)}))
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": vocab_size, "eos_token_id": list(eos)})
+    )
     settings = {"chat_template": TEMPLATE, "add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

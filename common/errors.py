@@ -47,7 +47,9 @@ def brief(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None) -> int:
+def integer(
+    name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
+) -> int:
     """`value` as an int, numpy's included.
 
     Raises:
@@ -69,13 +71,17 @@ def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: in
     return number
 
 
-def number(name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False) -> float:
+def number(
+    name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False
+) -> float:
     """`value` as a float between `low` and `high`; with `above_low`, `low` itself is too small.
 
     Raises:
         UserError: it is no number (nor is a bool or a string), or out of its limits, as NaN always is.
     """
-    limit = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+    limit = (
+        f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+    )
     if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
         raise UserError(f"{name} is {value!r}, but must be a number, {limit}")
     try:
@@ -124,5 +130,7 @@ def text(name: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is {value!r}, but must have a UTF-8 form: {error.reason}") from None
+        raise UserError(
+            f"{name} is {value!r}, but must have a UTF-8 form: {error.reason}"
+        ) from None
     return value

@@ -47,7 +47,9 @@ def check_folder(folder: Path, name: str = "") -> None:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
     except OSError as error:
-        raise UserError(f"{name} {folder} cannot be written: {error.strerror}".lstrip()) from None
+        raise UserError(
+            f"{name} {folder} cannot be written: {error.strerror}".lstrip()
+        ) from None
 
 
 def read_text(path: Path, flag: str, most: int) -> str:

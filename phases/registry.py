@@ -19,14 +19,16 @@ from continuous.sizes import Sizes
 from forward.loading import facts_of
 from forward.model import Model
 from paged_cache.build import build
-from paged_cache.parts import Feature, PagedSizes, Recipe
+from paged_cache.builder import Feature, PagedSizes, Recipe
 from paged_cache.preset import Chosen, Preset
 from phases import PHASES, Phase, appendix, own_options
 from phases import phase_named as phase_named
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
-ROWS, BLOCKS, STATES = 4, 5, 17
+ROWS = 4
+BLOCKS = 5
+STATES = 17
 """The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
 
 
@@ -58,12 +60,16 @@ def features() -> dict[str, type[Feature]]:
 def preset(phase: Phase) -> Preset:
     """Return a phase's preset with the appendix's features for it and the phases below."""
     own: Preset = import_phase(phase).PRESET
-    return own.plus(fitting=[kind for kind in appendix.features() if kind.phase <= phase.number])
+    return own.plus(
+        fitting=[kind for kind in appendix.features() if kind.phase <= phase.number]
+    )
 
 
 def first_phases() -> dict[str, int]:
     """Every option of an engine and every feature's switch, with the first phase that has it."""
-    found = {name: BLOCKS for name in names(PagedSizes)} | {name: ROWS for name in names(Sizes)}
+    found = {name: BLOCKS for name in names(PagedSizes)} | {
+        name: ROWS for name in names(Sizes)
+    }
     for kind in features().values():
         found |= dict.fromkeys((kind.name, *names(kind)), kind.phase)
     return found
@@ -79,7 +85,9 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
     return preset(phase).choose(own_options(phase, options, first_phases()), device, more)
 
 
-def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def check_options(
+    phase: Phase, options: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
     """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
     own = own_options(phase, options, first_phases())
     if phase.number >= BLOCKS:
@@ -122,7 +130,9 @@ def load_engine(
         options = check_options(phase, options, where)
         check_model(phase, model)
         package = import_phase(phase)
-        early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
+        early: Streams = package.load(
+            model, device=device, dtype=dtype, tokenizer=tokenizer, **options
+        )
         return early
     chosen = choose(phase, options, where)
     check_model(phase, model)

@@ -30,16 +30,20 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 """What may have a docstring."""
 MOST_LINES = 80
 """Of a function outside kernels."""
-PACKAGES = {"common": ROOT / "common", "benchmarks": ROOT / "benchmarks", "phases": ROOT / "phases"} | {
-    phase.package: phase.folder / phase.package for phase in PHASES
-}
+PACKAGES = {
+    "common": ROOT / "common",
+    "benchmarks": ROOT / "benchmarks",
+    "phases": ROOT / "phases",
+} | {phase.package: phase.folder / phase.package for phase in PHASES}
 
 
 def modules() -> dict[str, Path]:
     """Every module by its importable name."""
     found: dict[str, Path] = {}
     for package, folder in PACKAGES.items():
-        rooms = ("", "appendix/**/", "commands/", "course/") if package == "phases" else ("**/",)
+        rooms = (
+            ("", "appendix/**/", "commands/", "course/") if package == "phases" else ("**/",)
+        )
         for path in (path for room in rooms for path in folder.glob(f"{room}*.py")):
             parts = (package, *path.relative_to(folder).with_suffix("").parts)
             found[".".join(parts).removesuffix(".__init__")] = path
@@ -65,14 +69,20 @@ def test_no_circle_of_imports():
     """Between modules; a package's `__init__` may import what lies in it."""
     paths = modules()
     needs = {
-        name: {other for other in imports(path, name, set(paths)) if other in paths and other != name}
+        name: {
+            other
+            for other in imports(path, name, set(paths))
+            if other in paths and other != name
+        }
         for name, path in paths.items()
         if path.name != "__init__.py"
     }
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"a circle: {' -> '.join([*above[above.index(name) :], name])}"
+        assert name not in above, (
+            f"a circle: {' -> '.join([*above[above.index(name) :], name])}"
+        )
         if name not in done and name in needs:
             for other in sorted(needs[name]):
                 visit(other, (*above, name))
@@ -101,13 +111,22 @@ def code_lines(path: Path) -> int:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         bare = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-        return sum(bool(line.strip()) and not line.strip().startswith("//") for line in bare.splitlines())
+        return sum(
+            bool(line.strip()) and not line.strip().startswith("//")
+            for line in bare.splitlines()
+        )
     said: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         for item in node.body if isinstance(node, DOCUMENTED) else ():
             if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
                 said.update(range(item.lineno, (item.end_lineno or item.lineno) + 1))
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    layout = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+    }
     used: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in layout | {tokenize.ENDMARKER}:
@@ -118,7 +137,9 @@ def code_lines(path: Path) -> int:
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
 def test_a_package_keeps_its_budget(phase):
     folder = phase.folder / phase.package
-    lines = sum(code_lines(path) for pattern in ("*.py", "*.cu*") for path in folder.rglob(pattern))
+    lines = sum(
+        code_lines(path) for pattern in ("*.py", "*.cu*") for path in folder.rglob(pattern)
+    )
     most = LARGER.get(phase.package, BUDGET)
     assert lines <= most, f"{phase.package} has {lines} lines of code, and may have {most}"
 
@@ -129,7 +150,9 @@ def test_a_class_name_means_one_class():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not name.startswith("benchmarks"):
                 places[node.name].append(name)
-    twice = {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE}
+    twice = {
+        name: found for name, found in places.items() if len(found) > 1 and name not in TWICE
+    }
     assert twice == {}
 
 
@@ -142,7 +165,9 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
             if isinstance(node, DOCUMENTED):
                 first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
                 if first and first[0].lower() in QUESTIONS:
-                    found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}")
+                    found.append(
+                        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}"
+                    )
     assert found == []
 
 
@@ -160,7 +185,9 @@ def test_the_actor_has_a_name():
     """A request, the scheduler, rank 0: comments and docstrings do without nobody and whoever."""
     found = [
         f"{path.relative_to(ROOT)}:{line + said[: word.start()].count(chr(10))} {word[0]}"
-        for path in sorted([*(ROOT / "phases").rglob("*.py"), *(ROOT / "common").rglob("*.py")])
+        for path in sorted(
+            [*(ROOT / "phases").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
+        )
         for line, said in prose(path.read_text(encoding="utf-8"))
         for word in NAMELESS.finditer(said)
     ]
@@ -172,7 +199,12 @@ def test_a_lesson_is_of_one_sitting(phase):
     text = (phase.folder / "README.md").read_text(encoding="utf-8")
     words = len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
     assert words <= LESSON, f"{phase.name}: {words} words"
-    shown = re.sub(r"<details>.*?</details>|```.*?```|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    shown = re.sub(
+        r"<details>.*?</details>|```.*?```|^\|[^\n]*$",
+        "",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
     parts = re.split(r"^## ", shown, flags=re.MULTILINE)
     (measure,) = [len(part.split()) for part in parts if re.match(r"[\d. ]*Measure", part)]
     assert measure <= MEASURE, f"{phase.name}: {measure} words in the section on measuring"
@@ -219,12 +251,19 @@ def test_a_phase_imports_only_from_below(phase):
 def test_commands_import_benchmarks_and_never_the_other_way():
     found = [
         f"{path.relative_to(ROOT)} imports phases.commands"
-        for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "phases").glob("*/bench.py")]
+        for path in [
+            *(ROOT / "benchmarks").rglob("*.py"),
+            *(ROOT / "phases").glob("*/bench.py"),
+        ]
         if "phases.commands" in path.read_text(encoding="utf-8")
     ]
     assert found == []
 
 
 def test_every_phase_folder_is_known():
-    folders = {path.name for path in (ROOT / "phases").glob("[0-9]*") if any(path.glob("*/__init__.py"))}
+    folders = {
+        path.name
+        for path in (ROOT / "phases").glob("[0-9]*")
+        if any(path.glob("*/__init__.py"))
+    }
     assert folders == {phase.name for phase in PHASES}

@@ -43,28 +43,41 @@ def local(name: str | Path) -> Path | None:
             if not (folder / "config.json").is_file():
                 raise UserError(f"the model folder {folder} has no config.json")
             return folder
-        looks_local = isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+        looks_local = (
+            isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+        )
     except OSError as error:  # longer than names can be, or without the right to look inside
-        raise UserError(f"model is {str(name)!r}, which cannot be looked at ({error.strerror})") from None
+        raise UserError(
+            f"model is {str(name)!r}, which cannot be looked at ({error.strerror})"
+        ) from None
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
         bundled = ", ".join(BUNDLED)
-        raise UserError(f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id")
+        raise UserError(
+            f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id"
+        )
     meant = near(str(name).lower(), BUNDLED)
-    if meant and "/" not in str(name):  # the hub has few models without an owner, and none with these names
+    if meant and "/" not in str(
+        name
+    ):  # the hub has few models without an owner, and none with these names
         raise UserError(f"model is {str(name)!r}, which is no bundled model{meant}")
     return None
 
 
 def _fetch_from_hub(name: str) -> Path:
     """Download a model's safetensors, configuration and tokenizer into the hub's own cache."""
-    from huggingface_hub import errors, snapshot_download  # takes half a second, and most runs need none
+    from huggingface_hub import (
+        errors,
+        snapshot_download,
+    )  # takes half a second, and most runs need none
 
     try:
         return Path(
             snapshot_download(
                 name,
                 allow_patterns=[*_FILES, *_TEMPLATES],
-                ignore_patterns=[f"*/{name}" for name in _FILES],  # other formats, in folders of their own
+                ignore_patterns=[
+                    f"*/{name}" for name in _FILES
+                ],  # other formats, in folders of their own
             )
         )
     except errors.GatedRepoError:

@@ -152,7 +152,11 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         """True if the choice depends on which tokens came before, so that they have to be counted."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     def seed_of(self, sample: int) -> int | None:
         """Return the seed of completion number `sample` (0 to n - 1), or None when the request has none.
@@ -169,12 +173,16 @@ def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, 
     except TypeError:
         raise UserError(f"{name} is {brief(value)}, but must be a list of {what}") from None
     if len(items) > most:
-        raise UserError(f"{name} is a list of more than {most} {what}, but must have at most {most}")
+        raise UserError(
+            f"{name} is a list of more than {most} {what}, but must have at most {most}"
+        )
     return items
 
 
 def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(value, str):  # one string; taken as an iterable it would be a list of characters
+    if isinstance(
+        value, str
+    ):  # one string; taken as an iterable it would be a list of characters
         value = (value,)
     strings = _items("stop", value, "strings", MAX_STOPS)
     for string in strings:
@@ -201,11 +209,15 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
         raise UserError(f"logit_bias is {brief(value)}, but must map token ids to numbers")
     if len(value) > MAX_BIASED_TOKENS:
         limit = f"at most {MAX_BIASED_TOKENS}"
-        raise UserError(f"logit_bias is a map of {len(value)} token ids, but must have {limit}")
+        raise UserError(
+            f"logit_bias is a map of {len(value)} token ids, but must have {limit}"
+        )
     checked: dict[int, float] = {}
     for key, bias in value.items():
         token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
-        checked[token] = number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
+        checked[token] = number(
+            f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
+        )
     return checked
 
 
@@ -237,5 +249,7 @@ def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
     try:
         checked = SamplingParams(**given)
     except UserError as error:
-        raise UserError(f"{path}: {error}; `--generation-config neutral` leaves the file out") from None
+        raise UserError(
+            f"{path}: {error}; `--generation-config neutral` leaves the file out"
+        ) from None
     return {name: getattr(checked, name) for name in given}

@@ -39,7 +39,9 @@ _ENDS: Final = {
     -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
     _OUT_OF_MEMORY: f"it takes more than {MEMORY_BYTES >> 20} MiB of memory",
 }
-_FIRST: Final = "{{ '\\n' | pprint | striptags | wordwrap }}{{ strftime_now('%c') }}{{ undefined.fails }}"
+_FIRST: Final = (
+    "{{ '\\n' | pprint | striptags | wordwrap }}{{ strftime_now('%c') }}{{ undefined.fails }}"
+)
 """Makes Jinja and Python read all the files that they ever need."""
 
 
@@ -52,7 +54,9 @@ class TemplateSandbox:
 
     def __init__(self) -> None:
         """Begin without a child."""
-        self._idle: list[subprocess.Popen[bytes]] = []  # they end with this process, which closes their pipes
+        self._idle: list[
+            subprocess.Popen[bytes]
+        ] = []  # they end with this process, which closes their pipes
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Compile a template and describe it, as `_describe` does, or render it: `text`.
@@ -61,7 +65,9 @@ class TemplateSandbox:
             TemplateError: it is not valid, fails, or does more than it may.
         """
         if len(source) > SOURCE_CHARACTERS:
-            raise TemplateError(f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}")
+            raise TemplateError(
+                f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}"
+            )
         data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         child = self._child()
         stdin, stdout = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)
@@ -123,7 +129,7 @@ def serve() -> None:
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
         except Exception as error:  # a template is a program: it may fail in any way
-            answer = json.dumps({"error": _told(error)})
+            answer = json.dumps({"error": _error_text(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()
@@ -134,7 +140,9 @@ def _answer(source: str, variables: dict[str, Any] | None = None) -> dict[str, A
         return _describe(source)
     text = _compiled(source).render(variables)
     if len(text) > OUTPUT_CHARACTERS:
-        raise ValueError(f"it writes {len(text):,} characters, but may write {OUTPUT_CHARACTERS:,}")
+        raise ValueError(
+            f"it writes {len(text):,} characters, but may write {OUTPUT_CHARACTERS:,}"
+        )
     return {"text": text}
 
 
@@ -186,7 +194,7 @@ def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error's message in one line, with its kind where Python raised it."""
     words = " ".join(str(error).split())[:500]
     ours = type(error).__module__.split(".")[0] == "jinja2"

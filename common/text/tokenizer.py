@@ -50,9 +50,14 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(path))
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
-        tokens, size = self.backend.get_vocab_size(with_added_tokens=False), self._model_config("vocab_size")
+        tokens, size = (
+            self.backend.get_vocab_size(with_added_tokens=False),
+            self._model_config("vocab_size"),
+        )
         if isinstance(size, int) and tokens > size:  # fewer are common: embeddings are padded
-            raise UserError(f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}")
+            raise UserError(
+                f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}"
+            )
         self._config = _read_json(self.folder / "tokenizer_config.json")
         self._special_tokens = _named_tokens(self.folder, self._config)
         self.bos_token_id = self._bos_token_id()
@@ -76,12 +81,20 @@ class Tokenizer:
         """
         if not add_special_tokens:
             return self._encode(text, add_special_tokens=False)
-        ids = self._encode(text, add_special_tokens=self._config.get("add_bos_token") is not False)
-        return ids[1:] if self._adds_bos and ids[:2] == [self.bos_token_id] * 2 else self._begun(ids)
+        ids = self._encode(
+            text, add_special_tokens=self._config.get("add_bos_token") is not False
+        )
+        return (
+            ids[1:]
+            if self._adds_bos and ids[:2] == [self.bos_token_id] * 2
+            else self._begun(ids)
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
-        text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        text: str = self.backend.decode_batch(
+            [list(ids)], skip_special_tokens=skip_special_tokens
+        )[0]
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
             # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.
@@ -108,7 +121,10 @@ class Tokenizer:
         Raises:
             UserError: the model has no chat template, or the template does not take these messages.
         """
-        template, guard = self.tool_template if variables.get("tools") else self.chat_template, self._guard
+        template, guard = (
+            self.tool_template if variables.get("tools") else self.chat_template,
+            self._guard,
+        )
         conversation = template.conversation(messages)
         guarded, variables = guard.hide([conversation, plain := variables])
         text = template.render(
@@ -117,7 +133,9 @@ class Tokenizer:
             **variables,
         )
         if (guarded, variables) == (conversation, plain):
-            ids = self._encode(text, add_special_tokens=False)  # the template has written them out
+            ids = self._encode(
+                text, add_special_tokens=False
+            )  # the template has written them out
         else:
             with _named("the conversation"):
                 ids = guard.encode(_unicode(text))
@@ -126,7 +144,9 @@ class Tokenizer:
     def _begun(self, ids: list[int]) -> list[int]:
         """`ids` after the token that begins a text, if there is one and they do not begin with it."""
         bos = self.bos_token_id
-        begins = bos is not None and (self._adds_bos or bool(self._config.get("add_bos_token")))
+        begins = bos is not None and (
+            self._adds_bos or bool(self._config.get("add_bos_token"))
+        )
         return [bos, *ids] if begins and ids[:1] != [bos] else ids  # type: ignore[list-item]
 
     @cached_property
@@ -144,7 +164,9 @@ class Tokenizer:
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
-        return tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
+        return (
+            tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
+        )
 
     @cached_property
     def _longest_token(self) -> int:
@@ -177,7 +199,11 @@ class Tokenizer:
     @cached_property
     def tool_template(self) -> ChatTemplate:
         """The chat template for conversations with tools, where the model has one of its own for them."""
-        return self._template("tool_use") if "tool_use" in self._chat_templates else self.chat_template
+        return (
+            self._template("tool_use")
+            if "tool_use" in self._chat_templates
+            else self.chat_template
+        )
 
     def _template(self, name: str) -> ChatTemplate:
         sources = self._chat_templates
@@ -187,7 +213,9 @@ class Tokenizer:
                 f"the model in {self.folder} has no chat template: give it plain text to continue"
             )
         contents = {name: _content(token) for name, token in self._special_tokens.items()}
-        return ChatTemplate(source, {name: each for name, each in contents.items() if isinstance(each, str)})
+        return ChatTemplate(
+            source, {name: each for name, each in contents.items() if isinstance(each, str)}
+        )
 
     @cached_property
     def _chat_templates(self) -> dict[str, Any]:
@@ -196,7 +224,9 @@ class Tokenizer:
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
         found = {"default": source}
-        if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
+        if isinstance(
+            source, list
+        ):  # several by name, of which `default` is for conversations without tools
             entries = [entry for entry in source if isinstance(entry, dict)]
             found = {str(entry.get("name")): entry.get("template") for entry in entries}
         for path in sorted(self.folder.glob("additional_chat_templates/*.jinja")):
@@ -207,7 +237,9 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _named("the text"):
-            (found,) = self.backend.encode_batch_fast([_unicode(text)], add_special_tokens=add_special_tokens)
+            (found,) = self.backend.encode_batch_fast(
+                [_unicode(text)], add_special_tokens=add_special_tokens
+            )
         return list(found.ids)
 
     def _model_config(self, field: str) -> Any:
@@ -218,7 +250,9 @@ class Tokenizer:
             named = self._special_tokens["bos_token"]
             token = _content(named)
             if token is not None and not isinstance(token, str):
-                found = f"bos_token of {self.folder / 'tokenizer_config.json'} is {shown(named)}"
+                found = (
+                    f"bos_token of {self.folder / 'tokenizer_config.json'} is {shown(named)}"
+                )
                 raise UserError(f"{found}, but must be a string, or an object with a content")
             return None if token is None else self.backend.token_to_id(token)
         found = self._model_config("bos_token_id")
@@ -267,7 +301,9 @@ def eos_of_tokenizer(folder: Path) -> int | None:
 
     All of `tokenizer.json` is loaded only where the token is none of those added to the vocabulary.
     """
-    token = _content(_named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token"))
+    token = _content(
+        _named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token")
+    )
     path = folder / "tokenizer.json"
     if not isinstance(token, str) or not path.is_file():
         return None

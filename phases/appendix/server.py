@@ -49,7 +49,12 @@ def whole_app(
     """
     metrics, checked = Metrics(), limits or Limits()
     doors = Doors(hosts, allowed_origins, keys)
-    extensions: list[Extension] = [metrics, doors, AccessLog(access_log, metrics), BodyParts(checked)]
+    extensions: list[Extension] = [
+        metrics,
+        doors,
+        AccessLog(access_log, metrics),
+        BodyParts(checked),
+    ]
     extensions += [Api(version), Protocols(), Live()]
     app = App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
     app.add("/v1/embeddings", Embeddings(app.prompts, model, checked))

@@ -24,12 +24,31 @@ TAKEN: dict[str, dict[str, Any]] = {
     "seed of more bits": {"seed": 2**70},
     "negative seed": {"seed": -(2**70)},
     "nulls": dict.fromkeys(
-        ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "response_format", "stream")
+        (
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "seed",
+            "logit_bias",
+            "response_format",
+            "stream",
+        )
     ),
     "more nulls": dict.fromkeys(
-        ("stream_options", "logprobs", "add_special_tokens", "echo", "guided_json", "structured_outputs")
+        (
+            "stream_options",
+            "logprobs",
+            "add_special_tokens",
+            "echo",
+            "guided_json",
+            "structured_outputs",
+        )
     ),
-    "nulls in objects": {"structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}},
+    "nulls in objects": {
+        "structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}
+    },
 }
 
 
@@ -40,8 +59,16 @@ def schema_of(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs", "top_logprobs is 50, but must"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1, but must"),
+        (
+            {"logprobs": True, "top_logprobs": 50},
+            "top_logprobs",
+            "top_logprobs is 50, but must",
+        ),
+        (
+            {"max_completion_tokens": -1},
+            "max_completion_tokens",
+            "max_completion_tokens is -1, but must",
+        ),
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
         ({"functions": []}, "functions", "functions may not have this value here"),
         (
@@ -53,7 +80,9 @@ def schema_of(schema: Any) -> dict[str, Any]:
 )
 async def test_a_chat_s_error_names_the_field_that_was_sent(make, body, param, says):
     said = [{"role": "user", "content": "a"}]
-    status, answer = await Client(make()).post("/v1/chat/completions", {"messages": said} | body)
+    status, answer = await Client(make()).post(
+        "/v1/chat/completions", {"messages": said} | body
+    )
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert answer["error"]["message"].startswith(says), answer
 
@@ -72,9 +101,17 @@ async def test_a_chat_s_error_names_the_field_that_was_sent(make, body, param, s
 )
 async def test_constrained_output(model, tokenizer, field, value, allowed):
     """Every way to ask for it, at a high temperature, beside a request that asks for nothing."""
-    engine = load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer)
+    engine = load(
+        model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer
+    )
     app = whole_app(Loopback(engine), tokenizer, "tiny")
-    body = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 3, "logit_bias": {}}
+    body = {
+        "prompt": "abc",
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "seed": 3,
+        "logit_bias": {},
+    }
     plain = Client(app).post("/v1/completions", body | {"max_tokens": 5})
     (status, found), (other, _) = await asyncio.gather(
         Client(app).post("/v1/completions", body | {field: value}), plain
@@ -91,7 +128,12 @@ async def test_constrained_output(model, tokenizer, field, value, allowed):
 
 
 async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
-    message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
+    message = {
+        "role": "user",
+        "content": "x",
+        "weight": 1,
+        "cache_control": {"type": "ephemeral"},
+    }
     body = {"messages": [message], "max_tokens": 1}
     asked = await Client(make()).request("/v1/chat/completions", body).run()
     assert asked.status == 200
@@ -103,7 +145,9 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.settimeout(0.2)
         url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
-        app = whole_app(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
+        app = whole_app(
+            Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny"
+        )
         said = [{"role": "user", "content": "x"}]
         image = [{"type": "image_url", "image_url": {"url": url}}]
         tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
@@ -114,7 +158,9 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
             {"messages": said, "tools": [tool], "tool_choice": "required"},
             {"messages": said, "guided_grammar": f'start: "a"\n%import {url}.x\n'},
         ):
-            status, found = await Client(app).post("/v1/chat/completions", body | {"max_tokens": 4})
+            status, found = await Client(app).post(
+                "/v1/chat/completions", body | {"max_tokens": 4}
+            )
             assert status == 400, f"{body} is answered with {found}"
         with pytest.raises(TimeoutError):
             trap.accept()
@@ -123,15 +169,21 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
 async def test_likelihoods_of_prompts_are_refused(make):
     client = Client(make())
     for field, value in (("prompt_logprobs", 1), ("echo", True)):
-        status, found = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, field: value})
+        status, found = await client.post(
+            "/v1/completions", {"prompt": "a", "max_tokens": 1, field: value}
+        )
         assert (status, found["error"]["param"]) == (400, field), found
-    assert (await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False}))[0] == 200
+    assert (
+        await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False})
+    )[0] == 200
 
 
 @pytest.mark.parametrize("what", TAKEN)
 async def test_what_other_servers_take_is_taken(make, what):
     app = make()
-    status, found = await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what])
+    status, found = await Client(app).post(
+        "/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what]
+    )
     assert status == 200, found
     assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
     await settle(app)
@@ -142,12 +194,18 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     key = {"authorization": "Bearer secret"}
     page = await Client(app).request("/docs", b"", "GET", key).run()
     text = b"".join(page.chunks).decode()
-    assert page.status == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    assert (
+        page.status == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    )
     assert "/openapi.json" in text and "http:" not in text and "https:" not in text
     document = (await Client(app).request("/openapi.json", b"", "GET", key).run()).json()
     assert set(app.routes) == set(document["paths"]), "a route is not in the document"
     fields = document["components"]["schemas"]
-    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "EmbeddingRequest"} <= set(fields)
+    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "EmbeddingRequest"} <= set(
+        fields
+    )
     asked = {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"}
     assert asked <= set(fields["ChatRequest"]["properties"])
-    assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, "a watcher needs a key"
+    assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, (
+        "a watcher needs a key"
+    )

@@ -15,7 +15,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate
-from common.text.template_sandbox import MEMORY_BYTES, OUTPUT_CHARACTERS, SECONDS, SOURCE_CHARACTERS
+from common.text.template_sandbox import (
+    MEMORY_BYTES,
+    OUTPUT_CHARACTERS,
+    SECONDS,
+    SOURCE_CHARACTERS,
+)
 
 USER = {"role": "user", "content": "hello"}
 DOUBLED = "{% set ns = namespace(a='x') %}{% for i in range(60) %}"
@@ -86,7 +91,10 @@ def test_a_template_that_fails_says_why(source: str, reason: str) -> None:
 def test_no_template_runs_long_or_takes_much_memory(name: str) -> None:
     message = attempt(BOUNDED[name])
     assert "chat template" in message
-    assert ChatTemplate("{{ messages | length }}", {}).render([USER], add_generation_prompt=True) == "1"
+    assert (
+        ChatTemplate("{{ messages | length }}", {}).render([USER], add_generation_prompt=True)
+        == "1"
+    )
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -98,12 +106,16 @@ def test_output_has_a_limit() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     long = "x" * OUTPUT_CHARACTERS
     assert template.render([{**USER, "content": long}], add_generation_prompt=True) == long
-    with pytest.raises(UserError, match=r"writes 4,194,305 characters, but may write 4,194,304"):
+    with pytest.raises(
+        UserError, match=r"writes 4,194,305 characters, but may write 4,194,304"
+    ):
         template.render([{**USER, "content": long + "x"}], add_generation_prompt=True)
 
 
 def test_threads_render_at_the_same_time_and_get_their_own_texts() -> None:
-    template = ChatTemplate("{% for i in range(9999) %}{% endfor %}{{ messages[0].content }}", {})
+    template = ChatTemplate(
+        "{% for i in range(9999) %}{% endfor %}{{ messages[0].content }}", {}
+    )
 
     def rendered(number: int) -> str:
         message = {"role": "user", "content": str(number)}
@@ -162,8 +174,13 @@ PLAIN = [
 
 @pytest.mark.parametrize("source", PLAIN)
 def test_what_is_written_is_what_transformers_writes(source: str) -> None:
-    messages = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "hi\nyou"}]
-    (expected,), _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
+    messages = [
+        {"role": "system", "content": " be brief"},
+        {"role": "user", "content": "hi\nyou"},
+    ]
+    (expected,), _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True
+    )
     assert ChatTemplate(source, {}).render(messages, add_generation_prompt=True) == expected
 
 
@@ -195,11 +212,26 @@ def test_all_of_jinja_is_there(kind: str) -> None:
             [{**USER, "content": [{"type": "image_url"}]}],
             r"content\[0\].type is 'image_url', but must be 'text'",
         ),
-        ([{**USER, "content": [{"type": "text"}]}], r"content\[0\].text is None, but must be a string"),
-        ([USER, {**USER, "audio": {"id": "a"}}], r"messages\[1\] has 'audio', but this model takes texts"),
-        ([USER, {**USER, "images": ["x"]}], r"messages\[1\] has 'images', but this model takes texts"),
-        ([{**USER, "content": [{"type": "input_audio"}]}], r"content\[0\].type is 'input_audio'"),
-        ([{**USER, "tool_calls": "x"}], r"messages\[0\].tool_calls is 'x', but must be a list"),
+        (
+            [{**USER, "content": [{"type": "text"}]}],
+            r"content\[0\].text is None, but must be a string",
+        ),
+        (
+            [USER, {**USER, "audio": {"id": "a"}}],
+            r"messages\[1\] has 'audio', but this model takes texts",
+        ),
+        (
+            [USER, {**USER, "images": ["x"]}],
+            r"messages\[1\] has 'images', but this model takes texts",
+        ),
+        (
+            [{**USER, "content": [{"type": "input_audio"}]}],
+            r"content\[0\].type is 'input_audio'",
+        ),
+        (
+            [{**USER, "tool_calls": "x"}],
+            r"messages\[0\].tool_calls is 'x', but must be a list",
+        ),
     ],
 )
 def test_a_bad_message_is_named(messages, reason: str) -> None:
@@ -207,7 +239,10 @@ def test_a_bad_message_is_named(messages, reason: str) -> None:
         ChatTemplate("", {}).conversation(messages)
 
 
-PARTS = {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
+}
 READS_PARTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
@@ -218,7 +253,10 @@ def test_parts_of_text_are_written_as_they_are_or_as_lines() -> None:
     """As they are by a template that reads parts, as lines by one that takes texts."""
     for source, text in ((READS_PARTS, "a b"), ("{{ messages[0].content }}", "a \nb")):
         template = ChatTemplate(source, {})
-        assert template.render(template.conversation([PARTS]), add_generation_prompt=False) == text
+        assert (
+            template.render(template.conversation([PARTS]), add_generation_prompt=False)
+            == text
+        )
 
 
 ASSISTANT = {"role": "assistant", "content": "yes"}
@@ -229,11 +267,20 @@ ASSISTANT = {"role": "assistant", "content": "yes"}
     [
         {**ASSISTANT, "refusal": None, "reasoning": None, "annotations": [], "audio": None},
         {**ASSISTANT, "function_call": None, "tool_calls": [], "provider_specific_fields": {}},
-        {**ASSISTANT, "id": "msg_1", "weight": 0, "cache_control": {"type": "ephemeral"}, "parsed": {"a": 1}},
+        {
+            **ASSISTANT,
+            "id": "msg_1",
+            "weight": 0,
+            "cache_control": {"type": "ephemeral"},
+            "parsed": {"a": 1},
+        },
         {**ASSISTANT, "reasoning": "thought", "reasoning_details": [{"text": "thought"}]},
         {"role": "assistant", "content": None, "refusal": "yes"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "yes"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "yes", "annotations": []}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "yes", "annotations": []}],
+        },
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant"},
     ],
@@ -248,17 +295,32 @@ def test_what_other_servers_and_clients_write_changes_nothing(message) -> None:
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_reaches_the_template_under_its_name(field: str) -> None:
-    template = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", {})
+    template = ChatTemplate(
+        "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", {}
+    )
     message = {**ASSISTANT, field: "hm "}
-    assert template.render(template.conversation([message]), add_generation_prompt=False) == "hm hm "
-    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "annotations": []}
+    assert (
+        template.render(template.conversation([message]), add_generation_prompt=False)
+        == "hm hm "
+    )
+    part = {
+        "type": "text",
+        "text": "a",
+        "cache_control": {"type": "ephemeral"},
+        "annotations": [],
+    }
     assert template.ignored([message, {**USER, "content": [part]}]) == {"cache_control"}
 
 
 def test_a_message_may_have_what_the_template_names() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.mood }}{{ m['colour'] }}{% endfor %}", {})
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.mood }}{{ m['colour'] }}{% endfor %}", {}
+    )
     message = {**USER, "mood": "glad", "colour": "red"}
-    assert template.render(template.conversation([message]), add_generation_prompt=True) == "gladred"
+    assert (
+        template.render(template.conversation([message]), add_generation_prompt=True)
+        == "gladred"
+    )
     assert template.ignored([{**message, "weight": 1, "id": None}]) == {"weight"}
     calls = {"role": "assistant", "content": None, "tool_calls": [{}]}
     assert template.conversation([calls]) == [calls]

@@ -21,7 +21,10 @@ def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.5 * len(processors()), 0.0))
     warn(Usage(10.0))
     said = capsys.readouterr().err
-    assert "Other programs take 50% of the processor" in said and "OMP_WAIT_POLICY=PASSIVE" in said
+    assert (
+        "Other programs take 50% of the processor" in said
+        and "OMP_WAIT_POLICY=PASSIVE" in said
+    )
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.3 * len(processors()), 0.0))
     warn(Usage(10.0))
     assert capsys.readouterr().err == ""
@@ -31,7 +34,11 @@ def test_settings_are_made_and_the_users_own_win():
     empty: dict[str, str] = {}
     settle(empty)
     assert empty == QUIET | SPIN
-    for own in ({"OMP_WAIT_POLICY": "PASSIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KINETO_LOG_LEVEL": "0"}):
+    for own in (
+        {"OMP_WAIT_POLICY": "PASSIVE"},
+        {"GOMP_SPINCOUNT": "7"},
+        {"KINETO_LOG_LEVEL": "0"},
+    ):
         given = dict(own)
         settle(given)
         assert own.items() <= given.items()

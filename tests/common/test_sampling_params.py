@@ -33,7 +33,11 @@ NAN, INF = float("nan"), float("inf")
         ("stop_token_ids", (1 << 31,), "between 0 and 2147483647"),
         ("stop_token_ids", (3,) * (MAX_STOP_TOKEN_IDS + 1), "at most 1024"),
         ("stop", ("a",) * (MAX_STOPS + 1), "at most 64"),
-        ("stop", ("a" * (MAX_STOP_CHARACTERS + 1),), "1025 characters, but each must have at most 1024"),
+        (
+            "stop",
+            ("a" * (MAX_STOP_CHARACTERS + 1),),
+            "1025 characters, but each must have at most 1024",
+        ),
         ("logit_bias", {1 << 31: 1.0}, "between 0 and 2147483647"),
         ("logit_bias", dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0), "at most 1024"),
         ("max_tokens", True, "integer"),
@@ -107,7 +111,9 @@ def test_defaults_are_greedy_and_switch_everything_off() -> None:
 def test_what_others_write_becomes_plain_numbers_and_tuples() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-    params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])  # type: ignore[arg-type]
+    params = SamplingParams(
+        max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)]
+    )  # type: ignore[arg-type]
     assert (type(params.max_tokens), params.max_tokens) == (int, 7)
     assert (type(params.temperature), params.temperature) == (float, 0.5)
     assert params.stop_token_ids == (3,)

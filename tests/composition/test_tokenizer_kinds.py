@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Library
 
 import batching
@@ -52,9 +60,14 @@ BOS, EOS = 1, 2
 
 WORDS = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 UNDERLINE, SPACE = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
-BYTES, FUSE, STRIP = decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+BYTES = decoders.ByteFallback()
+FUSE = decoders.Fuse()
+STRIP = decoders.Strip(" ", 1, 0)
 LLAMA = decoders.Sequence([SPACE, BYTES, FUSE, STRIP])
-BY_WORDS = [pre_tokenizers.Split(WORDS, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+BY_WORDS = [
+    pre_tokenizers.Split(WORDS, "isolated"),
+    pre_tokenizers.ByteLevel(False, use_regex=False),
+]
 BY_BYTES, BYTE_LEVEL = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
 
 KINDS = {  # normalizer, pre-tokenizer, decoder
@@ -79,10 +92,14 @@ def write_kind(folder: Path, name: str, template: str) -> int:
     by_bytes = decoder is BYTE_LEVEL
     first = [*SPECIAL] if by_bytes else [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = pre_tokenizers.ByteLevel.alphabet() if by_bytes else []
-    trained = Library(models.BPE() if by_bytes else models.BPE(byte_fallback=True, unk_token="<unk>"))
+    trained = Library(
+        models.BPE() if by_bytes else models.BPE(byte_fallback=True, unk_token="<unk>")
+    )
     # SentencePiece's merges stay within words as well.
     trained.pre_tokenizer = cut if by_bytes else pre_tokenizers.Metaspace("▁", "always")
-    trainer = trainers.BpeTrainer(vocab_size=640, special_tokens=first, initial_alphabet=letters)
+    trainer = trainers.BpeTrainer(
+        vocab_size=640, special_tokens=first, initial_alphabet=letters
+    )
     trained.train_from_iterator([TEXT] * 4, trainer)
     made = Library(trained.model)
     made.add_special_tokens(SPECIAL)
@@ -103,7 +120,18 @@ def write_kind(folder: Path, name: str, template: str) -> int:
 
 FRANCE = "The capital of France is"
 DECOMPOSED, LIGATURE = "U\u0308bung.txt", "\ufb01nd"
-TEXTS = ["yes", " yes", "Yes, No", f"a {DECOMPOSED}", LIGATURE, "    return 1\n", "a▁b", "日本", "x</s>y", ""]
+TEXTS = [
+    "yes",
+    " yes",
+    "Yes, No",
+    f"a {DECOMPOSED}",
+    LIGATURE,
+    "    return 1\n",
+    "a▁b",
+    "日本",
+    "x</s>y",
+    "",
+]
 BACKENDS = ["llguidance", "automata"]
 
 
@@ -117,13 +145,17 @@ class Kit:
     def app(self, **options: Any) -> App:
         size = blocks(self.model, 200)
         tokenizer = self.tokenizer
-        engine = served(self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options)
+        engine = served(
+            self.model, max_rows=8, cache_bytes=size, tokenizer=tokenizer, **options
+        )
         return whole_app(Loopback(engine), tokenizer, "tiny")
 
     def token(self, data: bytes) -> int:
         """The token of these bytes in the middle of a text."""
         bytes_of = self.tokenizer.token_bytes
-        return max(token for token in range(self.tokenizer.vocab_size) if bytes_of[token] == data)
+        return max(
+            token for token in range(self.tokenizer.vocab_size) if bytes_of[token] == data
+        )
 
     def always(self, data: bytes) -> dict[str, Any]:
         """Fields of a request whose output is this token again and again."""
@@ -160,13 +192,17 @@ def asked(app: App, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 def test_a_completion_is_what_it_adds_to_its_prompt(kit: Kit) -> None:
     rng, vocabulary = random.Random(0), kit.tokenizer.backend
-    words = [i for i in range(3, kit.tokenizer.vocab_size) if kit.tokenizer.token_bytes[i].isascii()]
+    words = [
+        i for i in range(3, kit.tokenizer.vocab_size) if kit.tokenizer.token_bytes[i].isascii()
+    ]
     prompts = [kit.tokenizer.encode(FRANCE), [BOS], [*kit.tokenizer.encode("a"), BOS]]
     for prompt in [*prompts, *(rng.choices(words, k=5) for _ in range(20))]:
         output = rng.choices(words, k=8)
         stream = Detokenizer(kit.tokenizer, after=prompt)
         assert "".join(map(stream.push, output)) == kit.behind(prompt, output)
-        assert "".join(map(Detokenizer(kit.tokenizer).push, output)) == vocabulary.decode(output)
+        assert "".join(map(Detokenizer(kit.tokenizer).push, output)) == vocabulary.decode(
+            output
+        )
 
 
 def test_a_character_may_begin_in_the_prompt(kit: Kit) -> None:
@@ -198,23 +234,33 @@ def test_every_grammar_is_followed_to_its_end(kit: Kit, backend: str) -> None:
     if backend != "automata":
         pytest.importorskip(backend)
     engine = served(
-        kit.model, max_rows=8, tokenizer=kit.tokenizer, guidance=backend != "automata", max_len=256
+        kit.model,
+        max_rows=8,
+        tokenizer=kit.tokenizer,
+        guidance=backend != "automata",
+        max_len=256,
     )
     prompts = [kit.tokenizer.encode("Is it?"), [BOS], [EOS]]
     for grammar, pattern in LANGUAGES:
         params = SamplingParams(max_tokens=150, grammar=grammar, temperature=1.0, seed=3)
         for done in generate(engine, prompts, params, tokenizer=kit.tokenizer):
-            assert done.finish_reason == "stop", f"{grammar} ends with {done.finish_reason}: {done.text!r}"
+            assert done.finish_reason == "stop", (
+                f"{grammar} ends with {done.finish_reason}: {done.text!r}"
+            )
             assert re.fullmatch(pattern, done.text), f"{grammar}: {done.text!r}"
 
 
 def test_a_forced_text_is_drafted(kit: Kit) -> None:
     engine = served(kit.model, max_rows=8, tokenizer=kit.tokenizer)
-    params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["yes, Paris is the capital of France"]))
+    params = SamplingParams(
+        max_tokens=40, grammar=Grammar.choice(["yes, Paris is the capital of France"])
+    )
     prompt = kit.tokenizer.encode("Is it?")
     (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
     assert done.text == "yes, Paris is the capital of France" and done.finish_reason == "stop"
-    assert engine.scheduler.drafter.forced > 0, "a text without a choice was sampled token by token"
+    assert engine.scheduler.drafter.forced > 0, (
+        "a text without a choice was sampled token by token"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,11 +268,21 @@ def test_a_forced_text_is_drafted(kit: Kit) -> None:
 )
 def test_every_phase_shows_the_first_space(kit: Kit, load: Callable[..., Any]) -> None:
     engine, prompt = load(kit.model, tokenizer=kit.tokenizer), kit.tokenizer.encode(FRANCE)
-    for stop, expected in ((), " Paris Paris"), ((" Paris",), ""), (("France is Paris",), " Paris Paris"):
+    for stop, expected in (
+        ((), " Paris Paris"),
+        ((" Paris",), ""),
+        (("France is Paris",), " Paris Paris"),
+    ):
         bias = {kit.token(b" Paris"): 100.0}
         params = SamplingParams(max_tokens=2, temperature=0.0, logit_bias=bias, stop=stop)
         shown = list[str]()
-        serve(engine, kit.tokenizer, [prompt], params, lambda index, text, shown=shown: shown.append(text))
+        serve(
+            engine,
+            kit.tokenizer,
+            [prompt],
+            params,
+            lambda index, text, shown=shown: shown.append(text),
+        )
         (done,) = generate(engine, [prompt], params, tokenizer=kit.tokenizer)
         assert "".join(shown) == done.text == expected
 
@@ -237,7 +293,9 @@ def test_a_completion_goes_on_behind_the_prompt(kit: Kit) -> None:
     text, told = choice["text"], choice["logprobs"]
     assert text == "".join(event["text"] for event in events) == " Paris Paris"
     for name in ("tokens", "token_logprobs"):
-        parts = [part for event in events if event["logprobs"] for part in event["logprobs"][name]]
+        parts = [
+            part for event in events if event["logprobs"] for part in event["logprobs"][name]
+        ]
         assert parts == told[name], f"{name} of a stream differ"
     assert told["tokens"] == [" Paris", " Paris"]
 
@@ -251,18 +309,29 @@ def test_tokens_are_spelled_as_the_text_has_them(kit: Kit) -> None:
         begins, data = stream.begins, b""
         text = "".join(map(stream.push, tokens)) + stream.incomplete()
         for place, token in enumerate(tokens):
-            data += b"" if token in special else spelled(kit.tokenizer, begins, tokens[:place], token)
+            data += (
+                b""
+                if token in special
+                else spelled(kit.tokenizer, begins, tokens[:place], token)
+            )
         assert "\ufffd" in text or data.decode() == text
 
 
 def test_bytes_of_a_chat_are_its_content(kit: Kit) -> None:
     messages = [{"role": "user", "content": "Is it?"}]
-    fields: dict[str, Any] = {"messages": messages, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    fields: dict[str, Any] = {
+        "messages": messages,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_tokens": 3,
+    }
     for token in (b" Paris", b"yes"):
         choice, events = asked(kit.app(), "/v1/chat/completions", fields | kit.always(token))
         content, told = choice["message"]["content"], choice["logprobs"]["content"]
         assert (
-            content == "".join(event["delta"].get("content") or "" for event in events) == 3 * token.decode()
+            content
+            == "".join(event["delta"].get("content") or "" for event in events)
+            == 3 * token.decode()
         )
         assert b"".join(bytes(one["bytes"]) for one in told) == content.encode()
 
@@ -272,6 +341,12 @@ def test_a_prompt_without_text_lets_the_output_begin_one(kit: Kit) -> None:
     body = {"prompt": [BOS], "max_tokens": 2, "logprobs": 1, **kit.always(b" Paris")}
     choice, _ = asked(kit.app(), "/v1/completions", body)
     token = kit.token(b" Paris")
-    assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == kit.tokenizer.decode([token, token])
-    choice, _ = asked(kit.app(), "/v1/completions", {"prompt": [BOS], "guided_choice": [" yes"]})
+    assert (
+        choice["text"]
+        == "".join(choice["logprobs"]["tokens"])
+        == kit.tokenizer.decode([token, token])
+    )
+    choice, _ = asked(
+        kit.app(), "/v1/completions", {"prompt": [BOS], "guided_choice": [" yes"]}
+    )
     assert choice["text"] == " yes"

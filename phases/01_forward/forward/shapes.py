@@ -32,12 +32,16 @@ def _shape(
         "rope": RopeConfig(),
     }
     sizes = (hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim)
-    return ModelConfig(family, vocab_size, *sizes, max_position_embeddings, **{**usual, **more})
+    return ModelConfig(
+        family, vocab_size, *sizes, max_position_embeddings, **{**usual, **more}
+    )
 
 
 def _yarn(theta: float, trained: int) -> RopeConfig:
     """Return the RoPE of gpt-oss, for 32 times the context that it was trained with."""
-    return RopeConfig(theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False)
+    return RopeConfig(
+        theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False
+    )
 
 
 QWEN3 = _shape(

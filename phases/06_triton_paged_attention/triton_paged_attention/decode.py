@@ -53,7 +53,9 @@ def combine_rows(
         at_r = (first_split + split)[:, None] * (QUERIES * GROUP) + r[None, :]
         filled = (split < used)[:, None] & (r < count * GROUP)[None, :]
         mixed = combine(partial, lse, at_r, filled, d, D, D_PAD)
-        at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[None, :]
+        at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[
+            :, None
+        ] * D + d[None, :]
         keep = (r < count * GROUP)[:, None] & (d < D)[None, :]
         tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
 
@@ -71,7 +73,9 @@ def decode_kernel(
     SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
-    kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    item = tl.program_id(2)
     # The grid's, not a constant: batch sizes have many numbers of splits, and each would be compiled anew.
     splits = tl.num_programs(1)
     request = tl.load(requests + item) if SUBSET else item
@@ -94,7 +98,9 @@ def decode_kernel(
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
     token = row // GROUP
-    at_q = ((first_token + token) * H + kv_head * GROUP + row % GROUP)[:, None] * D + d[None, :]
+    at_q = ((first_token + token) * H + kv_head * GROUP + row % GROUP)[:, None] * D + d[
+        None, :
+    ]
     real = (token < count)[:, None] & (d < D)[None, :]
     query = tl.load(q + at_q, mask=real, other=0.0)
     position = first_position + token
@@ -112,7 +118,9 @@ def decode_kernel(
         MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 
-    weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
+    weight_sum = tl.where(
+        total > 0, total, 1.0
+    )  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
     if SCALED:
         acc = acc * tl.load(v_scale + kv_head)
@@ -189,7 +197,9 @@ def paged_decode(
     if config.splits > 1:
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
-        assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
+        assert workspace.rows >= rows, (
+            f"the workspace has {workspace.rows} rows, but {rows} are needed"
+        )
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, cache.k, layout.words(cache.v), block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read

@@ -43,8 +43,14 @@ def decode_v2_kernel(
     for start in range(first_key // BLOCK_N * BLOCK_N, context, BLOCK_N):
         key = start + n
         visible = (key < context) & (key >= first_key)
-        block = tl.load(block_tables + request * table_stride + key // P, mask=visible, other=0).to(tl.int64)
-        at = (block * block_stride + (key % P) * slot_stride)[:, None] + kv_head * head_stride + d[None, :]
+        block = tl.load(
+            block_tables + request * table_stride + key // P, mask=visible, other=0
+        ).to(tl.int64)
+        at = (
+            (block * block_stride + (key % P) * slot_stride)[:, None]
+            + kv_head * head_stride
+            + d[None, :]
+        )
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)

@@ -69,7 +69,9 @@ def prefill_kernel(
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:  # see decode.py
         scale = scale * tl.load(k_scale + kv_head)
-    if TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
+    if (
+        TMA and WINDOW == 0
+    ):  # one loop: its tiles need no mask against what lies behind the last key
         m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole, scale,
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
@@ -86,7 +88,9 @@ def prefill_kernel(
             soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
             MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
-    acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]  # one division per row, not per number
+    acc = (
+        acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    )  # one division per row, not per number
     if SCALED:
         acc = acc * tl.load(v_scale + kv_head)
     tl.store(out + origin + at_q, acc.to(out.dtype.element_ty), mask=real)
@@ -109,7 +113,9 @@ def query_tiles(
     starts = np.cumsum(lens) - lens
     per_request = -(-lens // tokens) if only is None else np.where(only, -(-lens // tokens), 0)
     request = np.repeat(np.arange(len(lens)), per_request)
-    nth = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
+    nth = np.arange(len(request)) - np.repeat(
+        np.cumsum(per_request) - per_request, per_request
+    )
     first = nth * tokens
     count = np.minimum(lens[request] - first, tokens)
     position = np.asarray(context_lens, dtype=np.int64)[request] - lens[request] + first
@@ -140,8 +146,15 @@ def paged_prefill(
         return out
     layout = layout_of(cache)
     config = layout.fit(config, block_size)
-    tma = config.tma and block_size % config.block_n == 0 and d == d_pad and cache.k.stride(2) == d
-    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v)))
+    tma = (
+        config.tma
+        and block_size % config.block_n == 0
+        and d == d_pad
+        and cache.k.stride(2) == d
+    )
+    k_arg, v_arg = (
+        describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v))
+    )
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,

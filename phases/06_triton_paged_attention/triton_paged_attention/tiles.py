@@ -56,12 +56,23 @@ def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
         block = tl.load(table + start // P, mask=start < end, other=0)
     else:
         key = start + n
-        block = tl.load(table + key // P, mask=key < end, other=0).to(tl.int64)  # as addresses need it
+        block = tl.load(table + key // P, mask=key < end, other=0).to(
+            tl.int64
+        )  # as addresses need it
     return block
 
 
 @triton.jit
-def hide(s, key, position, start, high, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr):
+def hide(
+    s,
+    key,
+    position,
+    start,
+    high,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Scores `s [M, N]` of keys `key [N]` with minus infinity where a row may not see a key."""
     visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
     if WINDOW > 0:
@@ -154,7 +165,9 @@ def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
     All rows at once: then their loads are in flight together, where a loop would wait for each. `.cg`: other
     programs have just written this, so it may not come from this multiprocessor's own cache.
     """
-    logs = tl.load(lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg")  # [splits, rows]
+    logs = tl.load(
+        lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg"
+    )  # [splits, rows]
     weight = tl.exp2(logs - tl.max(logs, axis=0)[None, :])
     weight = weight / tl.sum(weight, axis=0)[None, :]
     parts = tl.load(

@@ -25,20 +25,29 @@ Hessians = dict[str, Tensor]
 
 def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
     """The model's blocks in order, by name."""
-    return [(f"layers.{name}", block) for name, block in model.get_submodule("layers").named_children()]
+    return [
+        (f"layers.{name}", block)
+        for name, block in model.get_submodule("layers").named_children()
+    ]
 
 
 def samples(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
     """The last `count` pieces of `length` tokens of a text; it must hold one."""
-    pieces = [list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)]
+    pieces = [
+        list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)
+    ]
     if not pieces:
-        raise UserError(f"the calibration text has {len(tokens)} tokens, but must have {length} at least")
+        raise UserError(
+            f"the calibration text has {len(tokens)} tokens, but must have {length} at least"
+        )
     return pieces[-count:]
 
 
 @torch.no_grad()
 def sweep(
-    model: Model, texts: Sequence[Sequence[int]], change: Callable[[str, nn.Module, Hessians], None]
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    change: Callable[[str, nn.Module, Hessians], None],
 ) -> None:
     """Call `change(name, block, hessians)` for each block from the first to the last.
 
@@ -60,7 +69,10 @@ def _arguments(
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """Return the first block's input, and the other arguments of every block."""
     seen: list[tuple[Any, ...]] = []
-    hooks = [block.register_forward_pre_hook(lambda _, given: seen.append(given)) for block in blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda _, given: seen.append(given))
+        for block in blocks
+    ]
     ids = torch.tensor(list(text), device=model.device)
     model(ids, torch.arange(len(ids), device=model.device), RecomputeAttention())
     for hook in hooks:

@@ -46,11 +46,15 @@ class EngineProcess(EngineClient):
         self, make: Callable[[], Any], silence: float = 300.0, observer: Observing = Observer
     ) -> None:
         super().__init__()
-        self.make, self.silence, self.observer = make, silence, observer
+        self.make = make
+        self.silence = silence
+        self.observer = observer
         self.process: Any = None
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = False
-        atexit.register(self._kill)  # it ignores SIGTERM, and Python would wait for it for ever
+        atexit.register(
+            self._kill
+        )  # it ignores SIGTERM, and Python would wait for it for ever
 
     def transmit(self, data: bytes) -> None:
         """See `EngineClient`. That the engine has gone is noticed in `_live`."""
@@ -78,7 +82,11 @@ class EngineProcess(EngineClient):
             if self.ready is None:
                 raise failure or CannotStart("the engine process ended while it started")
             self.restarts += 1
-            pause = min(2 * pause or 0.5, LONGEST_PAUSE) if time.monotonic() - started < QUICK else 0.0
+            pause = (
+                min(2 * pause or 0.5, LONGEST_PAUSE)
+                if time.monotonic() - started < QUICK
+                else 0.0
+            )
             log.error("the engine has ended; the next one starts in %.1f s", pause)
             await asyncio.sleep(pause)
 
@@ -101,8 +109,13 @@ class EngineProcess(EngineClient):
         socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{folder}/engine"
         socket.bind(address)
-        context, arguments = multiprocessing.get_context("spawn"), (self.make, address, self.observer)
-        child = self.process = context.Process(target=process.main, args=arguments, name="engine")
+        context, arguments = (
+            multiprocessing.get_context("spawn"),
+            (self.make, address, self.observer),
+        )
+        child = self.process = context.Process(
+            target=process.main, args=arguments, name="engine"
+        )
         child.start()
         reading = asyncio.ensure_future(self._read(socket))
         self._heard = time.monotonic()
@@ -111,8 +124,14 @@ class EngineProcess(EngineClient):
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
-                if self.state == "ready" and self._sinks and time.monotonic() - self._heard > self.silence:
-                    log.error("the engine has said nothing for %.0f s, so it is ended", self.silence)
+                if (
+                    self.state == "ready"
+                    and self._sinks
+                    and time.monotonic() - self._heard > self.silence
+                ):
+                    log.error(
+                        "the engine has said nothing for %.0f s, so it is ended", self.silence
+                    )
                     return None
             return reading.result() if reading.done() else None
         finally:

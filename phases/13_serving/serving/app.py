@@ -67,7 +67,9 @@ class App:
         extensions: Sequence[Extension] = (),
         defaults: Mapping[str, float] | None = None,
     ) -> None:
-        self.engine, self.model, self.limits = engine, model, limits or Limits()
+        self.engine = engine
+        self.model = model
+        self.limits = limits or Limits()
         self.prompts = Prompts(tokenizer, defaults or {})
         self.service = Service(engine, tokenizer, self.limits)
         self.exchanges: set[Exchange] = set()
@@ -98,7 +100,9 @@ class App:
             exchange.status = exchange.status or 499
         except Exception as error:
             log.error("request %s failed", exchange.id, exc_info=error)
-            await exchange.fail(ApiError(500, "the server has failed at this request; its log says why"))
+            await exchange.fail(
+                ApiError(500, "the server has failed at this request; its log says why")
+            )
         finally:
             self.exchanges.discard(exchange)
             for extension in self.extensions:

@@ -13,7 +13,15 @@ from typing import Any, Literal, Protocol
 
 from common.events import Logprob
 from common.sampling.params import SamplingParams
-from serving.messages import AbortCompletions, AddPrompt, Command, Ready, StepReport, StepStats, encode
+from serving.messages import (
+    AbortCompletions,
+    AddPrompt,
+    Command,
+    Ready,
+    StepReport,
+    StepStats,
+    encode,
+)
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"
@@ -44,7 +52,9 @@ class EngineClient:
     def __init__(self) -> None:
         self.state: State = "starting"
         self.ready: Ready | None = None
-        self.stats, self.now, self.restarts = StepStats(), 0.0, 0
+        self.stats = StepStats()
+        self.now = 0.0
+        self.restarts = 0
         self.on_step: Callable[[StepReport], None] = lambda step: None
         self._sinks: dict[int, Sink] = {}
         self._next = 0
@@ -138,6 +148,8 @@ class EngineClient:
         """End all sinks that wait for an engine that is no more."""
         if self.state != "stopped":
             self.state = "restarting"
-        lost, self._sinks, self._outbox = list(self._sinks.values()), {}, []
+        lost = list(self._sinks.values())
+        self._sinks = {}
+        self._outbox = []
         for sink in lost:
             sink.end("died", DIED)

@@ -54,8 +54,12 @@ class Choice:
     reason: None until it has ended.
     """
 
-    def __init__(self, group: ChoiceGroup, index: int, order: Order, tokenizer: Tokenizer) -> None:
-        self.group, self.index, self.order = group, index, order
+    def __init__(
+        self, group: ChoiceGroup, index: int, order: Order, tokenizer: Tokenizer
+    ) -> None:
+        self.group = group
+        self.index = index
+        self.order = order
         self.number = -1
         self.tokens: list[int] = []
         self.texts: list[str] = []
@@ -120,13 +124,23 @@ class ChoiceGroup:
     """
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, orders: Sequence[Order], streamed: bool, unsent: int
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        orders: Sequence[Order],
+        streamed: bool,
+        unsent: int,
     ) -> None:
-        self.engine, self.orders, self.streamed, self.most_unsent = engine, orders, streamed, unsent
+        self.engine = engine
+        self.orders = orders
+        self.streamed = streamed
+        self.most_unsent = unsent
         self.arrived = time.perf_counter()
         self.trouble: tuple[Trouble, str] | None = None
         samples = [order for order in orders for _ in range(order.params.n)]
-        self.choices = [Choice(self, index, order, tokenizer) for index, order in enumerate(samples)]
+        self.choices = [
+            Choice(self, index, order, tokenizer) for index, order in enumerate(samples)
+        ]
         self.left = len(self.choices)
         self.first_token: float | None = None
         self._news = asyncio.Event()

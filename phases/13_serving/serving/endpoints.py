@@ -24,8 +24,25 @@ from serving.messages import Ready
 USUAL_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 COPIED = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "logit_bias"),
+    *(
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "ignore_eos",
+        "min_tokens",
+    ),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+    ),
 )
 T = TypeVar("T")
 
@@ -36,14 +53,18 @@ class Prompts:
     defaults: settings of the model for requests that do not say; see `sampling_defaults`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, defaults: Mapping[str, float] = MappingProxyType({})) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         self.tokenizer, self.defaults = tokenizer, defaults
         self._threads = ThreadPoolExecutor(2, "tokenize")
 
     async def encode(self, text: str, special: bool, ready: Ready) -> list[int]:
         """Return the token ids of a text, which has to fit the context. Raises `ApiError`."""
         self.fits(len(text), ready, "prompt")
-        return await self.make(len(text) > LONG, lambda: self.tokenizer.encode(text, special), "prompt")
+        return await self.make(
+            len(text) > LONG, lambda: self.tokenizer.encode(text, special), "prompt"
+        )
 
     def fits(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
@@ -77,7 +98,9 @@ class Endpoint:
     form = ErrorForm()
 
     def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
-        self.prompts, self.model, self.limits = prompts, model, limits
+        self.prompts = prompts
+        self.model = model
+        self.limits = limits
 
     def of(self, request: Any) -> Endpoint:
         """Return the endpoint of one request: this one, or one that is made for it. Raises `ApiError`."""
@@ -119,7 +142,10 @@ class Endpoint:
         usual: `max_tokens` where the request does not say; None: as many as there is room for.
         more: settings that are not fields of their name.
         """
-        bounds = {"stop": (self.limits.max_stops, "strings"), "logit_bias": (self.limits.max_bias, "entries")}
+        bounds = {
+            "stop": (self.limits.max_stops, "strings"),
+            "logit_bias": (self.limits.max_bias, "entries"),
+        }
         for field, (most, what) in bounds.items():
             value = getattr(request, field)
             if isinstance(value, list | dict) and len(value) > most:
@@ -130,7 +156,9 @@ class Endpoint:
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - len(ids))
-            given["max_tokens"] = max(room if usual is None else usual, given.get("min_tokens", 0))
+            given["max_tokens"] = max(
+                room if usual is None else usual, given.get("min_tokens", 0)
+            )
         try:
             params = SamplingParams(**given)
             check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
@@ -138,7 +166,9 @@ class Endpoint:
             raise self.refusal(str(error), request) from None
         return params
 
-    def refusal(self, message: str, request: Generation, order: Order | None = None) -> ApiError:
+    def refusal(
+        self, message: str, request: Generation, order: Order | None = None
+    ) -> ApiError:
         """Return the error about a setting, whose name its message begins with, or about the prompt."""
         field, error = re.split(r"\W", message, maxsplit=1)[0], wrong(None, message)
         if field in type(request).__struct_fields__:

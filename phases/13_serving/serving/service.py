@@ -26,7 +26,9 @@ class Service:
     """
 
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer, limits: Limits) -> None:
-        self.engine, self.tokenizer, self.limits = engine, tokenizer, limits
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.limits = limits
         self.draining = False
 
     @property
@@ -37,7 +39,11 @@ class Service:
     def ready(self) -> Ready:
         """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
         if self.engine.ready is None or self.state != "ready":
-            what = "server is shutting down" if self.draining else f"engine is {self.state}; try again"
+            what = (
+                "server is shutting down"
+                if self.draining
+                else f"engine is {self.state}; try again"
+            )
             raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
         return self.engine.ready
 
@@ -47,10 +53,15 @@ class Service:
         However this function is left, the engine has been told to drop what is not finished.
         """
         orders = await endpoint.orders(exchange, request, self.ready())
-        answer, ready = endpoint.answer(exchange, request), self.ready()  # it may have changed meanwhile
+        answer, ready = (
+            endpoint.answer(exchange, request),
+            self.ready(),
+        )  # it may have changed meanwhile
         stream, priority = bool(request.stream), request.priority or 0
         self._admit(sum(order.params.n for order in orders), priority, ready)
-        group = ChoiceGroup(self.engine, self.tokenizer, orders, stream, self.limits.max_unsent)
+        group = ChoiceGroup(
+            self.engine, self.tokenizer, orders, stream, self.limits.max_unsent
+        )
         seconds = self._deadline(request, exchange.started)
         leaving = asyncio.ensure_future(exchange.gone())
         leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
@@ -81,7 +92,9 @@ class Service:
             events = []
             for choice in waiting:
                 if len(choice.texts) > choice.sent or choice.reason is not None:
-                    events.append(answer.chunk(choice, choice.take(), choice.reason is not None))
+                    events.append(
+                        answer.chunk(choice, choice.take(), choice.reason is not None)
+                    )
             waiting = [choice for choice in waiting if choice.reason is None]
             if not waiting:
                 events.append(answer.end(group))
@@ -99,18 +112,24 @@ class Service:
             return Gone()
         if kind == "refused":
             return endpoint.refusal(message, request, order)
-        return ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
+        return ApiError(
+            STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind
+        )
 
     def _admit(self, more: int, priority: int, ready: Ready) -> None:
         """Raise `ApiError` where so many more completions are too many."""
         if priority and ready.policy != "priority":
-            words = f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
+            words = (
+                f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
+            )
             raise wrong("priority", words)
         if more > self.limits.max_choices:
             raise too_many("n", more, self.limits.max_choices, "completions in all")
         most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
         if more > most:  # it would be told to try again for ever
-            raise wrong("n", f"the request is {more} completions, but the server takes at most {most}")
+            raise wrong(
+                "n", f"the request is {more} completions, but the server takes at most {most}"
+            )
         if (now := self.engine.in_flight) + more > most:
             words = f"{now} completions are in flight, and the server takes at most {most}"
             raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")

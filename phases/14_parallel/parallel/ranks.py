@@ -37,14 +37,18 @@ def meeting(port: int, prefix: str, *, first: bool) -> tuple[int, Any]:
     port: 0 on the first rank, which gets a free one.
     """
     kinds: Any = dist
-    master = kinds.TCPStore(HOST, port, is_master=first, wait_for_workers=False, timeout=PATIENCE)
+    master = kinds.TCPStore(
+        HOST, port, is_master=first, wait_for_workers=False, timeout=PATIENCE
+    )
     return master.port, kinds.PrefixStore(prefix, master)
 
 
 def device_of(first: str, rank: int) -> torch.device:
     """Rank `rank`'s device, given rank 0's: the GPUs behind it, in order."""
     device = torch.device(first)
-    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+    return (
+        torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+    )
 
 
 def graphs_of(engine: Any) -> Callable[[], None]:
@@ -84,7 +88,9 @@ def make_way() -> None:
             "group: close() the other one first"
         )
     if not parted():
-        raise RuntimeError("ranks that were lost still hold the GPU: begin again in a new process")
+        raise RuntimeError(
+            "ranks that were lost still hold the GPU: begin again in a new process"
+        )
 
 
 class Reducer:
@@ -112,7 +118,9 @@ class Ranks:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank = rank
+        self.size = size
+        self.device = device
         self.reducer: Reducer = PLAIN
         self.store = store
         self._gloo: Any = None
@@ -120,7 +128,12 @@ class Ranks:
             torch.cuda.set_device(device)
             make_way()
             dist.init_process_group(
-                "nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=device
+                "nccl",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=PATIENCE,
+                device_id=device,
             )
             global _ours
             _ours = dist.group.WORLD
@@ -197,5 +210,9 @@ class Ranks:
         if self._gloo is None and dist.is_initialized():
             torch.cuda.synchronize(self.device)
             if not parted():
-                print("warning: the ranks did not part from each other", file=sys.stderr, flush=True)
+                print(
+                    "warning: the ranks did not part from each other",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self._gloo = None

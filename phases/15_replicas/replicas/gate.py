@@ -64,7 +64,9 @@ class Gate:
         except Gone:
             return
 
-    async def _answer(self, exchange: Exchange, said: dict[str, Any], leaving: Leaving, send: Send) -> None:
+    async def _answer(
+        self, exchange: Exchange, said: dict[str, Any], leaving: Leaving, send: Send
+    ) -> None:
         """Ask one replica after the other, up to `TRIES` of them, until one has answered.
 
         Each answers into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status is
@@ -146,14 +148,19 @@ class RelayedAnswer:
         """
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
-            message = {**message, "headers": [*headers.items()]}  # Ray adds the request's id a second time
+            message = {
+                **message,
+                "headers": [*headers.items()],
+            }  # Ray adds the request's id a second time
             if GONE in headers:
                 self.gone = headers[NAME].decode()
             elif NAME not in headers:
                 self.foreign = message["status"]
             else:
                 self.status = message["status"]
-                self.events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+                self.events = headers.get(b"content-type", b"").startswith(
+                    b"text/event-stream"
+                )
         if not self.status:
             return
         await self._send(message)
@@ -164,8 +171,12 @@ class RelayedAnswer:
         """Why there is no (whole) answer."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
-        if self.foreign:  # 404: there is no application any more; 503: too many requests wait in the proxy
-            return ApiError(503, "no replica takes requests now; try again", retry=1, code="unavailable")
+        if (
+            self.foreign
+        ):  # 404: there is no application any more; 503: too many requests wait in the proxy
+            return ApiError(
+                503, "no replica takes requests now; try again", retry=1, code="unavailable"
+            )
         return ApiError(503, LOST, retry=1, code="died")
 
 

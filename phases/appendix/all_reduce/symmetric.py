@@ -62,10 +62,12 @@ MOST = 512 << 10
 """Bytes of the largest sum over shared memory; above, NCCL takes less."""
 
 
-class Symmetric(Reducer):
+class SymmetricMemoryReducer(Reducer):
     """Adds up over shared memory, up to so many bytes."""
 
-    def __init__(self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST) -> None:
+    def __init__(
+        self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST
+    ) -> None:
         self.hidden, self.dtype = hidden, dtype
         row = hidden * dtype.itemsize
         self.most_rows = most // row
@@ -89,7 +91,11 @@ class Symmetric(Reducer):
 
     def _fits(self, part: Tensor) -> bool:
         rows = part.numel() // self.hidden
-        return part.shape[-1] == self.hidden and part.dtype == self.dtype and 0 < rows <= self.most_rows
+        return (
+            part.shape[-1] == self.hidden
+            and part.dtype == self.dtype
+            and 0 < rows <= self.most_rows
+        )
 
     def _launch(self, ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
         rows, size = part.numel() // self.hidden, self.hidden

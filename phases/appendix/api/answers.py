@@ -27,7 +27,11 @@ def spelled(tokenizer: Tokenizer, begins: bool, before: Iterable[int], token: in
     before: the tokens of the output before it.
     """
     known, special = tokenizer.token_bytes, tokenizer.special_ids
-    first = begins and token not in special and all(one in special or not known[one] for one in before)
+    first = (
+        begins
+        and token not in special
+        and all(one in special or not known[one] for one in before)
+    )
     return known.first(token) if first else known[token]
 
 
@@ -74,7 +78,10 @@ class WideAnswer(Answer):
             made |= {} if self.request.stream else {"prompt_token_ids": choice.order.prompt}
         if self.request.stream and self.request.return_token_marks:
             # Of several tokens that one step brought all but the last were drafts, and right.
-            texts, times = choice.texts[start:stop], [*choice.times[start : stop + 1], nan, nan]
+            texts, times = (
+                choice.texts[start:stop],
+                [*choice.times[start : stop + 1], nan, nan],
+            )
             found = zip(texts, times, times[1:], strict=False)
             made["token_marks"] = [
                 (text, "draft" if now == then else "") for text, now, then in found if text
@@ -153,13 +160,17 @@ class WideChatAnswer(WideAnswer):
             events.append(self.delta(choice, {}, NOTHING, self.reason(choice)))
         return b"".join(events)
 
-    def delta(self, choice: Choice, delta: dict[str, Any], piece: Piece, reason: str | None = None) -> bytes:
+    def delta(
+        self, choice: Choice, delta: dict[str, Any], piece: Piece, reason: str | None = None
+    ) -> bytes:
         """Return one event: what it adds to the message, and the tokens of a piece."""
         return self.event(choice, {"delta": delta, **self.details(choice, piece)}, reason)
 
     def deltas(self, choice: Choice, piece: Piece, last: bool) -> list[dict[str, Any]]:
         """Return what a piece adds to the message: reasoning, text, calls, parts of them."""
-        (reasoning, calls), text, deltas = self.readers(choice), piece.text, list[dict[str, Any]]()
+        (reasoning, calls) = self.readers(choice)
+        text = piece.text
+        deltas = list[dict[str, Any]]()
         if reasoning is not None:
             thought, text = reasoning.read(text, last)
             deltas += [{"reasoning_content": thought}] if thought else []
@@ -167,9 +178,15 @@ class WideChatAnswer(WideAnswer):
             deltas += calls.read(text, last)
         elif text:
             deltas.append({"content": text})
-        if deltas or piece.start == piece.stop or not (choice.logprobs or self.request.return_token_ids):
+        if (
+            deltas
+            or piece.start == piece.stop
+            or not (choice.logprobs or self.request.return_token_ids)
+        ):
             return deltas
-        return [{"content": ""} if calls is None and reasoning is None else {}]  # its tokens are told
+        return [
+            {"content": ""} if calls is None and reasoning is None else {}
+        ]  # its tokens are told
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""

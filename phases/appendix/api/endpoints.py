@@ -34,7 +34,9 @@ class WideCompletions(Endpoint):
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
         """See `Endpoint`."""
-        prompts = await self.encoded(request.prompt, ready, request.add_special_tokens is not False)
+        prompts = await self.encoded(
+            request.prompt, ready, request.add_special_tokens is not False
+        )
         usual, logprobs = USUAL_TOKENS, request.logprobs
         return [self.order(request, ids, ready, usual, logprobs=logprobs) for ids in prompts]
 
@@ -54,7 +56,10 @@ class WideCompletions(Endpoint):
         if tools is not None:
             if asked not in ("", "response_format"):  # that one is in the tools' grammar
                 raise wrong(asked, f"{asked} and tools both constrain the output")
-            grammar, asked, loosened, calls = tools.grammar, "tools", tools.loosened, tools.format
+            grammar = tools.grammar
+            asked = "tools"
+            loosened = tools.loosened
+            calls = tools.format
         return WideOrder(
             ids,
             self.params(request, ids, ready, usual, grammar=grammar, **more),
@@ -80,7 +85,10 @@ class WideChat(WideCompletions):
 
     def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
         """See `Endpoint`. Two settings have names of their own here."""
-        for ours, theirs in (("logprobs ", "top_logprobs "), ("max_tokens ", "max_completion_tokens ")):
+        for ours, theirs in (
+            ("logprobs ", "top_logprobs "),
+            ("max_tokens ", "max_completion_tokens "),
+        ):
             if message.startswith(ours) and getattr(request, theirs.strip(), None) is not None:
                 message = message.replace(ours, theirs, 1)
         return super().refusal(message, request, order)
@@ -91,12 +99,16 @@ class WideChat(WideCompletions):
         """Return the token ids of a conversation, and the tools that it shows. Raises `ApiError`."""
         tokenizer, messages = self.prompts.tokenizer, request.messages
         texts = (message.get("content") for message in messages)
-        self.prompts.fits(sum(len(text) for text in texts if isinstance(text, str)), ready, "messages")
+        self.prompts.fits(
+            sum(len(text) for text in texts if isinstance(text, str)), ready, "messages"
+        )
         tools = tools_of(request, tokenizer, self.limits)
         shown = (request.tools or []) if tools is not None else []
         settings = {**(request.chat_template_kwargs or {})}
         if reserved := RESERVED & settings.keys():
-            raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}")
+            raise wrong(
+                "chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}"
+            )
         settings["add_generation_prompt"] = request.add_generation_prompt is not False
         settings["add_special_tokens"] = bool(request.add_special_tokens)
 
@@ -107,7 +119,10 @@ class WideChat(WideCompletions):
                 return tokenizer.chat(described(made, shown), **settings)
             return tokenizer.chat(made, **settings | ({"tools": shown} if shown else {}))
 
-        long = len(messages) > MANY or sum(len(str(part)) for part in (*messages, settings, shown)) > LONG
+        long = (
+            len(messages) > MANY
+            or sum(len(str(part)) for part in (*messages, settings, shown)) > LONG
+        )
         ids = await self.prompts.make(long, make, "messages")
         if shown and not format_of(tokenizer)[1]:
             exchange.extra.append((b"x-ladder-warning", WARNING))
@@ -122,7 +137,9 @@ class WideChat(WideCompletions):
         ids, tools = await self.prompt(exchange, request, ready)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         most = request.max_completion_tokens
-        order = self.order(request, ids, ready, None, tools=tools, logprobs=logprobs, max_tokens=most)
+        order = self.order(
+            request, ids, ready, None, tools=tools, logprobs=logprobs, max_tokens=most
+        )
         free = order.asked in ("", "tools") and request.tool_choice in (None, "none", "auto")
         free = free and (request.response_format or {}).get("type", "text") == "text"
         if free and request.separate_reasoning is not False:

@@ -35,7 +35,9 @@ class Api(Extension):
     def install(self, app: App) -> None:
         """See `Extension`."""
         self.app = app
-        with suppress(UserError):  # where there is a template it is compiled now, not while others stream
+        with suppress(
+            UserError
+        ):  # where there is a template it is compiled now, not while others stream
             _ = app.prompts.tokenizer.chat_template
         app.add("/v1/completions", WideCompletions(app.prompts, app.model, app.limits))
         app.add("/v1/chat/completions", WideChat(app.prompts, app.model, app.limits))
@@ -55,7 +57,11 @@ class Api(Extension):
         bodies, components = msgspec.json.schema_components(
             kinds.values(), ref_template="#/components/schemas/{name}"
         )
-        answers = {"default": {"description": "the answer, or an object with what is wrong as `error`"}}
+        answers = {
+            "default": {
+                "description": "the answer, or an object with what is wrong as `error`"
+            }
+        }
         paths: dict[str, Any] = {
             path: {"get": {"responses": answers}} for path in routes if "GET" in routes[path]
         }
@@ -63,12 +69,20 @@ class Api(Extension):
             paths[path] = {
                 "post": {
                     "summary": (inspect.getdoc(kind) or "").split("\n")[0],
-                    "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+                    "requestBody": {
+                        "required": True,
+                        "content": {"application/json": {"schema": body}},
+                    },
                     "responses": answers,
                 }
             }
         info = {"title": "Inference Ladder", "version": self.version}
-        return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+        return {
+            "openapi": "3.1.0",
+            "info": info,
+            "paths": paths,
+            "components": {"schemas": components},
+        }
 
     async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
         """Find the fields of a body that its kind has not; what is no object is refused later."""

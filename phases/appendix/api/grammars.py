@@ -32,7 +32,9 @@ def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list
         ApiError: it is asked for twice, in no known form, too large, or no grammar.
     """
     asked = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in MAKERS]
-    asked += [("structured_outputs", *one) for one in (request.structured_outputs or {}).items()]
+    asked += [
+        ("structured_outputs", *one) for one in (request.structured_outputs or {}).items()
+    ]
     asked.append(("response_format", "json", schema_of(request)))
     found = [one for one in asked if one[2] is not None]
     if not found:
@@ -48,7 +50,9 @@ def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list
         raise too_many(field, size, limits.max_schema_bytes, "bytes")
     form = (request.response_format or {}).get("json_schema")
     if field == "response_format" and isinstance(form, dict) and form.get("strict") is False:
-        definition = exact(definition, left=loosened)  # a hint, which is left where it cannot be followed
+        definition = exact(
+            definition, left=loosened
+        )  # a hint, which is left where it cannot be followed
     try:
         return MAKERS[kind](definition), field, loosened
     except UserError as error:
@@ -66,6 +70,8 @@ def schema_of(request: Wide) -> dict[str, Any] | None:
     if schema is None and (kind == "json_object" or nested is not None):
         schema = {"type": "object"}
     if kind not in ("json_schema", "json_object") or not isinstance(schema, dict):
-        words = "response_format must be of type text, json_object, or json_schema with a schema"
+        words = (
+            "response_format must be of type text, json_object, or json_schema with a schema"
+        )
         raise wrong("response_format", words)
     return schema

@@ -36,7 +36,9 @@ class ReasoningReader:
     """
 
     def __init__(self, opened: bool, trigger: str = "") -> None:
-        self._state: Literal["start", "within", "behind", "text"] = "within" if opened else "start"
+        self._state: Literal["start", "within", "behind", "text"] = (
+            "within" if opened else "start"
+        )
         self._ends = [END, trigger] if trigger else [END]
         self._rest, self._begun = "", False
 
@@ -63,9 +65,17 @@ class ReasoningReader:
         if not self._begun:
             self._rest = self._rest.lstrip()
         places = [place for end in self._ends if (place := self._rest.find(end)) >= 0]
-        size = min(places) if places else len(self._rest) if last else settled(self._rest, *self._ends)
+        size = (
+            min(places)
+            if places
+            else len(self._rest)
+            if last
+            else settled(self._rest, *self._ends)
+        )
         thought, self._rest = self._rest[:size], self._rest[size:]
         if places:
-            thought, self._rest, self._state = thought.rstrip(), self._rest.removeprefix(END), "behind"
+            thought = thought.rstrip()
+            self._rest = self._rest.removeprefix(END)
+            self._state = "behind"
         self._begun = self._begun or bool(thought)
         return thought

@@ -14,7 +14,9 @@ from serving.http.schema import Generation
 class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     """Fields of all requests for tokens, those of the phase among them."""
 
-    add_special_tokens: bool | None = None  # to a text unless false, to a conversation only if true
+    add_special_tokens: bool | None = (
+        None  # to a text unless false, to a conversation only if true
+    )
     prompt_logprobs: None = None
 
     # vLLM's
@@ -27,7 +29,9 @@ class Wide(Generation, kw_only=True, forbid_unknown_fields=False):
     response_format: dict[str, Any] | None = None
 
     # ours
-    return_token_marks: bool | None = False  # in streams: the text of each token, and if it was a draft
+    return_token_marks: bool | None = (
+        False  # in streams: the text of each token, and if it was a draft
+    )
 
 
 class CompletionRequest(Wide, kw_only=True):

@@ -27,7 +27,13 @@ from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
 _KEPT = (
-    *("generation_config.json", "tokenizer*.*", "special_tokens_map.json", "vocab.json", "merges.txt"),
+    *(
+        "generation_config.json",
+        "tokenizer*.*",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+    ),
     *("chat_template.j*", "additional_chat_templates/*.jinja"),
 )
 
@@ -39,7 +45,9 @@ def check_source(folder: Path) -> None:
         kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
         raise UserError(f"{folder} holds {kind}, which `quantize` cannot write")
     if raw.get("quantization_config") is not None:
-        raise UserError(f"{folder} is quantized already: its config.json has a quantization_config")
+        raise UserError(
+            f"{folder} is quantized already: its config.json has a quantization_config"
+        )
 
 
 def check_target(folder: Path) -> Path:
@@ -77,11 +85,16 @@ def export(model: Model, source: Path, folder: Path) -> None:
         config = raw | {"quantization_config": configuration(model)}
         found = tensors(model, dtype)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
-        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (work / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(found, work / "model.safetensors", {"format": "pt"})
         work.rename(folder)
-    except (OSError, SafetensorError) as error:  # the latter is what a full disk is, for the weights
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # the latter is what a full disk is, for the weights
         said = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} cannot be written: {said}") from None
     finally:
@@ -99,7 +112,10 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
             if module.bias is not None:
                 parts["bias"] = module.bias.data.to(dtype)
         else:
-            parts = {name: tensor.data.to(dtype) for name, tensor in module.named_parameters(recurse=False)}
+            parts = {
+                name: tensor.data.to(dtype)
+                for name, tensor in module.named_parameters(recurse=False)
+            }
         for name, tensor in parts.items():
             whole = f"{owner}.{name}"
             if whole not in tied:
@@ -125,7 +141,9 @@ def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 def configuration(model: Model) -> dict[str, Any]:
     """The ``quantization_config``: a group for each scheme, whose layers it names if there are several."""
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)}
+    layers = {
+        name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)
+    }
     kinds: dict[Scheme, list[str]] = defaultdict(list)
     for name, layer in layers.items():
         kinds[layer.scheme].append(name)
@@ -143,7 +161,8 @@ def configuration(model: Model) -> dict[str, Any]:
                 group_size=scheme.group or None,
                 block_structure=[BLOCK, BLOCK] if scheme.scales == "block" else None,
             ),
-            "input_activations": scheme.activations and _arguments(scheme.activations, "token", dynamic=True),
+            "input_activations": scheme.activations
+            and _arguments(scheme.activations, "token", dynamic=True),
             "output_activations": None,
             "format": _format(scheme),
         }

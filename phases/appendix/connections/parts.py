@@ -39,4 +39,7 @@ def check_parts(body: bytes, most: int) -> None:
     text = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     inside = np.bitwise_xor.accumulate(text == _QUOTE)
     if np.count_nonzero(_PARTS[text] & ~inside) > most:
-        raise wrong(None, f"the body has more than {most:,} objects, lists and keys, which is the limit")
+        raise wrong(
+            None,
+            f"the body has more than {most:,} objects, lists and keys, which is the limit",
+        )

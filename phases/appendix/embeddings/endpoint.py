@@ -41,7 +41,9 @@ class EmbeddingAnswer(WideAnswer):
     def shape(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
         if not choice.order.notes[MEAN]:
-            raise ApiError(400, "this engine gives no embeddings: it must be of phase 04 or later")
+            raise ApiError(
+                400, "this engine gives no embeddings: it must be of phase 04 or later"
+            )
         (vector,) = choice.order.notes[MEAN]
         values: Any = np.frombuffer(vector, np.float32).tolist()
         if self.request.encoding_format == "base64":

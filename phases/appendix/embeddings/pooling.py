@@ -17,7 +17,7 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
-from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddPrompt, Command, StepReport
 
 MEAN = "mean"
@@ -25,7 +25,8 @@ MEAN = "mean"
 
 
 class PoolingPlan:
-    """A `StepPlan` before all others: it lets them run the step, and adds up the hidden states of prompts.
+    """A `StepExecutor` before all others: it lets them run the step, and adds up the hidden states of
+    prompts.
 
     means: of prompts that are computed whole, on the device.
     """
@@ -33,32 +34,41 @@ class PoolingPlan:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.others = runner, runner.plans
         self.means: dict[Request, Tensor] = {}
-        self._sums: dict[Request, tuple[int, Tensor]] = {}  # how many tokens are added up, and their sum
+        self._sums: dict[
+            Request, tuple[int, Tensor]
+        ] = {}  # how many tokens are added up, and their sum
 
     def ask(self, request: Request) -> None:
         """Note that a request's mean is wanted; it shares no blocks, whose hidden states are not kept."""
         request.salt = secrets.token_hex(8)
         self._sums[request] = 0, torch.zeros((), device=self.runner.model.device)
 
-    def takes(self, works: Sequence[Work], masked: bool) -> bool | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
         """Return `masked` for a step that computes a part of such a prompt."""
         if not self._sums:
             return None
-        self._sums = {one: known for one, known in self._sums.items() if one.finish_reason is None}
+        self._sums = {
+            one: known for one, known in self._sums.items() if one.finish_reason is None
+        }
         return masked if any(work.request in self._sums for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by the plan that takes it; a request that was preempted goes on where it was."""
-        asked = ((plan, plan.takes(works, ticket)) for plan in self.others)
+        asked = ((plan, plan.supports(works, ticket)) for plan in self.others)
         found = next(((plan, own) for plan, own in asked if own is not None), None)
         step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
         after = 0
         for work in step.works:
-            at, after, request = after, after + work.count, work.request
+            at = after
+            after = after + work.count
+            request = work.request
             if request not in self._sums:
                 continue
             count, total = self._sums[request]
-            first, end = max(count, work.start), min(work.start + work.count, request.prompt_len)
+            first, end = (
+                max(count, work.start),
+                min(work.start + work.count, request.prompt_len),
+            )
             if first < end:
                 some = step.hidden[at + first - work.start : at + end - work.start]
                 count, total = end, total + some.float().sum(0)
@@ -75,7 +85,7 @@ class PoolingPlan:
         return [(number, MEAN, [mean.numpy().tobytes()]) for number, mean in means]
 
 
-class PoolingObserver(EngineObserver):
+class PoolingObserver(StepPictures):
     """Reports the means that were asked for, beside all else. Engines before phase 04 have none."""
 
     def __init__(self, engine: Engine) -> None:

@@ -39,7 +39,7 @@ ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 NOTHING = "NoExtensionBias"
 """What the library says of a mask in which there is no token, and nothing else."""
 
-FEW = 4
+SMALL_BATCH = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is taken."""
 FEW_ALONE = 32
@@ -51,7 +51,9 @@ MOST_THREADS = 16
 MAKING = 0.02
 """Seconds that may go into the lexers of one grammar, while the requests that want it wait."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [f"{CHARACTER}+"]
+SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [
+    f"{CHARACTER}+"
+]
 """Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
 tokens is looked at. The library has three slices; where strings are short, these halve the time of a mask.
 The slices that do not fit are looked through one by one, so where most tokens are too long few are best."""
@@ -69,7 +71,9 @@ class GuidanceGrammar(Compiled):
     """
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
-        self._starts, self._eos, self.bytes = starts, eos, size
+        self._starts = starts
+        self._eos = eos
+        self.bytes = size
         self._users = [WeakSet[GuidanceMatcher]() for _ in starts]
         self._lock = threading.Lock()
 
@@ -77,7 +81,10 @@ class GuidanceGrammar(Compiled):
         """Copy a parser at its start, whose lexer has few outputs: the first such, which has learnt most."""
         with self._lock:
             counts = [len(users) for users in self._users]
-            number = next((n for n, count in enumerate(counts) if count < FEW), counts.index(min(counts)))
+            number = next(
+                (n for n, count in enumerate(counts) if count < SMALL_BATCH),
+                counts.index(min(counts)),
+            )
             made = GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
             self._users[number].add(made)
             return made
@@ -96,7 +103,10 @@ class GuidanceBackend(Backend):
         self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(processors()) - 1))
-        self.threads, self._few = ll.LLExecutor(threads), FEW_ALONE if threads == 1 else FEW
+        self.threads, self._few = (
+            ll.LLExecutor(threads),
+            FEW_ALONE if threads == 1 else SMALL_BATCH,
+        )
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
@@ -153,12 +163,17 @@ class GuidanceBackend(Backend):
         moved: dict[GuidanceMatcher, int] = {}
         if len(single) > self._few:
             begun = time.perf_counter()
-            counts = self.threads.consume_token_par([(one.inner, token) for one, token in single.items()])
+            counts = self.threads.consume_token_par(
+                [(one.inner, token) for one, token in single.items()]
+            )
             moved = dict(zip(single, map(int, counts), strict=True))
             slow = time.perf_counter() - begun > SLOW
             for matcher in moved:
                 matcher.effort.watched = slow
-        return [moved[one] if one in moved else one.advance(tokens) if tokens else 0 for one, tokens in moves]
+        return [
+            moved[one] if one in moved else one.advance(tokens) if tokens else 0
+            for one, tokens in moves
+        ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """Begin to fill the rows of `words [M, ceil(V / 32)]`, in threads; None: it is done.
@@ -185,13 +200,17 @@ class GuidanceBackend(Backend):
 
         How long that takes this thread cannot say: at the end it waits for the lock.
         """
-        at, width, count = words.ctypes.data, words.strides[0], len(words)
+        at = words.ctypes.data
+        width = words.strides[0]
+        count = len(words)
         watched = [job for job in jobs if job[0].effort.watched]
         rest = [job for job in jobs if not job[0].effort.watched]
         begun = time.perf_counter()
         if plain := [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
-        if drafted := [(matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts]:
+        if drafted := [
+            (matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts
+        ]:
             self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
         if time.perf_counter() - begun > SLOW:
             for matcher, _, _ in jobs:
@@ -216,7 +235,9 @@ def source_of(grammar: Grammar) -> str:
     the engine's step, a millisecond for every 100 kB.
     """
     if grammar.kind == "json_schema":
-        source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source.strip())
+        source = {"true": "{}", "false": '{"not": {}}'}.get(
+            grammar.source.strip(), grammar.source.strip()
+        )
         if SUSPECT.search(source):
             source = json.dumps(exact(json.loads(source)))
         rest = source[1:].lstrip()

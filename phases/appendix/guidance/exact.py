@@ -56,10 +56,37 @@ ENFORCED: dict[str, Any] = {
     **dict.fromkeys(("type", "const", "additionalProperties", "items", *NUMBERS), object),
 }
 """Keywords of a hint that grammars know, and the types of their values."""
-FORMATS = ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+FORMATS = (
+    "date",
+    "date-time",
+    "time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+)
 SILENT = {
-    *(*_UNREAD, "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$anchor", "nullable"),
-    *("discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType", "unevaluatedProperties"),
+    *(
+        *_UNREAD,
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$schema",
+        "$id",
+        "$anchor",
+        "nullable",
+    ),
+    *(
+        "discriminator",
+        "xml",
+        "externalDocs",
+        "contentEncoding",
+        "contentMediaType",
+        "unevaluatedProperties",
+    ),
 }
 """Keywords that ask for nothing a value could break; `unevaluatedProperties` is what grammars do anyway."""
 _LOOKS = re.compile(r"\(\?[=!<]|\\[12bBp]")
@@ -67,9 +94,7 @@ _LOOKS = re.compile(r"\(\?[=!<]|\\[12bBp]")
 
 _LEAP = "(0[48]|[2468][048]|[13579][26])"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DAYS = (
-    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
+_DAYS = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 DATE = f"({_YEAR}-{_DAYS}|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 """RFC 3339's full-date, from year 1 on."""
 _CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -78,7 +103,9 @@ TIME = f"{_CLOCK}:[0-5][0-9]([.][0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
 PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$"}
 
 
-def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None) -> Any:
+def exact(
+    schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None
+) -> Any:
     """Return a schema with the same values, which llguidance follows to the letter.
 
     Args:
@@ -93,7 +120,9 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
     """
     if isinstance(schema, list):
         parts = enumerate(schema)
-        return [exact(part, f"{where}/{place}", older=older, left=left) for place, part in parts]
+        return [
+            exact(part, f"{where}/{place}", older=older, left=left) for place, part in parts
+        ]
     if not isinstance(schema, dict):
         return schema
     if where == "#":
@@ -118,7 +147,10 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
             made[key] = value
         elif key in _MAPS and isinstance(value, dict):
             named = value.items()
-            made[key] = {name: exact(part, f"{place}/{name}", older=older, left=left) for name, part in named}
+            made[key] = {
+                name: exact(part, f"{place}/{name}", older=older, left=left)
+                for name, part in named
+            }
         else:
             made[key] = exact(value, place, older=older, left=left)
     required, least = made.get("required"), made.get("minProperties")
@@ -145,7 +177,11 @@ def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
         raise ValueError(f"{where} is not known here")
     if key in (*NUMBERS, *_VALUES):
         _check_value(value, where)
-        if key.startswith("exclusive") and isinstance(value, int | float) and abs(value) >= NEIGHBOURS:
+        if (
+            key.startswith("exclusive")
+            and isinstance(value, int | float)
+            and abs(value) >= NEIGHBOURS
+        ):
             raise ValueError(f"{where} is {value}, and no double is the next integer")
     named = key == "patternProperties" and isinstance(value, dict)
     patterns = [value] if key == "pattern" else list(value) if named else []
@@ -172,5 +208,7 @@ def _check_value(value: Any, where: str) -> None:
         raise ValueError(f"{where} has a control character, which is never written")
     elif isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{where} has {str(value)[:40]}, which is beyond 64 bits")
-    elif isinstance(value, int | float) and not (abs(value) < float("inf") and float(value) == value):
+    elif isinstance(value, int | float) and not (
+        abs(value) < float("inf") and float(value) == value
+    ):
         raise ValueError(f"{where} has {str(value)[:40]}, which no double holds")

@@ -37,9 +37,15 @@ class Spelling(Vocabulary):
         plain = Vocabulary.of(tokenizer, size, eos)
         hidden = {*tokenizer.special_ids, *eos}
         added = tokenizer.backend.get_added_tokens_decoder()
-        changed = (one.content for token, one in added.items() if token in hidden or one.lstrip or one.rstrip)
+        changed = (
+            one.content
+            for token, one in added.items()
+            if token in hidden or one.lstrip or one.rstrip
+        )
         encode, source = Encoder(tokenizer.backend, plain.tokens), _source(tokenizer.backend)
-        return cls(plain.tokens, plain.eos, encode, source, () if source is None else tuple(changed))
+        return cls(
+            plain.tokens, plain.eos, encode, source, () if source is None else tuple(changed)
+        )
 
 
 class Encoder:
@@ -60,8 +66,13 @@ class Encoder:
         data = text.encode()
         for before in ("", "\n"):
             ids = self._backend.encode(before + text, add_special_tokens=False).ids
-            for start in range(min(3, len(ids))):  # what stands before the text is two tokens at most
-                pieces = [self._tokens[token] if token < len(self._tokens) else b"" for token in ids[start:]]
+            for start in range(
+                min(3, len(ids))
+            ):  # what stands before the text is two tokens at most
+                pieces = [
+                    self._tokens[token] if token < len(self._tokens) else b""
+                    for token in ids[start:]
+                ]
                 if all(pieces) and b"".join(pieces) == data:
                     return ids[start:]
         return list(self._longest_first(data))
@@ -80,14 +91,26 @@ def _source(backend: tokenizers.Tokenizer) -> str | None:
     """See `Spelling.source`: None of a tokenizer that changes a text in a way that is not known here."""
     if not isinstance(backend.decoder, ByteLevel):
         return None
-    cutter = {} if backend.pre_tokenizer is None else json.loads(backend.pre_tokenizer.__getstate__())
+    cutter = (
+        {}
+        if backend.pre_tokenizer is None
+        else json.loads(backend.pre_tokenizer.__getstate__())
+    )
     steps = [step for step in cutter.get("pretokenizers", [cutter]) if step]
-    if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps):
+    if any(
+        step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps
+    ):
         return None
     source = backend.to_str()
     if backend.normalizer is None and not any(step.get("add_prefix_space") for step in steps):
         return source
     whole: dict[str, Any] = json.loads(source)
-    steps = [step | {"add_prefix_space": False} if "add_prefix_space" in step else step for step in steps]
-    whole |= {"normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    steps = [
+        step | {"add_prefix_space": False} if "add_prefix_space" in step else step
+        for step in steps
+    ]
+    whole |= {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+    }
     return json.dumps(whole, ensure_ascii=False)

@@ -81,7 +81,9 @@ def gemv_kernel(
             vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
         if NORM:
             factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
-            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)  # rounded as a norm apart
+            vector = (vector.to(tl.float32) * scale * factor).to(
+                vector.dtype
+            )  # rounded as a norm apart
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
@@ -110,13 +112,21 @@ class Around(TypedDict, total=False):
 
 
 def launch(
-    kernel: Any, programs: int, x: Tensor, weights: Sequence[Tensor], rows: int, around: Around, **more: Any
+    kernel: Any,
+    programs: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    rows: int,
+    around: Around,
+    **more: Any,
 ) -> Tensor:
     """Launch a kernel with what stands around its product: `[..., rows]`.
 
     weights: the arguments between `x` and the norm's weight. more: the others.
     """
-    norm, bias, residual = around.get("norm"), around.get("bias"), around.get("residual")
+    norm = around.get("norm")
+    bias = around.get("bias")
+    residual = around.get("residual")
     gate, dtype = around.get("gate"), around.get("out_dtype") or x.dtype
     out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
     norm_weight, eps, one_plus = norm or (x, 0.0, False)

@@ -31,7 +31,9 @@ class AccessLog(Extension):
             try:
                 self._file = Path(where).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
             except OSError as error:
-                raise UserError(f"--access-log {where} cannot be written: {error.strerror}") from None
+                raise UserError(
+                    f"--access-log {where} cannot be written: {error.strerror}"
+                ) from None
 
     def ended(self, exchange: Exchange) -> None:
         """Write down a request and its answer. What a full disk does not take is lost, and counted."""
@@ -49,7 +51,10 @@ class AccessLog(Extension):
             "bytes": exchange.sent_bytes,
         }
         if group is not None:
-            entry["prompt_tokens"], entry["output_tokens"] = group.prompt_tokens, group.output_tokens
+            entry["prompt_tokens"], entry["output_tokens"] = (
+                group.prompt_tokens,
+                group.output_tokens,
+            )
             entry["trouble"] = group.trouble[0] if group.trouble else None
             if group.first_token is not None:
                 entry["first_token_ms"] = round((group.first_token - group.arrived) * 1e3, 3)

@@ -77,17 +77,24 @@ class Messages(Translation):
     def translate(self, request: MessagesRequest) -> dict[str, Any]:
         """See `Translation`."""
         messages = [made for said in request.messages for made in _messages(said)]
-        fields: dict[str, Any] = {"messages": messages, "stop": request.stop_sequences or request.stop}
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "stop": request.stop_sequences or request.stop,
+        }
         if request.system:
             fields["system"] = text_of(request.system)
         if request.tools:
             fields["tools"] = [_tool(tool) for tool in request.tools]
         if choice := request.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
-            fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+            fields["tool_choice"] = {"any": "required", "tool": named}.get(
+                choice.type, choice.type
+            )
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if request.thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": request.thinking.get("type") != "disabled"}
+            fields["chat_template_kwargs"] = {
+                "enable_thinking": request.thinking.get("type") != "disabled"
+            }
         if isinstance(form := (request.output_config or {}).get("format"), dict):
             fields["response_format"] = form
         return fields
@@ -111,8 +118,15 @@ class MessageEvents(Events):
     """Builds a message of blocks: reasoning, text, calls."""
 
     def __init__(self, of: Messages) -> None:
-        super().__init__(of, {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
-        self.value |= {"model": of.model, "content": [], "stop_reason": None, "stop_sequence": None}
+        super().__init__(
+            of, {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+        )
+        self.value |= {
+            "model": of.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         self._arguments = ""
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
@@ -140,8 +154,13 @@ class MessageEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
         self._close()
-        stop = choice.stream.stop if reason == "stop" else None  # behind a whole call that is why
-        ended = {"stop_reason": "stop_sequence" if stop else REASONS[reason], "stop_sequence": stop}
+        stop = (
+            choice.stream.stop if reason == "stop" else None
+        )  # behind a whole call that is why
+        ended = {
+            "stop_reason": "stop_sequence" if stop else REASONS[reason],
+            "stop_sequence": stop,
+        }
         self.value |= {**ended, "usage": _usage(usage)}
         self.say("message_delta", delta=ended, usage=self.value["usage"])
         self.say("message_stop")
@@ -152,7 +171,9 @@ class MessageEvents(Events):
             return
         self._close()
         self.blocks.append({"type": kind, **fields})
-        self.say("content_block_start", index=len(self.blocks) - 1, content_block=self.blocks[-1])
+        self.say(
+            "content_block_start", index=len(self.blocks) - 1, content_block=self.blocks[-1]
+        )
 
     def _add(self, **delta: Any) -> None:
         self.say("content_block_delta", index=len(self.blocks) - 1, delta=delta)
@@ -187,7 +208,9 @@ def _messages(said: MessageParam) -> list[dict[str, Any]]:
             case "text":
                 texts.append({"type": "text", "text": block.text})
             case "thinking":
-                message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+                message["reasoning_content"] = (
+                    message.get("reasoning_content", "") + block.thinking
+                )
             case "tool_use":
                 function = {"name": block.name, "arguments": block.input}
                 call = {"id": block.id, "type": "function", "function": function}

@@ -22,7 +22,10 @@ class Protocols(Extension):
         app.add("/v1/messages", messages)
         app.add("/api/chat", Ollama(chat, talks=True))
         app.add("/api/generate", Ollama(chat, talks=False))
-        app.bodies |= {"/v1/messages/count_tokens": MessagesRequest, "/api/show": OllamaRequest}
+        app.bodies |= {
+            "/v1/messages/count_tokens": MessagesRequest,
+            "/api/show": OllamaRequest,
+        }
         app.routes |= {
             "/v1/messages/count_tokens": {"POST": partial(count, app, messages)},
             "/api/show": {"POST": partial(show, app)},

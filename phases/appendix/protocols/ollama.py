@@ -21,12 +21,21 @@ VERSION = "0.12.0"
 """The version of Ollama's API that is spoken here."""
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 OPTIONS |= {
-    name: name for name in COPIED if name not in ("n", "max_tokens", "repetition_penalty", "logit_bias")
+    name: name
+    for name in COPIED
+    if name not in ("n", "max_tokens", "repetition_penalty", "logit_bias")
 }
 """Names of settings of the sampler, and what a chat calls them."""
-NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()} | {"response_format": "format"}
+NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()} | {
+    "response_format": "format"
+}
 LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
-DETAILS = {"format": "safetensors", "family": "", "parameter_size": "", "quantization_level": ""}
+DETAILS = {
+    "format": "safetensors",
+    "family": "",
+    "parameter_size": "",
+    "quantization_level": "",
+}
 
 
 class OllamaRequest(Generation, kw_only=True, forbid_unknown_fields=False):
@@ -73,7 +82,10 @@ class Ollama(Translation):
 
     def __init__(self, chat: WideChat, *, talks: bool) -> None:
         super().__init__(chat)
-        self.talks, self.form = talks, OllamaErrors(NAMES if talks else NAMES | {"messages": "prompt"})
+        self.talks, self.form = (
+            talks,
+            OllamaErrors(NAMES if talks else NAMES | {"messages": "prompt"}),
+        )
 
     def translate(self, request: OllamaRequest) -> dict[str, Any]:
         """See `Translation`."""
@@ -81,7 +93,9 @@ class Ollama(Translation):
         if not self.talks:
             fields["messages"] = [{"role": "user", "content": request.prompt}]
             fields["system"] = request.system or None
-        given = {name: value for name, value in (request.options or {}).items() if value is not None}
+        given = {
+            name: value for name, value in (request.options or {}).items() if value is not None
+        }
         if given.get("num_predict") in (-1, -2):  # as many as there is room for
             del given["num_predict"]
         fields |= {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
@@ -122,7 +136,10 @@ class OllamaEvents(Events):
             if "id" in call:
                 self._calls.append({**call["function"]})
             self._calls[-1]["arguments"] += call["function"]["arguments"]
-        for name, text in (("thinking", delta.get("reasoning_content")), ("content", delta.get("content"))):
+        for name, text in (
+            ("thinking", delta.get("reasoning_content")),
+            ("content", delta.get("content")),
+        ):
             if text:
                 self._message[name] = self._message.get(name, "") + text
                 self.say("", **self._line({"content": "", name: text}, done=False))
@@ -130,7 +147,10 @@ class OllamaEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
         if reason == "tool_calls":
-            functions = [call | {"arguments": msgspec.json.decode(call["arguments"])} for call in self._calls]
+            functions = [
+                call | {"arguments": msgspec.json.decode(call["arguments"])}
+                for call in self._calls
+            ]
             self._message["tool_calls"] = [{"function": function} for function in functions]
             calls = {"content": "", "tool_calls": self._message["tool_calls"]}
             self.say("", **self._line(calls, done=False))
@@ -139,7 +159,10 @@ class OllamaEvents(Events):
         spans = {"total_duration": now - began, "prompt_eval_duration": first - began}
         spans |= {"eval_duration": now - first, "load_duration": 0}
         end: dict[str, Any] = {name: int(seconds * 1e9) for name, seconds in spans.items()}
-        end |= {"prompt_eval_count": usage["prompt_tokens"], "eval_count": usage["completion_tokens"]}
+        end |= {
+            "prompt_eval_count": usage["prompt_tokens"],
+            "eval_count": usage["completion_tokens"],
+        }
         end["done_reason"] = "length" if reason == "length" else "stop"
         self.say("", **self._line({"content": ""}, done=True), **end)
         self.value = self._line(self._message, done=True) | end
@@ -156,7 +179,14 @@ class OllamaEvents(Events):
 async def tags(app: App, exchange: Exchange) -> None:
     """Answer with the one model there is."""
     name = app.model + LATEST
-    model = {"name": name, "model": name, "modified_at": _now(), "size": 0, "digest": "", "details": DETAILS}
+    model = {
+        "name": name,
+        "model": name,
+        "modified_at": _now(),
+        "size": 0,
+        "digest": "",
+        "details": DETAILS,
+    }
     await exchange.json({"models": [model]})
 
 
@@ -165,11 +195,18 @@ async def show(app: App, exchange: Exchange) -> None:
     exchange.form = OllamaErrors({})
     _, ready = await app.begin(exchange, OllamaRequest)
     found: dict[str, Any] = {"modelfile": "", "template": "", "details": DETAILS}
-    found["parameters"] = "\n".join(f"{name} {value}" for name, value in app.prompts.defaults.items())
-    found["model_info"] = {"general.architecture": "ladder", "ladder.context_length": ready.max_len}
+    found["parameters"] = "\n".join(
+        f"{name} {value}" for name, value in app.prompts.defaults.items()
+    )
+    found["model_info"] = {
+        "general.architecture": "ladder",
+        "ladder.context_length": ready.max_len,
+    }
     found["capabilities"] = ["completion", "tools", "embedding"]
     await exchange.json(found)
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() % 10**9:09d}Z"
+    return (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() % 10**9:09d}Z"
+    )

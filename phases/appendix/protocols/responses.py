@@ -75,7 +75,9 @@ class Conversations:
         """Return one. Raises `ApiError` if it is not here, or no more."""
         if id not in self._kept:
             words = f"previous_response_id is {id[:100]!r}, which is not kept here, or no more"
-            raise ApiError(404, words, param="previous_response_id", code="previous_response_not_found")
+            raise ApiError(
+                404, words, param="previous_response_id", code="previous_response_not_found"
+            )
         self._kept.move_to_end(id)
         found: Messages = msgspec.json.decode(self._kept[id])
         return found
@@ -86,7 +88,11 @@ class Responses(Translation):
 
     body = ResponsesRequest
     form = NamedErrors(
-        {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+        {
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "response_format": "text.format",
+        }
     )
 
     def __init__(self, chat: WideChat) -> None:
@@ -95,14 +101,29 @@ class Responses(Translation):
 
     def translate(self, request: ResponsesRequest) -> dict[str, Any]:
         """See `Translation`."""
-        before = self.kept.find(request.previous_response_id) if request.previous_response_id else []
-        said = [InputItem(content=request.input)] if isinstance(request.input, str) else request.input
-        fields: dict[str, Any] = {"messages": _messages(before, said), "system": request.instructions or None}
+        before = (
+            self.kept.find(request.previous_response_id)
+            if request.previous_response_id
+            else []
+        )
+        said = (
+            [InputItem(content=request.input)]
+            if isinstance(request.input, str)
+            else request.input
+        )
+        fields: dict[str, Any] = {
+            "messages": _messages(before, said),
+            "system": request.instructions or None,
+        }
         fields["parallel_tool_calls"] = request.parallel_tool_calls
         if request.tools:
-            fields["tools"] = [{"type": tool.get("type"), "function": tool} for tool in request.tools]
+            fields["tools"] = [
+                {"type": tool.get("type"), "function": tool} for tool in request.tools
+            ]
         choice = request.tool_choice
-        fields["tool_choice"] = choice if not isinstance(choice, dict) else choice | {"function": choice}
+        fields["tool_choice"] = (
+            choice if not isinstance(choice, dict) else choice | {"function": choice}
+        )
         if request.max_output_tokens is not None:
             fields["max_tokens"] = request.max_output_tokens
         if (form := (request.text or {}).get("format")) is not None:
@@ -124,18 +145,28 @@ class ResponseEvents(Events):
     """
 
     def __init__(self, of: Responses, request: ResponsesRequest) -> None:
-        self.kept, self.messages, self._number = (
-            of.kept if request.store is not False else None,
-            of.messages,
-            0,
-        )
+        self.kept = of.kept if request.store is not False else None
+        self.messages = of.messages
+        self._number = 0
         repeated = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
         super().__init__(of, {name: getattr(request, name) for name in repeated})
         form = (request.text or {}).get("format") or {"type": "text"}
-        self.value |= {"id": f"resp_{secrets.token_hex(24)}", "object": "response", "model": of.model}
+        self.value |= {
+            "id": f"resp_{secrets.token_hex(24)}",
+            "object": "response",
+            "model": of.model,
+        }
         self.value |= {"created_at": int(time.time()), "status": "in_progress", "output": []}
-        self.value |= {"store": self.kept is not None, "text": {"format": form}, "tools": request.tools or []}
-        self.value |= {"tool_choice": request.tool_choice or "auto", "error": None, "usage": None}
+        self.value |= {
+            "store": self.kept is not None,
+            "text": {"format": form},
+            "tools": request.tools or [],
+        }
+        self.value |= {
+            "tool_choice": request.tool_choice or "auto",
+            "error": None,
+            "usage": None,
+        }
         self.value |= {"parallel_tool_calls": request.parallel_tool_calls is not False}
         self.value |= {"incomplete_details": None}
         self.items: list[dict[str, Any]] = self.value["output"]
@@ -158,9 +189,16 @@ class ResponseEvents(Events):
             self._text("message", "output_text", text, role="assistant")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                self._open("function_call", call_id=call["id"], name=call["function"]["name"], arguments="")
+                self._open(
+                    "function_call",
+                    call_id=call["id"],
+                    name=call["function"]["name"],
+                    arguments="",
+                )
             self.items[-1]["arguments"] += call["function"]["arguments"]
-            self._say("response.function_call_arguments.delta", delta=call["function"]["arguments"])
+            self._say(
+                "response.function_call_arguments.delta", delta=call["function"]["arguments"]
+            )
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
@@ -179,7 +217,8 @@ class ResponseEvents(Events):
         }
         if self.kept is not None:
             self.kept.keep(
-                self.value["id"], _messages(self.messages, msgspec.convert(self.items, list[InputItem]))
+                self.value["id"],
+                _messages(self.messages, msgspec.convert(self.items, list[InputItem])),
             )
         self.say(f"response.{self.value['status']}", response=self.value)
 
@@ -189,14 +228,23 @@ class ResponseEvents(Events):
             self._open(kind, **fields, content=[])
             made = {"type": part, "text": "", "annotations": [], "logprobs": []}
             self.items[-1]["content"].append(made)
-            self._say("response.content_part.added", content_index=0, part=self.items[-1]["content"][0])
+            self._say(
+                "response.content_part.added",
+                content_index=0,
+                part=self.items[-1]["content"][0],
+            )
         self.items[-1]["content"][0]["text"] += text
         self._say(f"response.{part}.delta", content_index=0, delta=text, logprobs=[])
 
     def _open(self, kind: str, **fields: Any) -> None:
         self._close("completed")
         prefix = {"function_call": "fc", "message": "msg", "reasoning": "rs"}[kind]
-        item = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress", **fields}
+        item = {
+            "id": f"{prefix}_{secrets.token_hex(12)}",
+            "type": kind,
+            "status": "in_progress",
+            **fields,
+        }
         self.items.append(item)
         self.say("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
@@ -211,7 +259,12 @@ class ResponseEvents(Events):
             self._say("response.function_call_arguments.done", name=name, arguments=arguments)
         else:
             part = item["content"][0]
-            self._say(f"response.{part['type']}.done", content_index=0, text=part["text"], logprobs=[])
+            self._say(
+                f"response.{part['type']}.done",
+                content_index=0,
+                text=part["text"],
+                logprobs=[],
+            )
             self._say("response.content_part.done", content_index=0, part=part)
         self.say("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
@@ -237,7 +290,9 @@ def _messages(before: Messages, items: list[InputItem]) -> Messages:
                 call = {"id": item.call_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+                )
             case "reasoning":
                 assistant()["reasoning_content"] = text_of(item.content or item.summary)
             case _ if item.role == "assistant" and assistant()["content"] is None:

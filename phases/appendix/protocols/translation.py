@@ -42,7 +42,10 @@ class NamedErrors(ErrorForm):
         body = error.body
         if error.param is not None and error.param in self.names:
             field = self.names[error.param]
-            body["error"] |= {"param": field, "message": re.sub(f"^{error.param}", field, str(error))}
+            body["error"] |= {
+                "param": field,
+                "message": re.sub(f"^{error.param}", field, str(error)),
+            }
         return body
 
     def event(self, body: bytes) -> bytes:

@@ -86,7 +86,9 @@ def place_of(
 
 
 @triton.jit
-def load_addends(bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+def load_addends(
+    bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr
+):
     """Load the numbers that are added to outputs `row [ROWS]`."""
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
@@ -115,7 +117,11 @@ def load_rows(
         if SIDE > 0:
             block = (start + q * 16) // SIDE
             at = (row // SIDE)[:, None] * scale_stride + block[None, :]
-            s = tl.load(weight_scale + at, mask=real[:, None] & (start + q * 16 < K)[None, :], other=0.0)
+            s = tl.load(
+                weight_scale + at,
+                mask=real[:, None] & (start + q * 16 < K)[None, :],
+                other=0.0,
+            )
             scales += (s,)  # type: ignore[assignment]
         elif tile < MATRICES:
             scales += (tl.load(weight_scale + row, mask=real, other=0.0),)  # type: ignore[assignment]
@@ -143,7 +149,8 @@ def _four_words(kind: str) -> str:
         text += f"mul.f16x2 {first};" if word % 2 == 0 else f"fma.rn.f16x2 {first}, {total};"
         text += f"fma.rn.f16x2 {total}, b, ${9 + word}, {total};"
     return (
-        text + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g;}"
+        text
+        + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g;}"
     )
 
 
@@ -193,7 +200,18 @@ def gemv8_kernel(
     k = q[:, None] * 16 + tl.arange(0, 16)[None, :]
     first_row = tl.program_id(0) * ROWS
     weights, scales = load_rows(
-        weight, weight_scale, first_row, q, N, scale_stride, K, ROWS, BLOCK_K, MATRICES, SIDE, WORDS
+        weight,
+        weight_scale,
+        first_row,
+        q,
+        N,
+        scale_stride,
+        K,
+        ROWS,
+        BLOCK_K,
+        MATRICES,
+        SIDE,
+        WORDS,
     )
     if PDL:
         if AHEAD:
@@ -215,7 +233,12 @@ def gemv8_kernel(
         top = tl.maximum(top, tl.abs(part))
         parts += (part,)  # type: ignore[assignment]
     norm, largest = input_scales(
-        tl.reshape(squares, [BLOCK_K]), tl.reshape(top, [BLOCK_K]), eps, K, NORM, ROUND or WORDS != ""
+        tl.reshape(squares, [BLOCK_K]),
+        tl.reshape(top, [BLOCK_K]),
+        eps,
+        K,
+        NORM,
+        ROUND or WORDS != "",
     )
     scale, inverse = 1.0, 1.0
     if ROUND:
@@ -227,7 +250,9 @@ def gemv8_kernel(
     for i in tl.static_range(PARTS):
         vector = parts[i]  # type: ignore[var-annotated]
         if NORM:
-            vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
+            vector = (
+                (vector * norm).to(x.dtype.element_ty).to(tl.float32)
+            )  # rounded as a norm apart
         if ROUND:
             vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":
@@ -238,7 +263,18 @@ def gemv8_kernel(
         row = here + tl.arange(0, ROWS)
         added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
         later, later_scales = load_rows(
-            weight, weight_scale, here + step, q, N, scale_stride, K, ROWS, BLOCK_K, MATRICES, SIDE, WORDS
+            weight,
+            weight_scale,
+            here + step,
+            q,
+            N,
+            scale_stride,
+            K,
+            ROWS,
+            BLOCK_K,
+            MATRICES,
+            SIDE,
+            WORDS,
         )
         result = tl.zeros([ROWS], tl.float32)
         up = tl.zeros([ROWS], tl.float32)
@@ -263,7 +299,9 @@ def gemv8_kernel(
 def gemv8(x: Tensor, weight: QuantizedWeight, **around: Unpack[Around]) -> Tensor:
     """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
-    assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
+    assert scheme.scales in ("channel", "block") and weight.order is None, (
+        "not a form that this kernel reads"
+    )
     matrices = 1 if around.get("gate") is None else 2
     rows, size = weight.shape[0] // matrices, weight.shape[1]
     shape = loop_config(rows, size, matrices, 8, x.device)

@@ -36,7 +36,11 @@ from triton_paged_attention.linear import activate
 def _products(word: int, total: str) -> str:
     """Instructions that add a word's eight products to `total`, a pair of float16."""
     x = [f"${5 + 4 * word + part}" for part in range(4)]
-    first = f"mul.f16x2 {total}, a, {x[0]}" if word % 2 == 0 else f"fma.rn.f16x2 {total}, a, {x[0]}, {total}"
+    first = (
+        f"mul.f16x2 {total}, a, {x[0]}"
+        if word % 2 == 0
+        else f"fma.rn.f16x2 {total}, a, {x[0]}, {total}"
+    )
     return f"""
 shr.u32 t, ${word + 1}, 8;
 and.b32 a, ${word + 1}, 0x000f000f; and.b32 b, ${word + 1}, 0x00f000f0;
@@ -68,13 +72,17 @@ def load_rows(
     A quarter of a span's words belongs to each `q`.
     """
     SPANS: tl.constexpr = (K + 127) // 128
-    words, scales, zeros = (), (), ()
+    words = ()
+    scales = ()
+    zeros = ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
         row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
         at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
-        w = tl.load(weight + at, mask=real[:, None, None] & (word < SPANS * 16)[None, :, :], other=0)
+        w = tl.load(
+            weight + at, mask=real[:, None, None] & (word < SPANS * 16)[None, :, :], other=0
+        )
         words += (w,)  # type: ignore[assignment]
         if ASM:
             s = load_group(scale, row, real, start + q * 32, 0.0, K, GROUP)
@@ -177,12 +185,22 @@ def gemv4_kernel(
         even += (low,)  # type: ignore[assignment]
         odd += (high,)  # type: ignore[assignment]
     norm, largest = input_scales(
-        tl.reshape(squares, [BLOCK_K // 8]), tl.reshape(top, [BLOCK_K // 8]), eps, K, NORM, True
+        tl.reshape(squares, [BLOCK_K // 8]),
+        tl.reshape(top, [BLOCK_K // 8]),
+        eps,
+        K,
+        NORM,
+        True,
     )
     scale_x, inverse = power_scale(largest)
-    lows, highs, pairs, inputs = (), (), (), ()
+    lows = ()
+    highs = ()
+    pairs = ()
+    inputs = ()
     for i in tl.static_range(4 * PARTS):
-        low = (even[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse  # rounded as a norm apart
+        low = (even[i] * norm).to(x.dtype.element_ty).to(
+            tl.float32
+        ) * inverse  # rounded as a norm apart
         high = (odd[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
         lows += (low,)  # type: ignore[assignment]
         highs += (high,)  # type: ignore[assignment]
@@ -198,7 +216,19 @@ def gemv4_kernel(
         row = here + tl.arange(0, ROWS)
         added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
         later, later_scales, later_zeros = load_rows(
-            weight, scale, zero, here + step, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
+            weight,
+            scale,
+            zero,
+            here + step,
+            q,
+            N,
+            K,
+            GROUP,
+            ROWS,
+            BLOCK_K,
+            MATRICES,
+            ZEROS,
+            ASM,
         )
         result = tl.zeros([ROWS], tl.float32)
         up = tl.zeros([ROWS], tl.float32)
@@ -216,7 +246,9 @@ def gemv4_kernel(
         if GATED:
             result = activate(result, KIND) * up
         tl.store(out + row, (result + added).to(out.dtype.element_ty), mask=row < N)
-        words, scales, zeros = later, later_scales, later_zeros
+        words = later
+        scales = later_scales
+        zeros = later_zeros
 
 
 def gemv4(

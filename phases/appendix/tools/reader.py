@@ -15,7 +15,9 @@ Delta = dict[str, Any]
 
 def settled(text: str, *marks: str) -> int:
     """Return how much of a text can be no beginning of a mark, nor spaces before one."""
-    begun = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    begun = (
+        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
+    )
     return len(text[: len(text) - max(begun, default=0)].rstrip())
 
 
@@ -34,7 +36,9 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
         self._state: Literal["start", "text", "name", "arguments"] = "start"
         self._rest = ""
-        self._end = "}" + (format.after or "\0")  # JSON has neither, so without a mark it ends with the text
+        self._end = "}" + (
+            format.after or "\0"
+        )  # JSON has neither, so without a mark it ends with the text
 
     def read(self, text: str, last: bool) -> list[Delta]:
         """Take in what comes next, and whether it is the last of it."""
@@ -52,7 +56,9 @@ class CallReader:
         else:
             at = 0 if self._state == "start" and rest.startswith("{") else -1
         if at >= 0:
-            content, self._rest, self._state = rest[:at].rstrip(), rest[at + len(trigger) :], "name"
+            content = rest[:at].rstrip()
+            self._rest = rest[at + len(trigger) :]
+            self._state = "name"
         else:
             known = len(rest) if last or not trigger else settled(rest, trigger)
             content, self._rest = rest[:known], rest[known:]
@@ -66,16 +72,22 @@ class CallReader:
         if end < 0:
             return False
         function = {"name": self._rest[begin:end], "arguments": ""}
-        self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        self.calls.append(
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        )
         deltas.append(self._delta(**self.calls[-1] | {"function": {**function}}))
-        self._rest, self._state, self.complete = self._rest[end + len(middle) :], "arguments", False
+        self._rest = self._rest[end + len(middle) :]
+        self._state = "arguments"
+        self.complete = False
         return True
 
     def _arguments(self, deltas: list[Delta], last: bool) -> bool:
         """Go on with a call; tell whether it is whole, and another may follow."""
         function, at = self.calls[-1]["function"], self._rest.find(self._end)
         size = at if at >= 0 else settled(self._rest, self._end)
-        self.complete = at >= 0 or (last and _is_json(function["arguments"] + self._rest[:size]))
+        self.complete = at >= 0 or (
+            last and _is_json(function["arguments"] + self._rest[:size])
+        )
         if last and not self.complete:
             size = len(self._rest)
             self.complete = _is_json(function["arguments"] + self._rest)

@@ -118,7 +118,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, dict):
         raise wrong("messages", f"{where}.function.arguments must be an object as JSON")
-    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    found = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
     return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
@@ -132,7 +135,9 @@ def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
     if schema is None:  # OpenAI: a function without parameters
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
+        raise wrong(
+            "tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
+        )
     left: list[str] = []
     if not isinstance(schema, dict) or "object" not in _types(schema):
         raise wrong("tools", f"{where}.function.parameters must be the schema of an object")
@@ -158,9 +163,14 @@ def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[st
     function = chosen.get("function") if isinstance(chosen, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or chosen.get("type") != "function":
-        raise wrong("tool_choice", "tool_choice must be none, auto, required, or a function with its name")
+        raise wrong(
+            "tool_choice",
+            "tool_choice must be none, auto, required, or a function with its name",
+        )
     if name not in functions:
-        raise wrong("tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools")
+        raise wrong(
+            "tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools"
+        )
     return True, [name]
 
 
@@ -168,6 +178,8 @@ def _content(request: ChatRequest, format: CallFormat, must: bool) -> Schema | N
     """The schema of an output that is no call, if `response_format` has one."""
     schema = schema_of(request)
     if schema is not None and (must or not format.trigger):
-        what = "response_format constrains the output, and so do tools: only one of them may here"
+        what = (
+            "response_format constrains the output, and so do tools: only one of them may here"
+        )
         raise wrong("response_format", what)
     return schema

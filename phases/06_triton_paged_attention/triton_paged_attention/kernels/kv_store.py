@@ -55,7 +55,9 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
     """
     blocks, block_size, kv_heads, d = cache.shape
     row = kv_heads * d
-    return TensorDescriptor(cache, [blocks, block_size, row], [block_size * row, row, 1], [1, block_n, d])
+    return TensorDescriptor(
+        cache, [blocks, block_size, row], [block_size * row, row, 1], [1, block_n, d]
+    )
 
 
 @triton.jit

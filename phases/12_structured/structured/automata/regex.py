@@ -10,7 +10,17 @@ from __future__ import annotations
 import re
 
 from common.errors import UserError
-from structured.automata.nodes import EMPTY, LAST, Alt, Cat, Chars, Node, Ranges, Repeat, complement
+from structured.automata.nodes import (
+    EMPTY,
+    LAST,
+    Alt,
+    Cat,
+    Chars,
+    Node,
+    Ranges,
+    Repeat,
+    complement,
+)
 
 MOST_REPEATS = 1000
 
@@ -42,7 +52,9 @@ def parse_search(pattern: str, where: str) -> Node:
     """Read the texts in which a pattern is found, as JSON schemas mean it; `^` and `$` pin the ends."""
     anything, parts = Repeat(Chars(((0, LAST),))), list[Node]()
     for begins, node, ends in _PatternReader(pattern, where).branches():
-        parts.append(Cat(((EMPTY if begins else anything), node, (EMPTY if ends else anything))))
+        parts.append(
+            Cat(((EMPTY if begins else anything), node, (EMPTY if ends else anything)))
+        )
     return Alt(tuple(parts))
 
 
@@ -50,7 +62,9 @@ class _PatternReader:
     """A place in a pattern. Each method reads one kind of thing there."""
 
     def __init__(self, pattern: str, where: str) -> None:
-        self.pattern, self.where, self.at = pattern, where, 0
+        self.pattern = pattern
+        self.where = where
+        self.at = 0
 
     def refuse(self, what: str) -> UserError:
         return UserError(f"{self.where} {self.pattern[:60]!r}, character {self.at}: {what}")
@@ -101,7 +115,9 @@ class _PatternReader:
         """Read `{m}`, `{m,}` or `{m,n}`."""
         found = COUNT.match(self.pattern, self.at)
         if not found:
-            raise self.refuse("'{' must begin a count such as {2,5}; write \\{ for the character")
+            raise self.refuse(
+                "'{' must begin a count such as {2,5}; write \\{ for the character"
+            )
         low, comma, high = found.groups()
         least, most = int(low), int(high) if high else None if comma else int(low)
         if not least <= (least if most is None else most) <= MOST_REPEATS:
@@ -127,10 +143,14 @@ class _PatternReader:
 
     def group(self) -> Node:
         if self.take("?") and not self.take(":"):
-            raise self.refuse("a group must begin with '?:' or no '?', for nothing can look around")
+            raise self.refuse(
+                "a group must begin with '?:' or no '?', for nothing can look around"
+            )
         node = self.alternatives()
         if not self.take(")"):
-            raise self.refuse(f"{self.peek()!r} is out of place" if self.peek() else "a group is not closed")
+            raise self.refuse(
+                f"{self.peek()!r} is out of place" if self.peek() else "a group is not closed"
+            )
         return node
 
     def escape(self) -> Ranges:

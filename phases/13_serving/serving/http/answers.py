@@ -43,12 +43,20 @@ class Answer:
     headers = EVENTS
 
     def __init__(self, id: str, model: str, tokenizer: Tokenizer, request: Generation) -> None:
-        self.id, self.model, self.tokenizer, self.request = id, model, tokenizer, request
+        self.id = id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.request = request
         options = request.stream_options
         self.usage = bool(options and options.include_usage)
         self.continuous = bool(options and options.continuous_usage_stats)
         self.created = int(time.time())
-        self._head = {"id": id, "object": self.chunk_object, "created": self.created, "model": model}
+        self._head = {
+            "id": id,
+            "object": self.chunk_object,
+            "created": self.created,
+            "model": model,
+        }
         self._before = b"data: " + _json(self._head)[:-1] + b',"choices":['
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
@@ -73,7 +81,10 @@ class Answer:
         """Return the same before it is written as JSON."""
         return {
             **(self._head | {"object": self.object}),
-            "choices": [self.shape(choice) | {"index": index} for index, choice in enumerate(group.choices)],
+            "choices": [
+                self.shape(choice) | {"index": index}
+                for index, choice in enumerate(group.choices)
+            ],
             "usage": usage(group),
         }
 
@@ -81,14 +92,27 @@ class Answer:
         """Return what comes after the last chunk."""
         if not self.usage:
             return DONE
-        return b"data: " + _json(self._head | {"choices": [], "usage": usage(group)}) + b"\n\n" + DONE
+        return (
+            b"data: "
+            + _json(self._head | {"choices": [], "usage": usage(group)})
+            + b"\n\n"
+            + DONE
+        )
 
-    def event(self, choice: Choice, fields: dict[str, Any], reason: str | None = None) -> bytes:
+    def event(
+        self, choice: Choice, fields: dict[str, Any], reason: str | None = None
+    ) -> bytes:
         """Return one event with these fields of a completion."""
-        parts = [self._before, _json({"index": choice.index} | fields | {"finish_reason": reason}), b"]"]
+        parts = [
+            self._before,
+            _json({"index": choice.index} | fields | {"finish_reason": reason}),
+            b"]",
+        ]
         if self.continuous:
             parts += [b',"usage":', _json(usage(choice.group))]
         elif self.usage:
-            parts.append(b',"usage":null')  # it is in the last chunk, and OpenAI's others say so
+            parts.append(
+                b',"usage":null'
+            )  # it is in the last chunk, and OpenAI's others say so
         parts.append(b"}\n\n")
         return b"".join(parts)

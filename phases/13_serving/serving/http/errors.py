@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 TYPES = {
-    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
+    **{
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        408: "timeout_error",
+    },
     **{429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"},
 }
 """Of a status; of others "invalid_request_error" below 500, and "server_error"."""
-STATUS = {"refused": 400, "error": 500, "nan": 500, "died": 503, "deadline": 504, "slow": 408, "left": 499}
+STATUS = {
+    "refused": 400,
+    "error": 500,
+    "nan": 500,
+    "died": 503,
+    "deadline": 504,
+    "slow": 408,
+    "left": 499,
+}
 """Of the trouble of a group of choices."""
 
 
@@ -33,13 +46,26 @@ class ApiError(Exception):
         close: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry, self.close = status, param, code, retry, close
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry = retry
+        self.close = close
 
     @property
     def body(self) -> dict[str, Any]:
         """The object that is sent."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:

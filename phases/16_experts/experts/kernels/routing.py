@@ -39,7 +39,9 @@ def route_kernel(
     x = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
     x = tl.exp(x - tl.max(x, axis=0))
     x = tl.where(e < E, x / tl.sum(x, axis=0), -1.0)
-    keys = tl.sort((x.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (E_PAD - 1 - e), descending=True)
+    keys = tl.sort(
+        (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (E_PAD - 1 - e), descending=True
+    )
     found = (keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if NORMALIZE:
         found = found / tl.sum(tl.where(e < TOP_K, found, 0.0), axis=0)
@@ -94,7 +96,11 @@ def place_kernel(
         inside = tile + t < tile_end
         tl.store(tiles + tile + t, own, mask=inside)
         tl.store(tiles + most + tile + t, begin + row, mask=inside)
-        tl.store(tiles + 2 * most + tile + t, tl.maximum(tl.minimum(here - row, ROWS), 0), mask=inside)
+        tl.store(
+            tiles + 2 * most + tile + t,
+            tl.maximum(tl.minimum(here - row, ROWS), 0),
+            mask=inside,
+        )
     if own < E:
         i = tl.arange(0, BLOCK)
         for start in range(0, choices, BLOCK):
