@@ -301,10 +301,10 @@ class OddOnly(NoGrammarManager):
         self.row = torch.full((1, words), 0xAAAAAAAA - (1 << 32), dtype=torch.int32)
         self.filled = 0
 
-    def wants(self, works: Sequence[Work]) -> bool:
+    def needs_mask(self, works: Sequence[Work]) -> bool:
         return True
 
-    def fill(self, works: Sequence[Work]) -> Tensor:
+    def fill_bitmask(self, works: Sequence[Work]) -> Tensor:
         sampled_requests = [
             sampled_request for work in works for sampled_request in work.sampled_requests
         ]

@@ -141,7 +141,7 @@ def test_a_number_is_read_from_the_evidence() -> None:
         numbers.fill("<!--n:09.nothing-->0<!--/n-->")
 
 
-MOST = 700
+MOST = 800
 """Lines that must be read: what fits into one sitting."""
 
 

@@ -269,7 +269,8 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(
         zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros
     )
-    heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
+    heads = case.q.shape[1]
+    kv_heads, d = case.k_cache.shape[2:]
     layer = LayerSpec(0, heads, kv_heads, d, case.scale)
     cache = LayerBlocks(case.k_cache, case.v_cache)
     pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)

@@ -80,9 +80,10 @@ def plans(
     if users is not None:
         found = []
         for text in ",".join(users).split(","):
-            count = integer(
-                "users", int(text) if text.strip().isdecimal() else text, low=1, high=65_536
-            )  # type: ignore[arg-type]
+            number: Any = (
+                int(text) if text.strip().isdecimal() else text
+            )  # which `integer` refuses
+            count = integer("users", number, low=1, high=65_536)
             total = requests or max(len(bodies), 2 * count)
             found.append((words.count(count, "user"), LoadPlan(bodies, total, users=count)))
         return found

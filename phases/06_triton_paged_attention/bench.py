@@ -129,7 +129,8 @@ def _losses(axes: Axes, full: Run, less: Sequence[Run], metric: str) -> None:
         axes.barh(row, change, height=0.62, color=colours([PHASE, run.variant])[run.variant])
         axes.plot(samples, [row] * len(samples), ".", color="#202020", markersize=3.5)
         axes.annotate(
-            f"{change:+.0%}", (max(0.0, *samples), row), (5, 0), textcoords="offset points", va="center",
+            f"{change:+.0%}", (max(0.0, *samples), row), (5, 0), textcoords="offset points",
+            va="center",
             fontsize=8,
         )  # fmt: skip
     names = [

@@ -52,9 +52,8 @@ def add_engine_flags(command: Command, *, server: bool = False) -> None:
         for flag in all_flags()
         if flag.name not in signature.parameters and (server or flag.first)
     ]
-    command.__signature__ = signature.replace(
-        parameters=[*signature.parameters.values(), *flags]
-    )  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), *flags]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
 
 

@@ -54,7 +54,10 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
         right = answer is not None and is_right(question, answer)
         state = "not started" if answer is None else "passes" if right else "fails"
         if state == "fails":
-            reason = f"{answer:g} is not within {question.tolerance:.0%} of the evidence ({truth(question):.3g})"
+            reason = (
+                f"{answer:g} is not within {question.tolerance:.0%} "
+                f"of the evidence ({truth(question):.3g})"
+            )
         points = question.points * right
         about = (question.id, question.question, points, question.points, state, reason)
         scores.append(Score(*about, guesses=len(guesses)))

@@ -123,7 +123,7 @@ def test_tokens_are_those_of_phase_01(model: Model) -> None:
     )
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 1.3])
+@pytest.mark.parametrize("attention_scaling", [1.0, 1.3])
 def test_pairs_stand_apart_and_turn_as_before(attention_scaling: float) -> None:
     """Scores of the reordered heads are those of the heads as they were, sharpened pairs included."""
     from phases.appendix.delta_layers.layers import fuse

@@ -27,7 +27,7 @@ from forward.surgery import clone
 from paged_cache import PagedEngine
 from phases import phase_named
 from phases.appendix.drafting_in_graphs.loop import GraphDraftingLoop
-from phases.appendix.latency import kernels as attention
+from phases.appendix.latency import layers as attention
 from phases.appendix.latency.layers import LatencyBlock
 from phases.registry import load_engine
 from speculative.head import HeadSource

@@ -123,7 +123,8 @@ class TestOnAGPU:
     def test_tokens_through_a_model(self, context: int, tokens: int) -> None:
         """Layers one behind the other, each of which begins before the last ends, and again in a graph."""
         config = replace(
-            SHAPES["qwen3-0.6b"], num_layers=12, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64,
+            SHAPES["qwen3-0.6b"], num_layers=12, hidden_size=576, num_heads=9, num_kv_heads=3,
+            head_dim=64,
             intermediate_size=1536, vocab_size=512, sliding_windows=(None,) * 12,
         )  # fmt: skip
         device = torch.device(DEVICE)
@@ -168,7 +169,8 @@ def test_which_blocks_change(
     """All matrices of a block or none; the head of a model, whose result is float32, never."""
     monkeypatch.setattr(columns, "available", lambda device: True)
     config = replace(
-        SHAPES["qwen3-0.6b"], num_layers=1, hidden_size=hidden, num_heads=9, num_kv_heads=3, head_dim=64,
+        SHAPES["qwen3-0.6b"], num_layers=1, hidden_size=hidden, num_heads=9, num_kv_heads=3,
+        head_dim=64,
         intermediate_size=1536, vocab_size=512, sliding_windows=(None,),
     )  # fmt: skip
     model = latency(optimize(random_model(config, device="cpu", dtype=torch.bfloat16)))

@@ -58,7 +58,9 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
 
 
 @pytest.mark.parametrize(
-    "meet", [False, True], ids=["combined in the projection", "combined by the last"]
+    "wait_for_all_splits",
+    [False, True],
+    ids=["combined in the projection", "combined by the last"],
 )
 @pytest.mark.parametrize(
     ("feature", "heads", "context"),
@@ -128,7 +130,9 @@ def test_attention_of_a_lone_token(
 
 @each_size
 @pytest.mark.parametrize(
-    "meet", [False, True], ids=["combined in the projection", "combined by the last"]
+    "wait_for_all_splits",
+    [False, True],
+    ids=["combined in the projection", "combined by the last"],
 )
 @pytest.mark.slow
 def test_a_lone_token_with_heads_of_each_size(
@@ -215,7 +219,7 @@ ALL = (
         *(("plain", (3, 3), *case) for case in ALL[-3:]),
     ],
 )
-@pytest.mark.parametrize("meet", [True, False])
+@pytest.mark.parametrize("wait_for_all_splits", [True, False])
 @pytest.mark.slow
 def test_attention_of_a_few_tokens_of_a_lone_request(
     context: int,
@@ -252,7 +256,8 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     given = SingleRequestInputs(
-        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
+        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables,
+        batch.context_lens,
         slots, batch.query_starts,
     )  # fmt: skip
     config = SingleRequestConfig(block_n=16, num_stages=2, splits=4)

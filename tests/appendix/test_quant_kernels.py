@@ -209,12 +209,12 @@ def test_attention_waits_for_the_first_layers_projection_alone() -> None:
         "random:tiny", device=DEVICE, dtype="float32", weight_loader=Quantize(FP8, None)
     )
     blocks = install(kernels(latency(optimize(model)))).modules()
-    kernels = [
+    first = [
         block.qkv_proj.kernels[0] for block in blocks if isinstance(block, FusedAttention)
     ]
-    ahead = [way.run_ahead for way in kernels if isinstance(way, QuantLatencyKernel)]
-    assert ahead == [index > 0 for index in range(model.config.num_layers)], (
-        f"layers run ahead: {ahead}"
+    early = [kernel.run_ahead for kernel in first if isinstance(kernel, QuantLatencyKernel)]
+    assert early == [index > 0 for index in range(model.config.num_layers)], (
+        f"layers whose weights are read before the wait: {early}"
     )
 
 

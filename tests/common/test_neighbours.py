@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common import neighbours
-from common.environment import QUIET, SPIN, settle
+from common.environment import QUIET, SPIN, limit_threads_and_noise
 from common.neighbours import Usage, processors, share, warn
 
 
@@ -32,7 +32,7 @@ def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
 
 def test_settings_are_made_and_the_users_own_win():
     empty: dict[str, str] = {}
-    settle(empty)
+    limit_threads_and_noise(empty)
     assert empty == QUIET | SPIN
     for own in (
         {"OMP_WAIT_POLICY": "PASSIVE"},
@@ -40,6 +40,6 @@ def test_settings_are_made_and_the_users_own_win():
         {"KINETO_LOG_LEVEL": "0"},
     ):
         given = dict(own)
-        settle(given)
+        limit_threads_and_noise(given)
         assert own.items() <= given.items()
         assert ("GOMP_SPINCOUNT" in given) == ("OMP_WAIT_POLICY" not in own)

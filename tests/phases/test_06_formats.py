@@ -135,7 +135,8 @@ def test_a_step_attends_to_what_it_has_stored(
     """Also prompts, whose keys torch has in hand: as they are stored, so that every phase says the same."""
     dtype, scaled = FORMATS[name]
     config = replace(
-        SHAPES["tiny"], num_layers=1, sliding_windows=(None,), num_heads=HEADS, num_kv_heads=KV_HEADS,
+        SHAPES["tiny"], num_layers=1, sliding_windows=(None,), num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
         head_dim=D,
     )  # fmt: skip
     kv = KVFormat(dtype, SCALES[None] if scaled else None)

@@ -159,7 +159,8 @@ def test_several_query_tokens_per_request() -> None:
         for features in FEATURES.values():
             out = torch.full_like(batch.q, float("nan"))
             paged_decode(
-                *batch.arguments, scale=0.2, query_starts=batch.query_starts, max_queries=4, out=out,
+                *batch.arguments, scale=0.2, query_starts=batch.query_starts, max_queries=4,
+                out=out,
                 config=DecodeConfig(block_n=16, splits=splits), **features,
             )  # fmt: skip
             what = f"{splits} splits, {features or 'plain'}"

@@ -16,7 +16,7 @@ from continuous.seams import Drafter
 from forward.model import Model
 from paged_cache import PagedEngine
 from speculative.control import SAMPLES, Cost, DraftController
-from speculative.loops import HostDrafter, watched
+from speculative.loops import HostDrafter, draft_loop_around
 from speculative.speculation import Proposer, SpeculativeRunner, verify
 
 SMALL = {
@@ -202,7 +202,7 @@ def clocked(
     speculator = engine.scheduler.drafter = SpeculativeRunner(
         source, DraftController(4), clock
     )
-    engine.loop = watched(engine)
+    engine.loop = draft_loop_around(engine)
     verify(engine)
     speculator.attach(engine)
     speculator.throttle.in_turn = in_turn

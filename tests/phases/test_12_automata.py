@@ -282,7 +282,8 @@ VALUES += [
     {"a": 1, "b": 2, "c": [{}]},
 ]
 AGREED: list[Any] = [
-    True, {}, {"type": "string", "minLength": 1, "maxLength": 3}, {"type": ["null", "integer"]},
+    True, {}, {"type": "string", "minLength": 1, "maxLength": 3},
+    {"type": ["null", "integer"]},
     {"type": "string", "pattern": "b"}, {"pattern": "^a.*e$"}, {"type": "number"}, {"type": "array", "minItems": 3},
     {"enum": [1, "a", None, [], {"a": 1}]}, {"const": 2.5}, {"type": "array", "minItems": 1, "maxItems": 2},
     {"type": "array", "items": {"type": "integer"}}, {"type": ["array", "null"], "minItems": 2, "maxItems": 1}, {"enum": [1.0]},

@@ -169,7 +169,7 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
             assert allowed.words.any(1).all(), "a mask allows nothing at all"
         return allowed
 
-    monkeypatch.setattr(engine.masks, "fill", filled)
+    monkeypatch.setattr(engine.masks, "fill_bitmask", filled)
     star, three = Grammar.regex("x[ab]*"), Grammar.regex("x[ab]{3}")
     params = [
         SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=star),

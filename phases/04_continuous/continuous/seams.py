@@ -118,7 +118,10 @@ class GrammarManager(Protocol):
         return None
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Return True if any taker of these works is constrained; then `fill_bitmask` must know all tokens before."""
+        """Return True if a sampled request of these works is constrained.
+
+        Then `fill_bitmask` must know all tokens before this step.
+        """
         return False
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:

@@ -35,7 +35,8 @@ combining; behind 100 others 5.3 in one."""
 @triton.jit
 def combine_rows(
     out, partial, lse, first_split, used, first_token, count, kv_head,
-    H: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Combine the `used` splits of `count` tokens of a key/value head's group into `out`."""
@@ -63,10 +64,12 @@ def combine_rows(
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out, q,  # [T, H, D]
-    k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse, arrived,
+    k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse,
+    arrived,
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
@@ -113,8 +116,10 @@ def decode_kernel(
     if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
         scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = ATTEND(
-        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
-        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high,
+        scale,
+        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_N=BLOCK_N,
         MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 

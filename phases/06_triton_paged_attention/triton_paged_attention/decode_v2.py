@@ -23,7 +23,8 @@ from triton_paged_attention.tiles import fold, raw_scores, unit
 def decode_v2_kernel(
     out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
     table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per request and key/value head."""

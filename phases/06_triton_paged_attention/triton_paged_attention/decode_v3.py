@@ -28,7 +28,8 @@ def decode_v3_kernel(
     lse,  # [B, H, SPLITS] float32
     q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
     table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip

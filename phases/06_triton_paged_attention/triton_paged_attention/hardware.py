@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -40,6 +41,5 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 232_448
     # Torch's own stubs lack this property.
-    return int(
-        getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")
-    )  # noqa: B009
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

@@ -33,7 +33,8 @@ def prefill_kernel(
     tiles,  # [number of tiles, 4], see query_tiles
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
@@ -73,19 +74,25 @@ def prefill_kernel(
         TMA and WINDOW == 0
     ):  # one loop: its tiles need no mask against what lies behind the last key
         m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end,
+            whole, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_N=BLOCK_N,
             MASK="edge", CAUSAL=True, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
     else:
         m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole,
+            whole, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_N=BLOCK_N,
             MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
         m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end,
+            scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_N=BLOCK_N,
             MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
     acc = (
@@ -162,7 +169,8 @@ def paged_prefill(
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled, SINKS=sinks is not None,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled,
+        SINKS=sinks is not None,
         ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

@@ -85,7 +85,8 @@ def hide(
 @triton.jit
 def load_tile(
     k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys and one of values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: zeros from `high` on."""
     n = tl.arange(0, BLOCK_N)
@@ -115,7 +116,8 @@ def attend(
     k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see `describe`
     table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of
     this.
@@ -144,7 +146,8 @@ def attend(
             values = v_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
         else:
             keys, values = load_tile(
-                k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+                k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride,
+                head_stride,
                 D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
             )  # fmt: skip
         s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)

@@ -110,8 +110,10 @@ def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
 
 @triton.jit
 def chunk_kernel(
-    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride, first,
-    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr, NATIVE: tl.constexpr,
+    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride,
+    first,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program per row and chunk: its largest logit, its winner, and with DRAW the winner's -E / weight.
 
@@ -218,7 +220,8 @@ def best_of_chunks(
         chunk_kernel[shape](
             best, ids if races is None else races, ids, logits, rows, steps, floats, ints,
             logits.stride(0), floats.stride(0), ints.stride(0), first,
-            V=vocab, BLOCK=block, CHUNKS=shape[1], DRAW=draw is not None, NATIVE=logits.is_cuda,
+            V=vocab, BLOCK=block, CHUNKS=shape[1], DRAW=draw is not None,
+            NATIVE=logits.is_cuda,
         )  # fmt: skip
     return BestTokens(best, races, ids)
 
@@ -232,7 +235,8 @@ def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
         finish_kernel[(batch,)](
             tokens, found.best, found.ids if found.races is None else found.races, found.ids,
             rows, floats, floats.stride(0),
-            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), DRAW=draw is not None, num_warps=1,
+            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), DRAW=draw is not None,
+            num_warps=1,
         )  # fmt: skip
     return tokens
 
@@ -283,7 +287,7 @@ class TritonSamplerBackend(SamplerBackend):
         steps: Tensor,
         features: SamplingFlags,
     ) -> Tensor:
-        """See `SamplerBackend.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
+        """See `SamplerBackend.draw`. It makes no noise `[B, V]`; excluded tokens have logits of -inf."""
         if features & TRUNCATION:
             logits = logits.masked_fill(
                 sampler.weigh(logits, rows, features) == 0, float("-inf")

@@ -53,7 +53,8 @@ def attend_pairs(
     v_cache,  # pointer to [N, P / 2, KH, D], words
     table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """`tiles.attend` for such a cache; `low` is even, and there is no TMA. Products are made in WIDE."""
     WIDE: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16

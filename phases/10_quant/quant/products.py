@@ -103,7 +103,8 @@ def round_rows(x: Tensor, kind: Activations) -> Rounded:
     padded = triton.next_power_of_2(size)
     if tokens:
         round_rows_kernel[(tokens,)](
-            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind],
+            WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=min(16, max(1, padded // 512)),
         )  # fmt: skip
     return Rounded(out, scale)
@@ -238,7 +239,8 @@ def unpack8_kernel(
 
 @triton.jit
 def unpack4_kernel(
-    out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr,
+    out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """One program per row and `WORDS` of its words (see `SPAN`), of which it writes the inputs below `K`.
@@ -270,15 +272,18 @@ def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
     if scheme.weights == "int4":
         words = weight.data.shape[1]
         unpack4_kernel[(n, triton.cdiv(words, 256))](
-            out, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256, HALF=TYPES[dtype],
+            out, weight.data, weight.scale,
+            weight.scale if weight.zero is None else weight.zero,
+            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256,
+            HALF=TYPES[dtype],
             num_warps=4,
         )  # fmt: skip
     else:
         block = min(4096, triton.next_power_of_2(size))
         unpack8_kernel[(n, triton.cdiv(size, block))](
             out, weight.data, weight.scale, weight.scale.stride(0),
-            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block, HALF=TYPES[dtype],
+            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block,
+            HALF=TYPES[dtype],
             num_warps=4,
         )  # fmt: skip
     return out

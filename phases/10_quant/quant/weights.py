@@ -76,7 +76,7 @@ class QuantizedWeight:
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Weights of one input end to end along their outputs; every one keeps its scales. See `can_concatenate`."""
+        """Concatenate weights of one input along their outputs, with their scales."""
         if len(parts) == 1:
             return parts[0]
         assert all(part.can_concatenate(after) for part, after in pairwise(parts)), (

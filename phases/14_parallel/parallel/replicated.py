@@ -106,7 +106,7 @@ class RankZeroGrammarManager(EarlyGrammarManager):
         return self.inner.needs_mask(works)
 
     def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
-        """See `GrammarManager.begin`. They are handed out at the same place of a step, however soon they are made."""
+        """See `GrammarManager.begin`. Masks are sent at one point of a step, however early."""
         self.inner.begin(works, landed)
         return False
 

@@ -73,7 +73,8 @@ def inputs_at(
 @triton.jit
 def convolve(
     x, weight, kept, at, live, start,
-    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
     """SiLU of the convolution of the channels from `start`: `[ROWS, PAD]` float32."""
@@ -92,7 +93,8 @@ def convolve(
 @triton.jit
 def shift(
     x, kept, source, boundary, into, cut, count, start,
-    C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
     """Keep the last `W - 1` inputs behind `cut` and behind `count` tokens, for the tokens that follow."""
@@ -113,9 +115,12 @@ def shift(
 
 @triton.jit
 def step_kernel(
-    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
+    eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per request and key head; requests of more than one token are left out.
@@ -189,9 +194,12 @@ def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
+    eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per request and key head; requests of one token are left out."""

@@ -106,9 +106,11 @@ class SymmetricMemoryReducer(Reducer):
             out, part, part if residual is None else residual,
             self.shared.table, self.meetings, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
-            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half, COUNTERS=2 * self.half,
+            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half,
+            COUNTERS=2 * self.half,
             ADD=residual is not None, PDL=early,
-            num_warps=min(16, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
+            num_warps=min(16, max(1, padded // 256)),
+            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
         return out
 

@@ -38,10 +38,13 @@ MOST_PARTS = 16
 
 @triton.jit
 def prepare_kernel(
-    q_out, k_out, v_out, solved, scores, totals, x, weight, a_log, dt_bias, kept, query_starts, step,
+    q_out, k_out, v_out, solved, scores, totals, x, weight, a_log, dt_bias, kept, query_starts,
+    step,
     requests, scale,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per request, key head and part of its chunks; requests of one token are left out."""
@@ -119,9 +122,12 @@ def prepare_kernel(
 
 @triton.jit
 def scan_kernel(
-    out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step, requests, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step,
+    requests, eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per request and value head; requests of one token are left out."""
@@ -296,7 +302,8 @@ def under_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 @triton.jit
 def begin_kernel(
-    tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states, tails,
+    tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states,
+    tails,
     requests, tokens, width, pages, null,
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

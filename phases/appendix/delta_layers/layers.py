@@ -93,7 +93,7 @@ class FusedGatedAttention(FusedAttention):
         return self.o_proj(under_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
-        """Return True if `single_request` computes the step: one request's token, and a cache without scales."""
+        """Return True if `single_request` computes the step: one token, and a cache without scales."""
         scaled = attention.pool.layers[self.spec.index].scaled
         return tokens == 1 and attention.decodes and attention.stores_early and not scaled
 

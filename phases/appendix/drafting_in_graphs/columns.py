@@ -173,7 +173,8 @@ def columns(
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     call = kernel(
         x.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=norm is not None,
-        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead, SPLITS=0,
+        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead,
+        SPLITS=0,
     )  # fmt: skip
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
@@ -198,7 +199,8 @@ def project_heads_in_columns(
     outputs, size = weight.shape
     assert config.splits <= MOST_SPLITS and parts.query_starts is not None
     call = kernel(
-        residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0, ONE_PLUS=0, GATED=0,
+        residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0,
+        ONE_PLUS=0, GATED=0,
         ADD=1, AHEAD=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
         CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n,
         WINDOW=layer.sliding_window or 0,

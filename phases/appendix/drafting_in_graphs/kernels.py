@@ -93,7 +93,8 @@ def accept_kernel(
 
 @triton.jit
 def next_inputs_kernel(
-    drafts, names, at, rows, given, tokens, next_at, host_output, small_tokens, newest, max_len, small_len, size,
+    drafts, names, at, rows, given, tokens, next_at, host_output, small_tokens, newest,
+    max_len, small_len, size,
     K: tl.constexpr, D: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """Draft number `D` goes to the model's row, to be verified, and to the drafter's, to be gone on from."""
@@ -114,7 +115,8 @@ def next_inputs_kernel(
 
 @triton.jit
 def side_by_side_kernel(
-    out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
     INDEXED: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its row."""
@@ -138,7 +140,8 @@ def side_by_side_kernel(
 
 @triton.jit
 def look_up_kernel(
-    at, rows, tokens, next_at, host_output, max_len, K: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
+    at, rows, tokens, next_at, host_output, max_len,
+    K: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One program per request: the longest of the last four, three and two tokens that stood here before."""
     i = tl.program_id(0)
@@ -229,7 +232,8 @@ class Step(NamedTuple):
         """
         places, size = self.places, len(self.places.at)
         accept_kernel[(size,)](
-            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at, self.host_output,
+            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at,
+            self.host_output,
             *self.chain, self.tokens.shape[1], size, K=self.drafts, num_warps=1,
         )  # fmt: skip
 
@@ -247,8 +251,10 @@ class Step(NamedTuple):
         small_tokens: `[R, max_len]` int64, the drafter's. newest: `[B]` int64, the drafts' token ids.
         """
         next_inputs_kernel[(len(made),)](
-            made, made if names is None else names, self.places.at, self.places.rows, self.given, self.tokens,
-            self.next_at, self.host_output, small_tokens, newest, self.tokens.shape[1], small_tokens.shape[1],
+            made, made if names is None else names, self.places.at, self.places.rows,
+            self.given, self.tokens,
+            self.next_at, self.host_output, small_tokens, newest, self.tokens.shape[1],
+            small_tokens.shape[1],
             len(made), K=self.drafts, D=number, NAMED=names is not None, num_warps=1,
         )  # fmt: skip
 
@@ -256,12 +262,13 @@ class Step(NamedTuple):
         """Write drafts behind each request's newest token, by the rule of `ngram.NGramIndex`.
 
         Only the last `MOST_TOKENS` tokens are searched, or a long text would take longer than the step. Where
-        no n-gram is found, the newest token is repeated there, and `host_output` says -1. StepPositions
+        no n-gram is found, the newest token is repeated there, and `host_output` says -1. Positions
         are below 2^24.
         """
         look_up_kernel[(len(self.places.at),)](
-            self.places.at, self.places.rows, self.tokens, self.next_at, self.host_output, self.tokens.shape[1],
-            K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS, num_warps=8,
+            self.places.at, self.places.rows, self.tokens, self.next_at, self.host_output,
+            self.tokens.shape[1], K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS,
+            num_warps=8,
         )  # fmt: skip
 
 
@@ -282,7 +289,8 @@ def side_by_side(
     early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
     side_by_side_kernel[(tokens, parts)](
         out, first, second.contiguous(), weights, out if ids is None else ids, eps,
-        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last, PDL=early,
+        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last,
+        PDL=early,
         num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

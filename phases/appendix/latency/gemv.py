@@ -32,8 +32,10 @@ from triton_paged_attention.linear import KINDS, activate
 @triton.jit
 def gemv_kernel(
     out, x, weight, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection.
@@ -132,9 +134,11 @@ def launch(
     norm_weight, eps, one_plus = norm or (x, 0.0, False)
     early = dependent_launch(x.device)
     kernel[(programs,)](
-        out, x, *weights, norm_weight, x if bias is None else bias, x if residual is None else residual,
+        out, x, *weights, norm_weight, x if bias is None else bias,
+        x if residual is None else residual,
         eps, rows,
-        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None,
+        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
+        ADD=residual is not None,
         GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], PDL=early, **more,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -152,5 +156,6 @@ def gemv(x: Tensor, weight: Tensor, **around: Unpack[Around]) -> Tensor:
     trigger = 2 if shape.late else int(not around.get("run_ahead", True))
     return launch(
         gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, around,
-        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger, num_warps=shape.num_warps,
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger,
+        num_warps=shape.num_warps,
     )  # fmt: skip

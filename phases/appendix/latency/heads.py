@@ -17,7 +17,8 @@ from triton_paged_attention.hardware import dependent_launch
 @triton.jit
 def combine_heads(
     partial, lse, used,
-    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Attention's output from the `used` splits in the workspace, all heads: `[H_PAD, D_PAD / 8, 8]`."""
     # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
@@ -70,7 +71,8 @@ def as_it_is(
 @triton.jit
 def heads_kernel(
     out, partial, lse, context_len, weight, weight_scale, bias, residual, N,
-    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
@@ -144,11 +146,14 @@ def project_heads(
     )
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
-        residual if scale is None else scale, residual if bias is None else bias, residual, size,
-        H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        residual if scale is None else scale, residual if bias is None else bias, residual,
+        size,
+        H=heads, H_PAD=triton.next_power_of_2(heads), D=d,
+        D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
         CHUNK=min(chunk, config.splits), ROWS=rows, BIAS=bias is not None,
-        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole, HARDWARE=hardware,
+        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole,
+        HARDWARE=hardware,
         PDL=early, num_warps=8, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -74,7 +74,8 @@ def norm_and_turn(
 @triton.jit
 def wait_for_all_splits(
     out, partial, lse, kv_head, used,
-    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Combine the `used` splits of a key/value head's group into `out`."""
@@ -93,7 +94,8 @@ def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
     partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     MEET: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
@@ -117,7 +119,8 @@ def single_request_attention_kernel(
     block = lookup(block_table, last, newest, n, P, BLOCK_N)
     known = tl.minimum(high, newest)
     keys, values = load_tile(
-        k_cache, v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+        k_cache, v_cache, block, last, key, known, kv_head, block_stride, slot_stride,
+        head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
@@ -180,9 +183,12 @@ def single_request_attention_kernel(
     m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
-        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, last,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-        MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low,
+        last, last,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_N=BLOCK_N,
+        MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW,
+        SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -291,15 +297,20 @@ def launch(
     q_weight, k_weight, eps, one_plus = given.norms or (qkv, qkv, 0.0, False)
     starts = () if given.query_starts is None else (given.query_starts,)
     early = dependent_launch(qkv.device)
+    partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
     kernel[(kv_heads, config.splits)](
         out, qkv, *given.cos_sin, q_weight, k_weight, cache.k, cache.v, given.block_tables,
         given.context_lens, *starts, given.slots,
-        workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype), workspace.lse, workspace.arrived,
+        partial, workspace.lse, workspace.arrived,
         eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
-        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
-        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n, SPLITS=config.splits,
-        MEET=wait_for_all_splits, PDL=early, num_warps=config.num_warps, num_stages=config.num_stages, **more,
+        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d,
+        D_PAD=max(16, triton.next_power_of_2(d)),
+        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
+        SOFT_CAP=layer.soft_cap is not None,
+        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n,
+        SPLITS=config.splits,
+        MEET=wait_for_all_splits, PDL=early, num_warps=config.num_warps,
+        num_stages=config.num_stages, **more,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return SingleRequestSplits(

@@ -45,9 +45,11 @@ NEW = tl.constexpr(16)
 @triton.jit
 def small_batch_attention_kernel(
     out,  # [T, H, D]
-    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, query_starts, slots,
+    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len,
+    query_starts, slots,
     partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
@@ -71,7 +73,8 @@ def small_batch_attention_kernel(
     key = low + n
     block = lookup(block_table, low, high, n, P, BLOCK_N)
     keys, values = load_tile(
-        k_cache, v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
+        k_cache, v_cache, block, low, key, high, kv_head, block_stride, slot_stride,
+        head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
@@ -118,8 +121,10 @@ def small_batch_attention_kernel(
     scores = hide(scores, key, position, low, high, CAUSAL=False, WINDOW=WINDOW, TMA=False)
     m, total, acc = fold(scores, values.to(query.dtype), m, total, acc, factor)
     m, total, acc = attend(
-        query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N, high, high,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N,
+        high, high,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_N=BLOCK_N,
         MASK="all", CAUSAL=False, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
     if split == used - 1:

@@ -75,7 +75,8 @@ def four(x):
 
 @triton.jit
 def place_of(
-    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
     """Rows and first input of a tile of `ROWS` outputs: tiles are of all matrices, then of all inputs."""
@@ -181,9 +182,11 @@ def sixteen(w, x, WORDS: tl.constexpr):
 def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
-    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Run as many programs as fit at once. Each prepares the input and takes `ROWS` outputs in turn; the
     weights of the next are on their way while some are multiplied.
@@ -312,6 +315,8 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **around: Unpack[Around]) -> Tenso
         gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, around,
         scale_stride=weight.scale.stride(0), K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
         SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8", HARDWARE=hardware,
-        WORDS=scheme.weights if known else "", AHEAD=around.get("run_ahead", True), num_warps=shape.num_warps,
+        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
+        HARDWARE=hardware,
+        WORDS=scheme.weights if known else "", AHEAD=around.get("run_ahead", True),
+        num_warps=shape.num_warps,
     )  # fmt: skip

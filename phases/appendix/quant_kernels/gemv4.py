@@ -64,7 +64,8 @@ OPERANDS = tl.constexpr("=r" + ",r" * 20)
 
 @triton.jit
 def load_rows(
-    weight, scale, zero, first_row, q, N, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    weight, scale, zero, first_row, q, N, K: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The words of `ROWS` outputs as tiles `[ROWS, Q, 4]`; if groups are spans, scales and zeros `[ROWS, Q]`.
@@ -110,7 +111,8 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def sums(
     words, s, z, even, odd, pairs, inputs, scale, zero, here, q, N, tile: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MATRICES: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    MATRICES: tl.constexpr,
     ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Products of a tile with the input, `[ROWS, Q]`, from the four parts of the input that it meets.
@@ -153,8 +155,10 @@ def sums(
 @triton.jit
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ZEROS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Programs as in `gemv8_kernel`: as many as run at once, each with one input and ever more rows."""
@@ -263,7 +267,10 @@ def gemv4(
     shape = loop_config(rows, size, matrices, 4, x.device)
     zero = weight.scale if weight.zero is None else weight.zero
     return launch(
-        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero], rows, around,
-        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k, ZEROS=weight.zero is not None,
-        ASM=x.is_cuda and group % SPAN == 0, AHEAD=around.get("run_ahead", True), num_warps=shape.num_warps,
+        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero],
+        rows, around,
+        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k,
+        ZEROS=weight.zero is not None,
+        ASM=x.is_cuda and group % SPAN == 0, AHEAD=around.get("run_ahead", True),
+        num_warps=shape.num_warps,
     )  # fmt: skip

@@ -141,8 +141,10 @@ def norm_rows(
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows_kernel[(x.numel() // size,)](
-            out, scale, total, x, x if values is None else values.contiguous(), rows, columns, weight, eps,
-            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending, ONE_PLUS=one_plus,
+            out, scale, total, x, x if values is None else values.contiguous(), rows, columns,
+            weight, eps,
+            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending,
+            ONE_PLUS=one_plus,
             ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
@@ -166,7 +168,8 @@ def gated_rows(
         gated_rows_kernel[(len(out),)](
             out, scale, values, rows, columns,
             SIZE=size, BLOCK=block, KIND=KINDS[gate], PENDING=pending, HALF=TYPES[dtype],
-            LARGEST=LARGEST[kind], WHOLE=kind == "int8", HARDWARE=hardware_rounds(values.device),
+            LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            HARDWARE=hardware_rounds(values.device),
             num_warps=_warps(block),
         )  # fmt: skip
     return Rounded(out, scale)

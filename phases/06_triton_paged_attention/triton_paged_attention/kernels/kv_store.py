@@ -71,8 +71,10 @@ def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def kv_store_kernel(
-    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride, slot_stride,
-    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride,
+    slot_stride,
+    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its heads."""

@@ -67,7 +67,8 @@ def _launch(
     rms_norm_kernel[(x.numel() // size,)](
         out, x, total, x if delta is None else delta.contiguous(), weight, eps,
         SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=one_plus,
-        PDL=early, num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
+        PDL=early, num_warps=min(8, max(1, padded // 256)),
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return total, out
 

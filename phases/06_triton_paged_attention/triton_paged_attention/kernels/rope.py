@@ -75,9 +75,11 @@ def store_head(
 
 @triton.jit
 def norm_rope_kernel(
-    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale, v_scale, eps,
+    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale,
+    v_scale, eps,
     block_stride, slot_stride,
-    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
     PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
@@ -214,9 +216,12 @@ def norm_rope(
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots,
             *((q, q) if pending is None else pending[:2]),
             *(cache[2:4] if cache is not None and scaled else (q, q)), eps, *strides,
-            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
-            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
-            PENDING=pending is not None, SCALED=scaled, LIMIT=largest(k.dtype) if scaled else 0.0,
+            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2),
+            P=block_size,
+            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None,
+            HEADS=HEADS_PER_PROGRAM,
+            PENDING=pending is not None, SCALED=scaled,
+            LIMIT=largest(k.dtype) if scaled else 0.0,
             WHOLE=not k.dtype.is_floating_point, PLACE=layout_of(cache).place, num_warps=4,
         )  # fmt: skip
     return q, k, v

@@ -103,8 +103,10 @@ def finish_sums(
 @triton.jit
 def grouped_kernel(
     out, x, x_scale, data, scale, bias, weights, order, table, most, scale_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per tile and `BLOCK_N` of `N` outputs.

@@ -24,7 +24,8 @@ from triton_paged_attention.hardware import dependent_launch
 @triton.jit
 def route_kernel(
     weights, chosen, logits,
-    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token; of equal probabilities the lowest number is first.
 
@@ -80,7 +81,8 @@ def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
 @triton.jit
 def place_kernel(
     order, tiles, counts, chosen, choices, most,
-    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """One program per expert, which writes its places of `order` and its tiles, and one for empty tiles."""
     own = tl.program_id(0)
@@ -132,6 +134,7 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tens
     count_kernel[(experts,)](counts, chosen, choices, BLOCK=block, num_warps=warps)
     place_kernel[(experts + 1,)](
         order, table, counts, chosen, choices, most,
-        E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64, num_warps=warps,
+        E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64,
+        num_warps=warps,
     )  # fmt: skip
     return order, table

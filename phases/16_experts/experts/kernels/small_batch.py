@@ -47,8 +47,10 @@ def read_tile(data, row, inside, k, scale, columns, K: tl.constexpr, SIDE: tl.co
 @triton.jit
 def small_batch_expert_kernel(
     out, x, x_scale, data, scale, bias, weights, chosen, E, scale_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per `BLOCK_N` of `N` outputs, of a choice (UP) or of a token, whose choices it adds up."""
@@ -116,7 +118,9 @@ def gathered(
     shapes: tuple[Shape, Shape] = SHAPES,
 ) -> Tensor:
     """A `Way` for a few tokens. shapes: for measurements."""
-    chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
+    chosen = chosen.contiguous()
+    weights = weights.contiguous()
+    tokens, top_k = chosen.shape
     both = zip((layer.gate_up, layer.down), (layer.act, None), shapes, strict=True)
     for stack, act, (block_n, block_k, warps) in both:
         tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
@@ -125,7 +129,8 @@ def gathered(
         out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
         small_batch_expert_kernel[(programs, triton.cdiv(n, block_n))](
             out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
-            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps, **early(x.device),
+            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
+            **early(x.device),
         )  # fmt: skip
         x = out
     return x
