@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from forward.attention import Attention, LayerSpec
 from forward.model import Model
-from paged_cache import EngineBuilder, Feature
+from paged_cache import EngineBuilder
+from triton_paged_attention import Kernels
 from triton_paged_attention.feature import CUDA_BLOCK_SIZE, check_triton
 
 
@@ -58,13 +59,11 @@ def compile_layers(model: Model, backend: str = "inductor") -> Model:
 
 
 @dataclass(frozen=True)
-class Compiled(Feature):
+class Compiled(Kernels):
     """For comparison: `torch.compile` fuses the layers, around the kernels' attention and sampling."""
 
     name: ClassVar[str] = "compiled"
     phase: ClassVar[int] = 8  # before graphs, which capture what it makes
-
-    attends: ClassVar[bool] = True
 
     def install(self, builder: EngineBuilder) -> None:
         """Compiled layers."""
@@ -73,6 +72,6 @@ class Compiled(Feature):
         check_triton(builder.model.device.type)
         model = compile_layers(builder.own_model())
         attention = partial(TritonPagedAttention, num_heads=model.config.num_heads)
-        builder.replace(self, attention=attention)  # graphs bring the chooser
+        builder.attention.replace(self, attention)  # graphs bring the chooser
         if model.device.type == "cuda":
-            builder.defaults["block_size"] = CUDA_BLOCK_SIZE
+            builder.default_block_size = CUDA_BLOCK_SIZE

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError, near
 
@@ -166,6 +168,37 @@ def phase_named(text: str, *others: str) -> Phase:
         hint = near(text.strip().lower(), [*(phase.package for phase in PHASES), *known])
         raise UserError(f"phase is {text!r}, but it must be one of {', '.join(known)}{hint}")
     return phase
+
+
+class Flag(NamedTuple):
+    """An option of an engine or of a server, as the command line has it.
+
+    kind: the name of its type.
+    panel: the heading that it stands under.
+    first: the first phase whose engine has it; 0 for one of a server.
+    """
+
+    name: str
+    kind: str
+    help: str
+    panel: str
+    first: int
+
+
+@cache
+def flags() -> list[Flag]:
+    """Return every flag: those of a server first, then those of engines, in the order of their phases.
+
+    They are made of the dataclasses that have the options, by `python -m benchmarks.flags`, since importing
+    all of these takes seconds, and a phase must not need the ones above it.
+    """
+    table = Path(__file__).with_name("flags.json").read_text(encoding="utf-8")
+    return [Flag(*flag) for flag in json.loads(table)]
+
+
+def first_phases() -> dict[str, int]:
+    """Return every option of an engine and every feature's switch, with the first phase that has it."""
+    return {flag.name: flag.first for flag in flags() if flag.first}
 
 
 def own_options(

@@ -5,24 +5,25 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from common.device import pick_device
 from common.errors import UserError
 from common.events import Streams
-from common.options import names, route, unknown
+from common.options import route, unknown
 from common.text.tokenizer import Tokenizer
-from continuous.sizes import Sizes
 from forward.loading import facts_of
 from forward.model import Model
-from paged_cache.build import build
-from paged_cache.builder import Feature, PagedSizes, Recipe
-from paged_cache.preset import Chosen, Preset
-from phases import PHASES, Phase, appendix, own_options
+from phases import PHASES, Phase, appendix, first_phases, own_options
 from phases import phase_named as phase_named
+
+if TYPE_CHECKING:
+    from paged_cache.preset import Chosen, Preset
+    from paged_cache.recipe import Feature
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
@@ -47,59 +48,53 @@ def missing_for(phase: Phase, device: torch.device) -> str:
 # Features and options.
 
 
-def features() -> dict[str, type[Feature]]:
-    """Every feature there is, by name, in the order of their phases."""
-    found: dict[str, type[Feature]] = {}
-    for phase in PHASES:
-        if phase.number > BLOCKS:
-            own = preset(phase)
-            found |= {kind.name: kind for kind in (*own.on, *own.fitting)}
-    return dict(sorted(found.items(), key=lambda item: item[1].phase))
-
-
 def preset(phase: Phase) -> Preset:
     """Return a phase's preset with the appendix's features for it and the phases below."""
     own: Preset = import_phase(phase).PRESET
-    return own.plus(
-        fitting=[kind for kind in appendix.features() if kind.phase <= phase.number]
-    )
+    return own.plus(fitting=appendix.features(phase.number))
 
 
-def first_phases() -> dict[str, int]:
-    """Every option of an engine and every feature's switch, with the first phase that has it."""
-    found = {name: BLOCKS for name in names(PagedSizes)} | {
-        name: ROWS for name in names(Sizes)
-    }
-    for kind in features().values():
-        found |= dict.fromkeys((kind.name, *names(kind)), kind.phase)
-    return found
+def features(phase: Phase) -> list[type[Feature]]:
+    """Return every feature that a phase or one below it has, in the order of their phases."""
+    found: dict[type[Feature], None] = {}
+    for each in PHASES[BLOCKS - 1 : phase.number]:
+        own = preset(each)
+        found |= dict.fromkeys((*own.on, *own.fitting))
+    return sorted(found, key=lambda kind: kind.phase)
 
 
-def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
-    """Return the sizes and features that options mean for a phase from 05 on.
+@dataclass(frozen=True)
+class Checked:
+    """Options of a phase's engine that can be had.
+
+    own: by name. chosen: from phase 05 on, the sizes and features that they mean.
+    """
+
+    phase: Phase
+    own: dict[str, Any]
+    chosen: Chosen | None = None
+
+
+def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Checked:
+    """Return a phase's options as `load_checked` takes them.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
-    more = [kind for kind in features().values() if kind.phase <= phase.number]
-    return preset(phase).choose(own_options(phase, options, first_phases()), device, more)
-
-
-def check_options(
-    phase: Phase, options: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
     own = own_options(phase, options, first_phases())
     if phase.number >= BLOCKS:
-        choose(phase, own, device)
-    elif phase.number >= ROWS:
+        chosen = preset(phase).choose(own, device, features(phase))
+        return Checked(phase, own, chosen)
+    if phase.number >= ROWS:
+        from continuous.sizes import Sizes
+
         Sizes(**route(own, [Sizes])[0])
     else:
         known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
         for name in own:
             if name not in known:
                 raise UserError(unknown(name, known))
-    return own
+    return Checked(phase, own)
 
 
 def check_model(phase: Phase, model: Any) -> None:
@@ -111,6 +106,28 @@ def check_model(phase: Phase, model: Any) -> None:
         )
 
 
+def load_checked(
+    options: Checked,
+    model: Any,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: Tokenizer | None = None,
+) -> Streams:
+    """Make a phase's engine for a model's name or a loaded model. Raises `UserError`: see `check_model`."""
+    phase, chosen = options.phase, options.chosen
+    check_model(phase, model)
+    if chosen is None:
+        package = import_phase(phase)
+        early: Streams = package.load(
+            model, device=device, dtype=dtype, tokenizer=tokenizer, **options.own
+        )
+        return early
+    from paged_cache import Recipe, build
+
+    return build(Recipe(model, chosen.sizes, chosen.installed, device, dtype, tokenizer))
+
+
 def load_engine(
     phase: Phase,
     model: Any,
@@ -120,20 +137,11 @@ def load_engine(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Streams:
-    """A phase's engine for a model's name or a loaded model: everything that runs one comes here.
+    """Check options, and make a phase's engine with them: everything that runs one comes here.
 
     Raises:
-        UserError: an option is unknown, out of its limits, or of a later phase; or see `check_model`.
+        UserError: see `check_options` and `check_model`.
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
-    if phase.number < BLOCKS:
-        options = check_options(phase, options, where)
-        check_model(phase, model)
-        package = import_phase(phase)
-        early: Streams = package.load(
-            model, device=device, dtype=dtype, tokenizer=tokenizer, **options
-        )
-        return early
-    chosen = choose(phase, options, where)
-    check_model(phase, model)
-    return build(Recipe(model, chosen.sizes, chosen.installed, device, dtype, tokenizer))
+    checked = check_options(phase, options, where)
+    return load_checked(checked, model, device=device, dtype=dtype, tokenizer=tokenizer)

@@ -22,7 +22,7 @@ from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.rows import RequestRows
-from continuous.seams import Drafter, NoGrammarManager
+from continuous.seams import Drafter, GrammarManager
 from continuous.work import Work
 from forward.shapes import SHAPES
 
@@ -293,7 +293,7 @@ class FakeDrafter(Drafter):
         return drafts
 
 
-class OddOnly(NoGrammarManager):
+class OddOnly(GrammarManager):
     """Lets every request choose odd tokens only, and checks that it knows every token before."""
 
     def __init__(self, vocab: int) -> None:

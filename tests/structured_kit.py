@@ -27,9 +27,10 @@ from common.sampling.params import SamplingParams
 from common.text.detokenizer import _BYTE_OF
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
+from continuous.seams import Drafter
+from cuda_graphs import OverlappedLoop
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
-from speculative.loops import HostDrafter
 from structured.masks import AutomataGrammarManager
 from structured.matcher import Matcher, Words
 from structured.vocabulary import Vocabulary
@@ -178,7 +179,7 @@ class Slow:
     """Holds a backend's compilations back."""
 
     def __init__(self, engine: PagedEngine, seconds: float) -> None:
-        masks = engine.masks
+        masks = engine.grammar_manager
         assert isinstance(masks, AutomataGrammarManager)
         backend = masks.pool.backend
         compile = backend.compile
@@ -214,7 +215,7 @@ def computed_after_their_end(engine: PagedEngine) -> list[int]:
     return late
 
 
-class Guess(HostDrafter):
+class Guess(Drafter):
     """Drafts a fixed continuation, of which a grammar may refuse the rest."""
 
     def __init__(self, text: str) -> None:
@@ -301,11 +302,10 @@ def must_cut_guesses(plain: PagedEngine, guessing: PagedEngine) -> None:
     check(guessing)
 
 
-def must_mask_every_step(model: Model, masks: Any, loop: Callable[[Any], Any]) -> None:
-    """Fail unless every step of a loop is masked: by these masks, odd tokens alone are sampled."""
+def must_mask_every_step(model: Model, masks: Any) -> None:
+    """Fail unless every overlapped step is masked: by these masks, odd tokens alone are sampled."""
     made = cuda_graphs.load(model, **SMALL)
-    engine = Engine(made.scheduler, made.runner, masks=masks)
-    engine.loop = loop(masks)
+    engine = Engine(made.scheduler, made.runner, grammar_manager=masks, loop=OverlappedLoop())
     for completion in engine.generate(
         [PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)
     ):
@@ -326,7 +326,7 @@ def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method
             break
     known = len(first.output_ids)
     with patch.context() as failing:
-        failing.setattr(type(engine.masks), method, lambda *given: 1 / 0)
+        failing.setattr(type(engine.grammar_manager), method, lambda *given: 1 / 0)
         outputs = engine.step()
     assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), (
         first.error

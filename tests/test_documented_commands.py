@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer.main
 
-from phases import PHASES, find_phase, registry
+from phases import PHASES, find_phase, first_phases, registry
 from phases.cli import WITH_ENGINE_FLAGS, app
 from phases.commands import course  # noqa: F401  (the commands of `ladder course`)
 from phases.commands.arguments import EXTRAS
@@ -53,7 +53,7 @@ def check(line: str) -> None:
     if phase is not None and phase not in EXTRAS:
         assert find_phase(phase), f"there is no phase {phase}"
     if name in WITH_ENGINE_FLAGS and phase is not None:
-        first = registry.first_phases()
+        first = first_phases()
         options = {
             key: value for key, value in given.items() if key in first and value is not None
         }

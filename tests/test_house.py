@@ -206,6 +206,31 @@ def test_an_assignment_is_one_thought():
     assert found == [], "\n".join(found)
 
 
+PARTS = {"engine", "scheduler", "runner", "loop", "drafter", "grammar_manager"}
+"""Names of objects that get all they have in their constructors."""
+
+
+def test_no_part_of_an_engine_is_changed_from_outside():
+    found = []
+    product = [*(ROOT / "common").rglob("*.py"), *(ROOT / "phases").rglob("*.py")]
+    serving = ROOT / "phases" / "13_serving"  # whose `engine` is the client of one
+    for path in product:
+        if path.name == "bench.py" or path.is_relative_to(serving):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    owner = target.value if isinstance(target, ast.Attribute) else None
+                    name = owner.id if isinstance(owner, ast.Name) else None
+                    name = owner.attr if isinstance(owner, ast.Attribute) else name
+                    if name in PARTS:
+                        found.append(
+                            f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(target)}"
+                        )
+    assert found == [], "\n".join(found)
+
+
 def test_a_class_name_means_one_class():
     places = defaultdict(list)
     for name, path in modules().items():

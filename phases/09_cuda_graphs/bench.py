@@ -112,9 +112,8 @@ class Bench:
         """A variant over the one scheduler and cache."""
         graphs, overlap = VARIANTS[variant]
         runner: PagedRunner = self.graphs if graphs else self.eager
-        engine = PagedEngine(self.base.scheduler, runner)
-        engine.loop = OverlappedLoop() if overlap else SequentialLoop()
-        return engine
+        loop = OverlappedLoop() if overlap else SequentialLoop()
+        return PagedEngine(self.base.scheduler, runner, loop=loop)
 
     def cold(self, work: Workload) -> Workload:
         """The workload with tokens that no run has seen: the variants share a prefix cache."""
@@ -211,7 +210,9 @@ class Bench:
             engine.step()
         for _ in range(5):
             engine.step()
-        graph = self.graphs.plan(DecodeGraphExecutor).graphs[len(work.items), SamplingFlags(0)]
+        graph = self.graphs.executor(DecodeGraphExecutor).graphs[
+            len(work.items), SamplingFlags(0)
+        ]
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""

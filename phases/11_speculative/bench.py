@@ -35,7 +35,7 @@ from speculative import Speculate, SpeculativeRunner
 from speculative.control import DraftController
 from speculative.feature import DRAFTERS
 from speculative.head import WEIGHTS
-from speculative.speculation import agreeing, verify
+from speculative.speculation import agreeing
 from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
@@ -198,7 +198,7 @@ class Bench:
         """Put a drafter into its engine, and say a few tokens; afterwards it remembers no text."""
         engine, drafter = contender
         engine.scheduler.drafter = drafter
-        verify(engine).agree = agreeing
+        engine.runner.verifier.agree = agreeing
         if isinstance(drafter, SpeculativeRunner):
             drafter.attach(engine)
         time_replay(engine, work, self.options.device)

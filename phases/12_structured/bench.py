@@ -175,7 +175,7 @@ class Bench:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
         engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
-        masks = engine.masks
+        masks = engine.grammar_manager
         assert isinstance(masks, AutomataGrammarManager)
         masks.refusal = ""
         masks.pool.seconds = 60.0

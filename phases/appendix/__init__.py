@@ -7,34 +7,34 @@ benchmarks.
 
 from __future__ import annotations
 
-import importlib
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paged_cache.builder import Feature
+    from paged_cache.recipe import Feature
 
-FEATURES: tuple[str, ...] = (
-    "phases.appendix.rehearsal.rehearsal:Rehearsal",
-    "phases.appendix.latency.feature:Latency",
-    "phases.appendix.cpu_step.feature:CpuStep",
-    "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
-    "phases.appendix.quant_kernels.feature:QuantKernels",
-    "phases.appendix.all_reduce.feature:CustomAllReduce",
-    "phases.appendix.drafting_in_graphs.feature:GraphDrafting",
-    "phases.appendix.guidance.feature:Guidance",
-    "phases.appendix.masked_graphs.feature:MaskedGraphs",
-    "phases.appendix.delta_layers.feature:DeltaLayers",
-)
+FEATURES = {
+    "rehearsal.rehearsal:Rehearsal": 6,
+    "latency.feature:Latency": 9,
+    "cpu_step.feature:CpuStep": 9,
+    "checkpoint_formats.feature:CheckpointFormats": 10,
+    "quant_kernels.feature:QuantKernels": 10,
+    "all_reduce.feature:CustomAllReduce": 14,
+    "drafting_in_graphs.feature:GraphDrafting": 11,
+    "guidance.feature:Guidance": 12,
+    "masked_graphs.feature:MaskedGraphs": 12,
+    "delta_layers.feature:DeltaLayers": 17,
+}
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 
-Its `phase` is the phase that it extends; it is on where its `enabled_by_default` says so.
+Behind it stands the phase that it extends; it is on where its `enabled_by_default` says so.
 """
 
 
-def features() -> list[type[Feature]]:
-    """Import the features of all entries."""
-    found = []
-    for place in FEATURES:
-        module, name = place.split(":")
-        found.append(getattr(importlib.import_module(module), name))
-    return found
+def features(number: int) -> list[type[Feature]]:
+    """Import the features of the entries that extend the phases up to a number."""
+    return [
+        resolve_name(f"{__name__}.{place}")
+        for place, phase in FEATURES.items()
+        if phase <= number
+    ]

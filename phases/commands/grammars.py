@@ -66,7 +66,7 @@ def show_trace(
     Those that the grammar forbids are grey. Returns the exit code of `ladder run`.
     """
     assert params.grammar is not None
-    matcher = engine.masks.pool.ask(params.grammar).wait().matcher()
+    matcher = engine.grammar_manager.pool.ask(params.grammar).wait().matcher()
     size = engine.config.vocab_size
     words = np.zeros(-(-size // 32), np.int32)
     out.print(

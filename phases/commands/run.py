@@ -20,7 +20,7 @@ from common.words import count
 from phases import Phase, phase_named
 from phases.commands.engines import Served, serve
 from phases.commands.grammars import check_grammar, show_trace
-from phases.registry import check_options, load_engine, missing_for
+from phases.registry import check_options, load_checked, missing_for
 
 SPECULATES = 11
 """The phase that guesses."""
@@ -38,10 +38,9 @@ def run(given: SimpleNamespace) -> int:
     model = given.model
     prompts = given.prompts
     params = given.params
-    options = given.options
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
-    check_options(phase, options, where)
+    options = check_options(phase, given.options, where)
     if given.stats and phase.number < SPECULATES:
         raise UserError(
             f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}"
@@ -65,15 +64,10 @@ def run(given: SimpleNamespace) -> int:
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]",
             soft_wrap=True,
         )
-    engine = load_engine(
-        phase,
-        str(folder),
-        device=str(where),
-        dtype=given.dtype,
-        tokenizer=tokenizer,
-        **options,
+    engine = load_checked(
+        options, str(folder), device=str(where), dtype=given.dtype, tokenizer=tokenizer
     )
-    if given.verbose and (memory_plan := getattr(engine, "ledger", None)) is not None:
+    if given.verbose and (memory_plan := getattr(engine, "memory_plan", None)) is not None:
         err.print(f"[dim]{memory_plan}[/dim]")
     if given.trace:
         return show_trace(engine, tokenizer, ids[0], params)

@@ -25,13 +25,13 @@ from common.options import route
 from common.sampling.params import sampling_defaults
 from common.sockets import listen
 from common.text.tokenizer import Tokenizer
-from phases import Phase, phase_named
+from phases import first_phases, phase_named
 from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.plain import version
-from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
+from phases.registry import ROWS, Checked, check_options, load_checked, missing_for
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
@@ -50,10 +50,10 @@ def run(given: SimpleNamespace) -> int:
     of_engine = list(first_phases())
     limits, replicas = route(given.options, [Limits, ReplicaOptions], of_engine)
     checked, copies = Limits(**limits), ReplicaOptions(**replicas)
-    options = {name: value for name, value in given.options.items() if name in of_engine}
+    own = {name: value for name, value in given.options.items() if name in of_engine}
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)
-    check_options(rung, options, where)
+    options = check_options(rung, own, where)
     if missing := missing_for(rung, where):
         err.print(
             f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]"
@@ -68,10 +68,10 @@ def run(given: SimpleNamespace) -> int:
         "access_log": given.access_log,
         "version": version(),
     }
-    make = partial(make_app, given, rung, options, server)
+    make = partial(make_app, given, options, server)
     if copies.replicas:
         _folder_of(given.model)  # fetched once, before all of them ask
-        gpus = int(options.get("tensor_parallel") or 1) if where.type == "cuda" else 0
+        gpus = int(own.get("tensor_parallel") or 1) if where.type == "cuda" else 0
         return _serve_replicas(make, copies, gpus, checked, given)
     return _serve(make(), given, bool(keys), begun if where.type == "cpu" else None)
 
@@ -85,9 +85,7 @@ def _folder_of(model: str) -> Path:
     return folder
 
 
-def make_app(
-    given: SimpleNamespace, phase: Phase, options: dict[str, Any], server: Mapping[str, Any]
-) -> App:
+def make_app(given: SimpleNamespace, options: Checked, server: Mapping[str, Any]) -> App:
     """The application with an engine that is yet to be started.
 
     options: of the engine.
@@ -95,7 +93,7 @@ def make_app(
     """
     model, folder = given.model, _folder_of(given.model)
     source = model if model.startswith(RANDOM) else str(folder)
-    make = partial(make_engine, phase, source, str(folder), given.device, given.dtype, options)
+    make = partial(make_engine, options, source, str(folder), given.device, given.dtype)
     return whole_app(
         EngineProcess(make, observer=PoolingObserver),
         Tokenizer(folder),
@@ -105,15 +103,11 @@ def make_app(
     )
 
 
-def make_engine(
-    phase: Phase, model: str, folder: str, device: str, dtype: str, options: dict[str, Any]
-) -> Any:
+def make_engine(options: Checked, model: str, folder: str, device: str, dtype: str) -> Any:
     """Make the engine, in its own process. Phases that take no requests while they run serve one by one."""
     tokenizer = Tokenizer(folder)
-    engine = load_engine(
-        phase, model, device=device, dtype=dtype, tokenizer=tokenizer, **options
-    )
-    return engine if phase.number >= ROWS else OneAtATime(engine)
+    engine = load_checked(options, model, device=device, dtype=dtype, tokenizer=tokenizer)
+    return engine if options.phase.number >= ROWS else OneAtATime(engine)
 
 
 def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:

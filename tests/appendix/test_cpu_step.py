@@ -194,7 +194,7 @@ def test_what_it_does_not_compute_takes_the_plain_path(
     config: ModelConfig, options: dict[str, Any]
 ) -> None:
     engine = engine_of(tiny(config), "10", **options)
-    assert not any(isinstance(plan, OneCall) for plan in engine.runner.plans)
+    assert not any(isinstance(plan, OneCall) for plan in engine.runner.executors)
     assert generate(engine, PROMPTS[:1], [SamplingParams(max_tokens=2, ignore_eos=True)])[
         0
     ].token_ids

@@ -21,9 +21,9 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import TORCH, TokenBitmask
 from continuous.work import Work
+from cuda_graphs import OverlappedLoop
 from forward.model import Model
 from paged_cache import PagedEngine
-from phases.appendix.guidance.loop import EarlyMaskLoop
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, must_obey
 from tests.schedules import check
 from tests.structured_kit import PROMPT, SMALL, text_of
@@ -134,7 +134,7 @@ def plan_of(engine: PagedEngine) -> Any:
     from phases.appendix.masked_graphs.graphs import MaskedGraphExecutor
 
     assert isinstance(engine.runner, GraphRunner)
-    return engine.runner.plan(MaskedGraphExecutor)
+    return engine.runner.executor(MaskedGraphExecutor)
 
 
 @pytest.fixture
@@ -234,19 +234,19 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
 
     def outputs(staging: bool) -> tuple[list[list[int]], list[int]]:
         engine = engine_of(model, **options)
-        plan, masks = plan_of(engine), engine.masks
+        plan, masks = plan_of(engine), engine.grammar_manager
         staged: list[int] = []
         if not staging:
             plan.graphs.clear()
         else:
-            assert isinstance(engine.loop, EarlyMaskLoop)
+            assert isinstance(engine.loop, OverlappedLoop)
 
             def noted(works: Sequence[Work]) -> None:
                 plan.stage(works)
                 if plan._staged is not None and plan._staged[0] is works:
                     staged.append(len(works))
 
-            engine.loop.stage = noted
+            engine.loop.prefetch = noted
         requests = []
         for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
             params = SamplingParams(

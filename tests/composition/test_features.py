@@ -17,7 +17,7 @@ from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature, PagedSizes, Recipe, build
 from paged_cache.scheduler import PagedScheduler
-from phases import phase_named, registry
+from phases import first_phases, phase_named, registry
 from phases.cli import main
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ class Grab(Feature):
     phase: ClassVar[int] = 7
 
     def install(self, builder: EngineBuilder) -> None:
-        builder.replace(self, scheduler=PagedScheduler)
+        builder.scheduler.replace(self, PagedScheduler)
 
 
 def test_two_features_that_bring_the_same_part(model: Model) -> None:
@@ -161,5 +161,5 @@ def test_flags_come_from_the_options(
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     shown = capsys.readouterr().out
-    for name in registry.first_phases():
+    for name in first_phases():
         assert "--" + name.replace("_", "-") in shown, name

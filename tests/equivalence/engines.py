@@ -34,9 +34,7 @@ def blocks(model: Model, count: int, block_size: int = 16) -> int:
 
 def overlapped(engine: Engine) -> Engine:
     """The same engine one step ahead of its results, as phase 09 runs it."""
-    made = Engine(engine.scheduler, engine.runner, engine.tokenizer)
-    made.loop = OverlappedLoop()
-    return made
+    return Engine(engine.scheduler, engine.runner, engine.tokenizer, loop=OverlappedLoop())
 
 
 def tight(load: Callable[..., PagedEngine], **options: Any) -> Make:

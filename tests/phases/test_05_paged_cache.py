@@ -556,7 +556,7 @@ class Wide(Feature):
     width: int = option(1, "of the pool")
 
     def install(self, builder: EngineBuilder) -> None:
-        builder.replace(self, pool=WidePool)
+        builder.pool.replace(self, WidePool)
 
 
 def test_an_option_needs_its_feature() -> None:

@@ -12,12 +12,11 @@ import pytest
 import speculative
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.seams import Drafter
 from forward.model import Model
 from paged_cache import PagedEngine
 from speculative.control import SAMPLES, Cost, DraftController
-from speculative.loops import HostDrafter, draft_loop_around
-from speculative.speculation import Proposer, SpeculativeRunner, verify
+from speculative.speculation import Proposer, SpeculativeRunner, Verifier
+from speculative.wrapper import DrafterWrapper
 
 SMALL = {
     "max_rows": 6,
@@ -202,8 +201,7 @@ def clocked(
     speculator = engine.scheduler.drafter = SpeculativeRunner(
         source, DraftController(4), clock
     )
-    engine.loop = draft_loop_around(engine)
-    verify(engine)
+    engine.runner.verifier = Verifier(engine.scheduler.rows.tokens)
     speculator.attach(engine)
     speculator.throttle.in_turn = in_turn
     collect = engine.collect
@@ -216,18 +214,13 @@ def clocked(
     return engine, speculator, clock
 
 
-class Around(HostDrafter):
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-
-
 @pytest.mark.parametrize("around", [False, True], ids=["alone", "another around it"])
 def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(
     model: Model, around: bool
 ) -> None:
     engine = speculative.load(model, drafter="ngram", **SMALL)
     speculator = SpeculativeRunner(Stubborn(2), DraftController(4, adaptive=False))
-    engine.scheduler.drafter = Around(speculator) if around else speculator
+    engine.scheduler.drafter = DrafterWrapper(speculator) if around else speculator
     speculator.attach(engine)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert speculator.stats.steps > 15, (

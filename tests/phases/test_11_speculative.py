@@ -42,9 +42,8 @@ from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
 from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers, stream
-from speculative.loops import draft_loop_around
 from speculative.ngram import NGramIndex, follow
-from speculative.speculation import Proposer, SpeculativeRunner, verify
+from speculative.speculation import Proposer, SpeculativeRunner, Verifier
 from speculative.stats import SpeculationStats
 from speculative.verify_graph import VerifyGraphExecutor, verify_sizes
 from tests.equivalence.compare import assert_all_same, next_logits
@@ -134,8 +133,7 @@ def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None
 def speculate(engine: PagedEngine, speculator: SpeculativeRunner) -> None:
     """As the feature does."""
     engine.scheduler.drafter = speculator
-    engine.loop = draft_loop_around(engine)
-    verify(engine)
+    engine.runner.verifier = Verifier(engine.scheduler.rows.tokens, speculator.source.agree)
     speculator.attach(engine)
 
 
@@ -525,7 +523,7 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
                 computed = request.tokens + drafts[:-1]
                 assert source.cache.reserve(own, len(computed))
                 write(source.rows.tokens, [(own.row, 0, computed)])
-                source.runner.run([Work(own, own.row, 0, len(computed))])
+                source.runner.forward([Work(own, own.row, 0, len(computed))])
                 source.carried(request, drafts)
                 assert own.tokens == request.tokens, (
                     f"request {request.id}: the draft model has other tokens"
@@ -936,10 +934,10 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
     right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
     options = {"drafter": "ngram", "draft_length": 3, "max_rows": 2, **GRAPHS}
     engine = scripted(model, right, script, overlap=overlap, **options)
-    engine.journal = EachTaker()
+    engine.observer = EachTaker()
     assert isinstance(engine.runner, GraphRunner)
     used: list[tuple[int, int, SamplingFlags]] = []
-    for key, graph in engine.runner.plan(VerifyGraphExecutor).graphs.items():
+    for key, graph in engine.runner.executor(VerifyGraphExecutor).graphs.items():
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
     assert plain(engine.generate(prompts, params)) == plain(right)
@@ -961,7 +959,7 @@ def test_real_graphs_give_the_same_tokens(drafter: str, tmp_path: Any) -> None:
     engine = speculative.load(model, drafter=drafter, draft_adaptive=False, **options)
     assert (
         isinstance(engine.runner, GraphRunner)
-        and engine.runner.plan(VerifyGraphExecutor).graphs
+        and engine.runner.executor(VerifyGraphExecutor).graphs
     )
     assert_all_same(model, right, engine.generate(*asks()), asks()[1])
     assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from phases import phase_named
 from phases.commands.grammars import check_grammar, chosen_grammar, show_trace
-from structured.loop import MaskedLoop
 from tests.fakes import OddOnly
 from tests.schedules import check
 from tests.structured_kit import (
@@ -159,7 +158,7 @@ def test_penalties_bias_and_truncation_stay_inside(engine: PagedEngine) -> None:
 def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
     engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = engine.masks.fill_bitmask
+    fill = engine.grammar_manager.fill_bitmask
 
     def filled(works: Sequence[Work]) -> Any:
         allowed = fill(works)
@@ -169,7 +168,7 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
             assert allowed.words.any(1).all(), "a mask allows nothing at all"
         return allowed
 
-    monkeypatch.setattr(engine.masks, "fill_bitmask", filled)
+    monkeypatch.setattr(engine.grammar_manager, "fill_bitmask", filled)
     star, three = Grammar.regex("x[ab]*"), Grammar.regex("x[ab]{3}")
     params = [
         SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=star),
@@ -265,7 +264,7 @@ def test_everybody_who_waits_is_asked_again(model: Model) -> None:
         asked[request] += 1
         return False
 
-    engine.masks.ready = never  # type: ignore[method-assign]
+    engine.grammar_manager.ready = never  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=3, grammar=Grammar.regex("abc"))
     requests = [
         request for _ in range(MOST_LOOKS + 6) for request in engine.add(PROMPT, params)
@@ -413,7 +412,7 @@ def test_masks_that_cannot_be_made_end_their_own_step(
 
 def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None:
     engine = engine_of(model, grammar_cache_bytes=10_000)  # three of these
-    pool = engine.masks.pool  # type: ignore[attr-defined]
+    pool = engine.grammar_manager.pool  # type: ignore[attr-defined]
 
     def serve(patterns: str) -> None:
         for pattern in patterns:
@@ -453,7 +452,7 @@ def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
 
 
 def test_masked_steps_overlap(model: Model) -> None:
-    must_mask_every_step(model, OddOnly(model.config.vocab_size), MaskedLoop)
+    must_mask_every_step(model, OddOnly(model.config.vocab_size))
 
 
 @pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])

@@ -207,12 +207,15 @@ def test_a_grammar_that_fails_ends_its_request_on_every_rank() -> None:
     first, second = (
         engine.add([5, 6, seed], SamplingParams(seed=seed, **bound))[0] for seed in (1, 2)
     )
-    take_failed, error = engine.masks.inner.pop_failed_requests, RuntimeError("no way on")
+    take_failed, error = (
+        engine.grammar_manager.inner.pop_failed_requests,
+        RuntimeError("no way on"),
+    )
 
     def failed() -> list[tuple[Request, Exception]]:
         return take_failed() + [(first, error)] * (len(first.output_ids) == 3)
 
-    engine.masks.inner.pop_failed_requests = failed
+    engine.grammar_manager.inner.pop_failed_requests = failed
     while not engine.idle:
         engine.step()
     assert (first.finish_reason, first.error) == ("error", error) and 3 <= len(
@@ -295,7 +298,7 @@ def test_ranks_end_with_the_process_that_started_them(llama: Path) -> None:
         "import parallel, sys, time\n"
         f"engine = parallel.load({str(llama)!r}, tensor_parallel=2, device='cpu', dtype='float32', "
         f"**{SIZES!r}, cache_bytes=1 << 20)\n"
-        "print(engine.loop.crew.members[0].process.pid, flush=True)\n"
+        "print(engine.loop.workers.members[0].process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     with subprocess.Popen(

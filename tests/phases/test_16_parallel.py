@@ -190,7 +190,7 @@ def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]
     """Shapes of what a rank keeps of each layer's second product."""
     from experts.layer import Experts
     from experts.stacked import StackedExperts
-    from paged_cache.builder import EngineBuilder, Recipe
+    from paged_cache import EngineBuilder, Recipe
     from parallel.feature import Parallel, Split
 
     features = (
@@ -198,14 +198,12 @@ def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]
         experts.MixtureOfExperts(),
         experts.ExpertParallel(cut),
     )
-    builder = EngineBuilder(
-        Recipe(model, features=features, device="cpu", dtype="float32"),
-        {"load": [], "plan": []},
-    )
-    for feature in features:
-        feature.prepare(builder)
-    for call in builder.stages["load"]:
-        call(builder)
+    builder = EngineBuilder(Recipe(model, features=features, device="cpu", dtype="float32"))
+    for feature in builder.recipe.features:
+        feature.configure_load(builder)
+    builder.model = builder.load.part(builder)
+    for surgery in builder.surgeries:
+        surgery(builder)
     layers = (layer.mlp for layer in builder.model.layers)  # type: ignore[union-attr]
     return {
         index: tuple(layer.experts.down.data.shape)

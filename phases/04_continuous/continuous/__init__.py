@@ -52,7 +52,7 @@ def load(
     sizes = Sizes(**route(options, [Sizes])[0])
     loaded = load_model(model, device=device, dtype=dtype)
     length = sizes.context(loaded, USUAL_MAX_LEN)
-    steps = max(2048, length) if sizes.step_tokens is None else sizes.step_tokens
+    steps = sizes.step_tokens or max(2048, length)
     each = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
     rows = RequestRows(count, length, loaded.device)
@@ -64,7 +64,7 @@ def load(
 def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
     """Return the number of rows: as many as were asked for, or as fit. This allocates nothing."""
     if sizes.cache_bytes is None:
-        count = USUAL_ROWS if sizes.max_rows is None else sizes.max_rows
+        count = sizes.max_rows or USUAL_ROWS
         if count * row_bytes > free:
             raise UserError(
                 f"max_rows is {count}, which takes {count * row_bytes} bytes for rows of {length} tokens, "
@@ -80,7 +80,7 @@ def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
         raise UserError(
             f"cache_bytes is {sizes.cache_bytes}, but one row of {length} tokens takes {row_bytes}"
         )
-    return fitting if sizes.max_rows is None else min(sizes.max_rows, fitting)
+    return min(sizes.max_rows or fitting, fitting)
 
 
 LLM = partial(llm.LLM, load=load)

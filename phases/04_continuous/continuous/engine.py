@@ -25,10 +25,11 @@ from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import (
     NO_GRAMMAR_MANAGER,
+    NO_OBSERVER,
+    SEQUENTIAL_LOOP,
     EngineObserver,
     GrammarManager,
     Loop,
-    SequentialLoop,
 )
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
@@ -53,11 +54,12 @@ class Engine:
         scheduler: decides each step.
         runner: computes it.
         tokenizer: needed for stop strings only; the engine speaks token ids.
-        masks: which tokens may be chosen; a later phase brings grammars.
+        grammar_manager: says which tokens may be chosen; by default, every token.
+        loop: advances the steps; by default, one after the other.
+        observer: hears what happens; by default, none does.
+        memory_plan: how the memory is divided, where it is.
 
-    cache: the scheduler's, of the class that has been brought.
-    loop: what a step is. journal: hears what happens.
-    ledger: how `build` of phase 05 divides the memory.
+    cache: the scheduler's.
     """
 
     def __init__(
@@ -66,16 +68,19 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None = None,
         *,
-        masks: GrammarManager = NO_GRAMMAR_MANAGER,
+        grammar_manager: GrammarManager = NO_GRAMMAR_MANAGER,
+        loop: Loop = SEQUENTIAL_LOOP,
+        observer: EngineObserver = NO_OBSERVER,
+        memory_plan: Any = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
-        self.masks = masks
+        self.grammar_manager = grammar_manager
         self.cache: Any = scheduler.cache
-        self.loop: Loop = SequentialLoop()
-        self.observer = EngineObserver()
-        self.memory_plan: Any = None
+        self.loop = loop
+        self.observer = observer
+        self.memory_plan = memory_plan
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
@@ -89,6 +94,7 @@ class Engine:
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
         self._landed = 0.0  # when the newest results came
+        scheduler.drafter.attach(self)
 
     # Requests.
 
@@ -139,9 +145,13 @@ class Engine:
         salt: str = "",
     ) -> list[Request]:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
-        known_text, size = self.tokenizer is not None, self.config.vocab_size
         ids = check_prompt(
-            prompt, size, self.max_len, params, has_tokenizer=known_text, continuous=True
+            prompt,
+            self.config.vocab_size,
+            self.max_len,
+            params,
+            has_tokenizer=self.tokenizer is not None,
+            continuous=True,
         )
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
         requests = [
@@ -149,7 +159,7 @@ class Engine:
             for _ in range(params.n)
         ]
         self.scheduler.check(requests)
-        self.masks.check(params)
+        self.grammar_manager.check(params)
         now = time.perf_counter()
         for sample, request in enumerate(requests):
             request.id, request.arrival = next(self._ids), now
@@ -178,7 +188,7 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         """Put requests in line, or hold them until they may stand there."""
         try:
-            ready = all([self.masks.ready(request) for request in requests])
+            ready = all([self.grammar_manager.ready(request) for request in requests])
         except UserError as error:
             for request in requests:
                 self.end(request, "error", error)
@@ -246,7 +256,7 @@ class Engine:
             return None
         self.stats.begin(works, len(self.scheduler.running))
         with self.failing(works):
-            return self.runner.forward(works, masked=self.masks.needs_mask(works))
+            return self.runner.forward(works, masked=self.grammar_manager.needs_mask(works))
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -254,16 +264,11 @@ class Engine:
         if step is None:
             return None
         with self.failing(step.works):
-            allowed = (
-                self.masks.fill_bitmask(step.works)
-                if self.masks.needs_mask(step.works)
-                else None
-            )
+            grammars = self.grammar_manager
+            masked = grammars.needs_mask(step.works)
+            allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
-            for (
-                request,
-                why,
-            ) in self.masks.pop_failed_requests():  # as if they were aborted now
+            for request, why in grammars.pop_failed_requests():  # as if they were aborted now
                 if request.finish_reason is None:
                     self.end(request, "error", why)
             return pending
@@ -292,9 +297,7 @@ class Engine:
             accepted, ended = 0, []
             for request in work.sampled_requests:
                 tokens = next(result)
-                if (
-                    request.finish_reason is None
-                ):  # it may have ended while this was on its way
+                if request.finish_reason is None:  # it may have ended meanwhile
                     known = len(request.tokens)
                     if self._receive(request, tokens, now):
                         ended.append(request)
@@ -331,10 +334,12 @@ class Engine:
             request.tokens.append(token)
             if request.first_token is None:
                 request.first_token = now
-            length = len(request.tokens) - request.prompt_len
-            most = request.limit - request.prompt_len
             reason = finish_reason(
-                token, length, request.params, self.config.eos_token_ids, most
+                token,
+                len(request.tokens) - request.prompt_len,
+                request.params,
+                self.config.eos_token_ids,
+                request.limit - request.prompt_len,
             )
             text = None
             if request.text is not None:
@@ -414,10 +419,11 @@ class Engine:
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
-        pairs = list(zip(prompts, events.params_per_prompt(prompts, params), strict=True))
-        groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
-        for _, settings in pairs:
-            self.masks.wait_until_compiled(
+        each = events.params_per_prompt(prompts, params)
+        pairs = enumerate(zip(prompts, each, strict=True))
+        groups = [self._prepare(*pair, index) for index, pair in pairs]
+        for settings in each:
+            self.grammar_manager.wait_until_compiled(
                 settings
             )  # this caller has nothing else to do, and wants to be told
         return self._stream(groups)

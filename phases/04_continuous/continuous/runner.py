@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -93,8 +93,8 @@ class Forwarded:
 
     works: in the order of the batch.
     hidden: `[T, hidden]`.
-    rest: the second half, where a plan has its own; it takes what `Runner.sample` is given.
-    logits: `[S, V]` float32 of the samples, where a plan has computed them.
+    rest: the second half, where an executor has its own; it takes what `Runner.sample` is given.
+    logits: `[S, V]` float32 of the samples, where an executor has computed them.
     """
 
     works: Sequence[Work]
@@ -105,13 +105,18 @@ class Forwarded:
 
 
 class StepExecutor(Protocol):
-    """Runs certain steps in a faster way; a later phase brings plans."""
+    """Runs certain steps in a faster way.
+
+    order: executors of a smaller number are asked first.
+    """
+
+    order: ClassVar[int]
 
     def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
-        """Return a ticket for `run`, or None to leave the step to the next plan."""
+        """Return a ticket for `run`, or None to leave the step to the next executor."""
 
     def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Refresh, and run the first half of a step that the plan takes."""
+        """Refresh, and run the first half of a step that this executor supports."""
 
 
 class Runner:
@@ -121,14 +126,14 @@ class Runner:
         model: computes hidden states and logits.
         attention: over this engine's cache.
         rows: where the tokens are.
-        chooser: of the sampler's tokens; a later phase brings kernels.
+        sampler_backend: computes the sampler's choices.
+        verifier: says which tokens each sampled request gets of a step.
 
-    plans: asked for each step in this order; the eager way comes last.
-    extra: says what each taker gets of a step; replacing it may change the text.
+    executors: asked for each step in this order; the eager way comes last.
     last: the first half of the newest step, whose hidden states are good until the next one.
     """
 
-    plans: Sequence[StepExecutor] = ()
+    executors: Sequence[StepExecutor] = ()
     last: Forwarded | None = None
 
     def __init__(
@@ -138,17 +143,14 @@ class Runner:
         rows: RequestRows,
         *,
         sampler_backend: SamplerBackend = TORCH,
+        verifier: OutputVerifier = ONE_TOKEN_EACH,
     ) -> None:
         self.model = model
         self.attention = attention
         self.rows = rows
         self.sampler = Sampler(rows.count, model.config.vocab_size, model.device)
         self.sampler.sampler_backend = sampler_backend
-        self.verifier = ONE_TOKEN_EACH
-
-    def run(self, works: Sequence[Work]) -> Pending:
-        """Start one step. It returns when everything is handed to the device, not when it is done."""
-        return self.sample(self.forward(works))
+        self.verifier = verifier
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
@@ -156,9 +158,9 @@ class Runner:
 
         masked: the second half will be given masks. (A graph that does both halves at once must know.)
         """
-        for plan in self.plans:
-            if (ticket := plan.supports(works, masked)) is not None:
-                self.last = plan.run(works, ticket)
+        for executor in self.executors:
+            if (ticket := executor.supports(works, masked)) is not None:
+                self.last = executor.run(works, ticket)
                 break
         else:
             self.last = self.eager(works)
@@ -187,7 +189,7 @@ class Runner:
         if not rows_host:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
-        # A plan may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
+        # An executor may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
         logits = (
             self.logits(step.hidden[batch.sample_at], plan)
             if step.logits is None

@@ -30,9 +30,8 @@ class Scheduler:
         cache: where their keys and values go.
         step_tokens: most tokens that one step computes.
         policy: which request is served first.
-
-    drafter: guesses tokens to be verified. A later phase puts another one here, whose attention takes several
-        queries of a request with a past; this phase's takes one.
+        drafter: guesses tokens to be verified. With one that does, attention must take several queries of a
+            request with a past; this phase's takes one.
     """
 
     def __init__(
@@ -42,11 +41,12 @@ class Scheduler:
         *,
         step_tokens: int,
         policy: Policy = fcfs,
+        drafter: Drafter = NO_DRAFTS,
     ) -> None:
         self.rows = rows
         self.cache = cache
         self.policy = policy
-        self.drafter: Drafter = NO_DRAFTS
+        self.drafter = drafter
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
         self.preemptions = 0  # a later phase sends requests back in line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UserError
@@ -22,6 +22,14 @@ class Drafter:
 
     This one guesses nothing; a later phase's begins and proposes.
     """
+
+    @property
+    def needs_finished_step(self) -> bool:
+        """Return True while every token must be known before a step is scheduled."""
+        return False
+
+    def attach(self, engine: Engine) -> None:
+        """Learn which engine this drafter guesses for; called once, when the engine is complete."""
 
     def begin(self, running: Sequence[Request]) -> bool:
         """A step is about to be scheduled; returns whether `propose` is to be called in it."""
@@ -52,9 +60,6 @@ class Loop(Protocol):
     def advance(self, engine: Engine) -> None:
         """Launch the next step, and collect what is due."""
 
-    def finish_steps(self, engine: Engine) -> None:
-        """Collect all that is under way."""
-
 
 class SequentialLoop:
     """A `Loop` that waits for each step before it schedules the next."""
@@ -66,9 +71,6 @@ class SequentialLoop:
         pending = engine.launch(engine.schedule())
         if pending is not None:
             engine.collect(pending)
-
-    def finish_steps(self, engine: Engine) -> None:
-        """Nothing is under way."""
 
 
 class EngineObserver:
@@ -90,7 +92,7 @@ class EngineObserver:
         """A step has failed, and its requests have ended."""
 
 
-class GrammarManager(Protocol):
+class GrammarManager:
     """Says which tokens may be chosen, between the two halves of a step; by itself, that every token may.
 
     A request whose grammar takes time waits outside of the line, so that no other request waits with it.
@@ -115,7 +117,6 @@ class GrammarManager(Protocol):
 
     def wait_until_compiled(self, params: SamplingParams) -> None:
         """Wait until all that `check` has begun is done. Raises `UserError` if that cannot be used."""
-        return None
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
         """Return True if a sampled request of these works is constrained.
@@ -123,6 +124,15 @@ class GrammarManager(Protocol):
         Then `fill_bitmask` must know all tokens before this step.
         """
         return False
+
+    def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
+        """Begin the masks that `fill_bitmask` will be asked for; every token before them is known now.
+
+        sampled: the newest of those tokens, which their requests do not have yet.
+
+        Returns True if nothing is left to wait for.
+        """
+        return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
@@ -133,9 +143,7 @@ class GrammarManager(Protocol):
         return []
 
 
-class NoGrammarManager(GrammarManager):
-    """`GrammarManager` for an engine in which every token may be chosen."""
-
-
 NO_DRAFTS = Drafter()
-NO_GRAMMAR_MANAGER = NoGrammarManager()
+NO_GRAMMAR_MANAGER = GrammarManager()
+NO_OBSERVER = EngineObserver()
+SEQUENTIAL_LOOP = SequentialLoop()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
-from paged_cache.build import build
-from paged_cache.builder import EngineBuilder, Feature, PagedEngine, PagedSizes, Recipe
+from paged_cache.builder import EngineBuilder, PagedEngine, Slot, build
 from paged_cache.cache import PagedCache
 from paged_cache.pool import BlockPool, KVFormat, LayerBlocks
 from paged_cache.preset import Preset
+from paged_cache.recipe import Feature, PagedSizes, Recipe, find
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
@@ -30,8 +30,10 @@ __all__ = [
     "PagedSizes",
     "Preset",
     "Recipe",
+    "Slot",
     "TorchPagedAttention",
     "build",
+    "find",
     "load",
 ]
 

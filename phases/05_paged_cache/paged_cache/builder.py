@@ -1,200 +1,259 @@
-"""The parts of an engine, and features, which change them.
+"""From a recipe to an engine: slots that hold the parts, and the order in which they are made.
 
-A feature is one optimization: a small frozen dataclass whose fields are its options, and whose `install` puts
-its own parts in the places of the usual ones. This phase has none. Every later phase adds one or two, and
-`build` makes an engine with any of them, each by itself or together with others.
+Every part of an engine has a slot, with a type and this phase's part in it. A feature's `install` replaces
+the part in a slot, or decorates it. What there may be several of is a list or, for executors, one of a kind.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-import torch
-
-from common.errors import UserError, number
-from common.options import option
+from common.errors import UserError
 from common.sampling.sampler import TORCH, SamplerBackend
-from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
-from continuous.seams import NO_DRAFTS, NO_GRAMMAR_MANAGER, Drafter, GrammarManager, Loop
-from continuous.sizes import Sizes
-from forward.loading import WeightLoader
+from continuous.policies import POLICIES
+from continuous.rows import RequestRows
+from continuous.runner import ONE_TOKEN_EACH, OutputVerifier, StepExecutor
+from continuous.seams import (
+    NO_DRAFTS,
+    NO_GRAMMAR_MANAGER,
+    NO_OBSERVER,
+    SEQUENTIAL_LOOP,
+    Drafter,
+    EngineObserver,
+    GrammarManager,
+    Loop,
+)
+from forward.loading import WeightLoader, load_model
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
 from paged_cache.cache import PagedCache
-from paged_cache.memory import MemoryPlan
+from paged_cache.memory import MemoryPlan, plan_cache
 from paged_cache.pool import BlockPool, KVFormat
+from paged_cache.recipe import F, Feature, Recipe, find
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
 
 PagedEngine = Engine
 """One over a block pool: its cache is a `PagedCache`."""
+MAX_ROWS = 64
+"""Requests that run at a time, unless the caller says otherwise."""
+STEP_TOKENS = 2048
+"""Tokens that a step computes at most, unless the longest request has more: it must fit in one step."""
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class PagedSizes(Sizes):
-    """`Sizes`, and those of a paged cache."""
+class Slot(Generic[T]):
+    """One part of an engine that is being built.
 
-    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
-        **Sizes.LIMITS,
-        "block_size": (1, 1 << 16),
-    }
-
-    block_size: int | None = option(None, "tokens in a block of the cache")
-    gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory to fill, unless cache_bytes is given"
-    )
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
-        super().__post_init__()
-        number(
-            "gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            low=0.0,
-            high=1.0,
-            above_low=True,
-        )
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """All that `build` is given.
-
-    model: a name, whose model then belongs to the engine, so that a feature may replace layers in place; or a
-        loaded model, which stays as it is.
-    features: in any order; those of `EngineBuilder.recipe` are in the order of their phases.
+    name: for error messages. part: what will be used.
+    owner: the name of the first feature that changed it; empty while it is this phase's part.
     """
 
-    model: str | Path | Model
-    sizes: PagedSizes = PagedSizes()
-    features: tuple[Feature, ...] = ()
-    device: str = "auto"
-    dtype: str = "auto"
-    tokenizer: Tokenizer | None = None
+    def __init__(self, name: str, part: T) -> None:
+        self.name, self.part = name, part
+        self.owner = ""
+
+    def replace(self, feature: Feature, part: T) -> None:
+        """Put a feature's part here. Raises `UserError` if another feature's is here already."""
+        if self.owner:
+            raise UserError(
+                f"{feature.name} and {self.owner} cannot both be on: each brings its own {self.name}"
+            )
+        self.part, self.owner = part, feature.name
+
+    def decorate(self, feature: Feature, decorator: Callable[[T], T]) -> None:
+        """Put a part here that is made of the one so far."""
+        self.part = decorator(self.part)
+        self.owner = self.owner or feature.name
 
 
-Stage = Callable[["EngineBuilder"], object]
-
-
-@dataclass
 class EngineBuilder:
-    """The parts of an engine that is being made; the defaults are this phase's.
+    """The parts of an engine that is being built.
 
-    stages: all that is done, in order: each stage is a list of calls with these parts. A feature may add a
-        call to a stage, or put another one in the place of this phase's.
-    linears: a say in how linear layers keep their weights while the model is loaded.
+    assemble: makes the engine. load: the model. weight_loader: how linear layers keep their weights while it
+        is loaded. memory_plan: how many blocks there are.
     kv: how keys and values are stored.
-    cache, scheduler, pool, attention, runner: what `make` calls to make each of them.
-    chooser: of the sampler's tokens.
-    loops: called in this order with the new engine; each makes its loop, perhaps around the one it has.
-    plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepExecutor`.
-    drafter, masks: objects that take part in steps.
-    reserve: asked after all features are installed how many bytes to leave free.
-    usual: sizes that features suggest instead of None.
-    brought: the features whose parts are in the place of the default, by part, the innermost first.
+    pool, cache, attention, runner, scheduler: called to make each of them.
+    verifier: makes what says which tokens a request gets of a step.
+    sampler_backend, drafter, grammar_manager, loop, observer: objects of the engine.
 
-    Stages fill in the rest. model (`load`): owned by the builder, unless `borrowed` from the caller; see
-    `own_model`. features (`install`): those installed so far, by name. ledger (`plan`), engine (`make`).
+    surgeries: changes of a model's layers before any feature is installed.
+    executors: by class, what makes a faster way to run certain steps (None: not here), given the runner. They
+        are asked in the order that their classes declare.
+    reservations: asked after all features are installed how many bytes to leave free.
+    warmups: called with the finished engine.
+    default_block_size, default_step_tokens: sizes where the caller says nothing.
+
+    model: there when features are installed; see `own_model`.
     """
 
-    recipe: Recipe
-    stages: dict[str, list[Stage]] = field(default_factory=dict)
-    weight_loader: WeightLoader | None = None
-    kv: KVFormat = KVFormat()
-    cache: Callable[..., PagedCache] = PagedCache
-    scheduler: Callable[..., PagedScheduler] = PagedScheduler
-    pool: Callable[..., BlockPool] = BlockPool
-    attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
-    sampler_backend: SamplerBackend = TORCH
-    runner: Callable[..., PagedRunner] = PagedRunner
-    loops: dict[str, Callable[[PagedEngine], Loop]] = field(default_factory=dict)
-    plans: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    drafter: Drafter = NO_DRAFTS
-    masks: GrammarManager = NO_GRAMMAR_MANAGER
-    reserve: list[Callable[[EngineBuilder], int]] = field(default_factory=list)
-    defaults: dict[str, int] = field(
-        default_factory=lambda: {"max_rows": 64, "block_size": 16}
-    )
-    owners: dict[str, list[str]] = field(default_factory=dict)
-    features: dict[str, Feature] = field(default_factory=dict)
-    borrowed: bool = False
-    model: Model = field(init=False)
-    memory_plan: MemoryPlan = field(init=False)
-    engine: PagedEngine = field(init=False)
+    model: Model
 
-    @property
-    def sizes(self) -> PagedSizes:
-        """The sizes that were asked for."""
-        return self.recipe.sizes
+    def __init__(self, recipe: Recipe) -> None:
+        features = sorted(recipe.features, key=lambda feature: feature.phase)
+        names = [feature.name for feature in features]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"{name} is given twice")
+        self.recipe = replace(recipe, features=tuple(features))
+        self.assemble: Slot[Callable[[EngineBuilder], PagedEngine]] = Slot("engine", assemble)
+        self.load: Slot[Callable[[EngineBuilder], Model]] = Slot("load", load)
+        self.weight_loader: Slot[WeightLoader | None] = Slot("weight_loader", None)
+        self.memory_plan: Slot[Callable[[EngineBuilder], MemoryPlan]] = Slot(
+            "memory_plan", plan_memory
+        )
+        self.kv: Slot[KVFormat] = Slot("kv", KVFormat())
+        self.pool: Slot[Callable[..., BlockPool]] = Slot("pool", BlockPool)
+        self.cache: Slot[Callable[..., PagedCache]] = Slot("cache", PagedCache)
+        self.attention: Slot[Callable[[BlockPool], PagedAttention]] = Slot(
+            "attention", TorchPagedAttention
+        )
+        self.runner: Slot[Callable[..., PagedRunner]] = Slot("runner", PagedRunner)
+        self.scheduler: Slot[Callable[..., PagedScheduler]] = Slot("scheduler", PagedScheduler)
+        self.verifier: Slot[Callable[[RequestRows], OutputVerifier]] = Slot(
+            "verifier", lambda rows: ONE_TOKEN_EACH
+        )
+        self.sampler_backend: Slot[SamplerBackend] = Slot("sampler_backend", TORCH)
+        self.drafter: Slot[Drafter] = Slot("drafter", NO_DRAFTS)
+        self.grammar_manager: Slot[GrammarManager] = Slot(
+            "grammar_manager", NO_GRAMMAR_MANAGER
+        )
+        self.loop: Slot[Loop] = Slot("loop", SEQUENTIAL_LOOP)
+        self.observer: Slot[EngineObserver] = Slot("observer", NO_OBSERVER)
+        self.surgeries: list[Callable[[EngineBuilder], None]] = []
+        self.executors: dict[type[StepExecutor], Callable[..., StepExecutor | None]] = {}
+        self.reservations: list[Callable[[EngineBuilder], int]] = []
+        self.warmups: list[Callable[[PagedEngine], None]] = []
+        self.default_block_size = 16
+        self.default_step_tokens: int | None = None
 
-    def add(self, feature: Feature) -> None:
-        """Note a feature by its name. Raises `UserError` for a second one of that name."""
-        if feature.name in self.features:
-            raise UserError(f"{feature.name} is given twice")
-        self.features[feature.name] = feature
-
-    def replace(self, feature: Feature, **builder: Any) -> None:
-        """Put a feature's parts in the places of the usual ones.
-
-        Raises:
-            UserError: another feature has brought such a part already.
-        """
-        for name, part in builder.items():
-            if name in self.owners:
-                raise UserError(
-                    f"{feature.name} and {self.owners[name][0]} cannot both be on: "
-                    f"each brings its own {name}"
-                )
-            self.owners[name] = [feature.name]
-            setattr(self, name, part)
-
-    def decorate(self, feature: Feature, **around: Callable[[Any], Any]) -> None:
-        """Put a feature's parts around those that are there: each is made of the one so far."""
-        for name, made in around.items():
-            setattr(self, name, made(getattr(self, name)))
-            self.owners.setdefault(name, []).append(feature.name)
+    def feature(self, kind: type[F]) -> F | None:
+        """Return the feature of a kind that this engine has, or None."""
+        return find(self.recipe.features, kind)
 
     def own_model(self) -> Model:
-        """The model, for a feature that replaces layers; if borrowed, a copy that shares its weights."""
-        if self.borrowed:
-            self.model, self.borrowed = clone(self.model), False
+        """The model, for a feature that replaces layers; the caller's is copied, with the same weights."""
+        if self.model is self.recipe.model:
+            self.model = clone(self.model)
         return self.model
 
-    def size(self, name: str) -> int:
-        """A size as it will be: what the caller asked for, or what is usual with these features."""
-        asked = getattr(self.sizes, name)
-        return int(self.defaults[name] if asked is None else asked)
+    # Sizes: what the caller asked for, or the default with these features.
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that run at a time."""
+        return self.recipe.sizes.max_rows or MAX_ROWS
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a request."""
+        return self.recipe.sizes.context(self.model)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.recipe.sizes.block_size or self.default_block_size
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens that a step computes."""
+        default = self.default_step_tokens or max(STEP_TOKENS, self.max_len)
+        return self.recipe.sizes.step_tokens or default
 
 
-class Feature(ABC):
-    """One optimization. Subclasses are frozen dataclasses of options; construction checks these.
+def build(recipe: Recipe) -> PagedEngine:
+    """Make an engine, with the features in the order of their phases.
 
-    name: what it is called in options and files, such as `prefix_cache`.
-    phase: the number of the phase that brings it; features are installed in this order.
-    without: options that say in its own words what an engine does that lacks it. Giving one of these values
-        asks for nothing.
+    Raises:
+        UserError: features that do not go together, or sizes that do not fit.
     """
+    builder = EngineBuilder(recipe)
+    for feature in builder.recipe.features:
+        feature.configure_load(builder)
+    return builder.assemble.part(builder)
 
-    name: ClassVar[str]
-    phase: ClassVar[int]
-    without: ClassVar[Mapping[str, Any]] = {}
 
-    def prepare(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features leave all as it is
-        """Change the stages, or what they begin with, before the first of them."""
+def assemble(builder: EngineBuilder) -> PagedEngine:
+    """Load the model, install the features, divide the memory, and make the parts and the engine of them."""
+    builder.model = builder.load.part(builder)
+    for surgery in builder.surgeries:
+        surgery(builder)
+    for feature in builder.recipe.features:
+        feature.install(builder)
+    model = builder.model
+    memory_plan = builder.memory_plan.part(builder)
+    blocks, block_size = memory_plan.blocks, memory_plan.block_size
+    rows = RequestRows(builder.max_rows, builder.max_len, model.device)
+    cache = builder.cache.part(rows.count, rows.max_len, blocks, block_size)
+    pool = builder.pool.part(
+        model.config,
+        blocks,
+        block_size,
+        device=model.device,
+        dtype=model.dtype,
+        kv=builder.kv.part,
+    )
+    runner = builder.runner.part(
+        model,
+        builder.attention.part(pool),
+        rows,
+        cache,
+        sampler_backend=builder.sampler_backend.part,
+        verifier=builder.verifier.part(rows),
+        executors=[builder.executors[kind] for kind in sorted(builder.executors, key=_order)],
+    )
+    scheduler = builder.scheduler.part(
+        rows,
+        cache,
+        step_tokens=builder.step_tokens,
+        policy=POLICIES[builder.recipe.sizes.policy],
+        drafter=builder.drafter.part,
+    )
+    engine = PagedEngine(
+        scheduler,
+        runner,
+        builder.recipe.tokenizer,
+        grammar_manager=builder.grammar_manager.part,
+        loop=builder.loop.part,
+        observer=builder.observer.part,
+        memory_plan=memory_plan,
+    )
+    for warm_up in builder.warmups:
+        warm_up(engine)
+    return engine
 
-    @abstractmethod
-    def install(self, builder: EngineBuilder) -> None:
-        """Change the parts. Raises `UserError` where it makes no sense with the others, or on this device."""
 
-    @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
-        """Return True if it is on by default for this device and the `others` chosen."""
-        return True
+def _order(executor: type[StepExecutor]) -> int:
+    return executor.order
+
+
+def load(builder: EngineBuilder) -> Model:
+    """Load the model, or take the one that is loaded."""
+    asked = builder.recipe
+    return load_model(
+        asked.model,
+        device=asked.device,
+        dtype=asked.dtype,
+        weight_loader=builder.weight_loader.part,
+    )
+
+
+def plan_memory(builder: EngineBuilder) -> MemoryPlan:
+    """Divide the memory: as many blocks as fit."""
+    sizes = builder.recipe.sizes
+    return plan_cache(
+        builder.model,
+        block_size=builder.block_size,
+        step_tokens=builder.step_tokens,
+        rows=builder.max_rows,
+        max_len=builder.max_len,
+        kv=builder.kv.part,
+        cache_bytes=sizes.cache_bytes,
+        gpu_memory_utilization=sizes.gpu_memory_utilization,
+        reserved=sum(bytes_of(builder) for bytes_of in builder.reservations),
+    )

@@ -16,8 +16,8 @@ from common.options import route
 from common.text.llm import LLM
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
-from paged_cache.build import build
-from paged_cache.builder import Feature, PagedEngine, PagedSizes, Recipe
+from paged_cache.builder import PagedEngine, build
+from paged_cache.recipe import Feature, PagedSizes, Recipe
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,11 @@ class Preset:
         features: dict[str, Feature | None] = {}
         for kind, given in zip(kinds, own, strict=True):
             switch = options.get(kind.name)
-            defaults = kind in self.on or (
-                kind in self.fitting and kind.enabled_by_default(device, features)
+            others = [feature for feature in features.values() if feature is not None]
+            default = kind in self.on or (
+                kind in self.fitting and kind.enabled_by_default(device, others)
             )
-            on = defaults if switch is None else boolean(kind.name, switch)
+            on = default if switch is None else boolean(kind.name, switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not
             features[kind.name] = made if on else None
             if not on:

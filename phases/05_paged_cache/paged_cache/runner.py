@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from continuous.batch import Batch, HostBatch, Ints
 from continuous.rows import RequestRows
-from continuous.runner import Runner
+from continuous.runner import Runner, StepExecutor
 from continuous.work import Work
 from forward.model import Model
 from paged_cache.attention import PagedAttention, PagedBatch
@@ -25,6 +25,8 @@ class PagedRunner(Runner):
         attention: any backend over the pool.
         rows: where the tokens are.
         cache: whose tables say where keys and values are.
+        executors: called with this runner to make each executor, those that are asked first first; None:
+            there is no use for it here.
         options: those of `continuous.Runner`.
     """
 
@@ -36,10 +38,25 @@ class PagedRunner(Runner):
         attention: PagedAttention,
         rows: RequestRows,
         cache: PagedCache,
+        *,
+        executors: Sequence[Callable[..., StepExecutor | None]] = (),
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, **options)
         self.cache = cache
+        self._make_executors(executors)
+
+    def _make_executors(self, factories: Sequence[Callable[..., StepExecutor | None]]) -> None:
+        for make in reversed(factories):
+            if (executor := make(self)) is not None:
+                self.ask_first(executor)
+
+    def ask_first(self, executor: StepExecutor) -> None:
+        """Ask another executor for each step, before those that are there."""
+        self.executors = [executor, *self.executors]
+
+    def release(self) -> None:
+        """Destroy graphs, after the last step; this runner has none."""
 
     def refresh(self, works: Sequence[Work]) -> None:
         """Also: do the copies that the step's writes depend on, and wipe what NaN may have been left in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
@@ -31,6 +31,7 @@ class Kernels(Feature):
 
     name: ClassVar[str] = "kernels"
     phase: ClassVar[int] = 6
+    for_draft_models: ClassVar[bool] = True
 
     attention_prefill: Backend = option("triton", "attention of requests with many new tokens")
     attention_decode: Backend = option(
@@ -49,9 +50,7 @@ class Kernels(Feature):
             choice(name, getattr(self, name), get_args(Backend))
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On a GPU; elsewhere kernels run in the interpreter."""
         return device.type == "cuda"
 
@@ -65,9 +64,9 @@ class Kernels(Feature):
         optimize(
             builder.own_model(), [name for name in LAYERS if getattr(self, name) == "torch"]
         )
-        builder.replace(self, attention=self.attention_of(TritonPagedAttention, builder.model))
+        builder.attention.replace(self, self.attention_of(TritonPagedAttention, builder.model))
         if device == "cuda":
-            builder.defaults["block_size"] = CUDA_BLOCK_SIZE
+            builder.default_block_size = CUDA_BLOCK_SIZE
 
     @property
     def attends(self) -> bool:

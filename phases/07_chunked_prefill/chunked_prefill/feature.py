@@ -32,7 +32,7 @@ class Chunked(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Another scheduler, and smaller steps."""
-        builder.replace(
-            self, scheduler=partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens)
+        builder.scheduler.replace(
+            self, partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens)
         )
-        builder.defaults["step_tokens"] = STEP_TOKENS
+        builder.default_step_tokens = STEP_TOKENS

@@ -36,7 +36,7 @@ class Prefix(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Another cache."""
-        builder.replace(self, cache=self._cache)
+        builder.cache.replace(self, self._cache)
 
     def _cache(self, rows: int, max_len: int, blocks: int, block_size: int) -> PrefixCache:
         return PrefixCache(rows, max_len, blocks, block_size, INDEXES[self.index]())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from operator import attrgetter
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,6 +33,8 @@ class DecodeGraphExecutor:
 
     graphs: by size and kind of sampling.
     """
+
+    order: ClassVar[int] = 20
 
     def __init__(self, runner: GraphRunner, *, most_rows: int) -> None:
         self.runner = runner
@@ -94,14 +97,14 @@ class ChunkGraphExecutor:
     """Other small steps, and full ones of small models, each in the smallest `ChunkGraph` that holds it.
 
     most_tokens: in the largest graph, but for that of full steps; 0: there are no graphs.
-    step_tokens: returns how many tokens a step has at most: such steps may have a graph, see `full_step`.
+    step_tokens: most tokens of a step: such steps may have a graph, see `full_step`.
     """
 
-    def __init__(
-        self, runner: GraphRunner, *, most_tokens: int, step_tokens: Callable[[], int]
-    ) -> None:
+    order: ClassVar[int] = 40
+
+    def __init__(self, runner: GraphRunner, *, most_tokens: int, step_tokens: int) -> None:
         self.runner, count = runner, runner.rows.count
-        self._full = full_step(runner.model, step_tokens(), most_tokens)
+        self._full = full_step(runner.model, step_tokens, most_tokens)
         self._sizes = chunk_sizes(most_tokens) if most_tokens else []
         self._sizes += [self._full] * bool(self._full)
         self._requests = sorted({min(SMALL_BATCH, count), count})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, get_args
@@ -12,8 +12,8 @@ import torch
 from common.errors import UserError, choice, integer
 from common.options import option
 from cuda_graphs.overlap import OverlappedLoop
-from paged_cache import EngineBuilder, Feature
-from triton_paged_attention import Backend
+from paged_cache import EngineBuilder, Feature, find
+from triton_paged_attention import Backend, Kernels
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Graphs(Feature):
 
     name: ClassVar[str] = "graphs"
     phase: ClassVar[int] = 9
+    for_draft_models: ClassVar[bool] = True
     without: ClassVar[Mapping[str, str]] = {"sampling": "torch"}
 
     graph_rows: int = option(256, "requests in the largest decode step that has a graph")
@@ -37,15 +38,13 @@ class Graphs(Feature):
         choice("sampling", self.sampling, get_args(Backend))
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On a GPU, around attention in kernels."""
-        return device.type == "cuda" and _attends(others)
+        return device.type == "cuda" and _capturable(find(others, Kernels))
 
     def install(self, builder: EngineBuilder) -> None:
-        """A runner with plans, two of these, memory for what they capture, and kernels that choose tokens."""
-        if not _attends(builder.features):
+        """A runner with graphs, two kinds of these, memory for them, and kernels that choose tokens."""
+        if not _capturable(builder.feature(Kernels)):
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
@@ -55,20 +54,25 @@ class Graphs(Feature):
         from cuda_graphs.runner import GraphRunner
         from cuda_graphs.sampling import TritonSamplerBackend
 
-        builder.replace(self, runner=partial(GraphRunner, plans=builder.plans))
+        builder.runner.replace(self, GraphRunner)
         if self.sampling == "triton":
-            builder.replace(self, sampler_backend=TritonSamplerBackend())
-        steps = partial(builder.size, "step_tokens")  # a later feature may have its own
-        builder.plans["chunks"] = partial(
-            ChunkGraphExecutor, most_tokens=self.graph_tokens, step_tokens=steps
+            builder.sampler_backend.replace(self, TritonSamplerBackend())
+
+        def chunks(runner: GraphRunner) -> ChunkGraphExecutor:
+            return ChunkGraphExecutor(
+                runner, most_tokens=self.graph_tokens, step_tokens=builder.step_tokens
+            )
+
+        builder.executors[ChunkGraphExecutor] = chunks
+        builder.executors[DecodeGraphExecutor] = partial(
+            DecodeGraphExecutor, most_rows=self.graph_rows
         )
-        builder.plans["decodes"] = partial(DecodeGraphExecutor, most_rows=self.graph_rows)
-        builder.reserve.append(
-            lambda whole: graph_bytes(
-                whole.model,
-                min(self.graph_rows, whole.size("max_rows")),
+        builder.reservations.append(
+            lambda builder: graph_bytes(
+                builder.model,
+                min(self.graph_rows, builder.max_rows),
                 self.graph_tokens,
-                whole.size("step_tokens"),
+                builder.step_tokens,
             )
         )
 
@@ -82,9 +86,9 @@ class Overlap(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Another loop."""
-        builder.loops["overlap"] = lambda engine: OverlappedLoop()
+        builder.loop.replace(self, OverlappedLoop())
 
 
-def _attends(features: Mapping[str, Feature | None]) -> bool:
-    """Return True if a feature has brought attention that a graph can hold."""
-    return any(getattr(feature, "attends", False) for feature in features.values())
+def _capturable(kernels: Kernels | None) -> bool:
+    """Return True if all attention is by kernels, which a graph can hold."""
+    return kernels is not None and kernels.attends

@@ -1,9 +1,9 @@
-"""The runner that replays graphs where a plan has one for the step, and runs the step eagerly elsewhere."""
+"""The runner that replays a graph where an executor has one for the step, and runs other steps eagerly."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,23 +38,23 @@ class GraphExecutor(StepExecutor, Protocol):
         ...
 
 
-P = TypeVar("P")
+E = TypeVar("E")
 
 
 class GraphRunner(PagedRunner):
-    """A runner that makes plans, captures their graphs, and asks the last one first.
+    """A runner whose executors have graphs, which it captures.
 
     Args:
         model, attention, rows, cache, options: see `paged_cache.PagedRunner`.
-        plans: make the plans, in the order in which their graphs are captured.
+        executors: see there; their graphs are captured in the opposite order.
 
     machine: what all graphs work with.
     startup: what capturing took.
-    let_go: destroys the graphs, after the last step.
     replays: steps that were replayed.
     """
 
     attention: TritonPagedAttention
+    executors: Sequence[GraphExecutor]
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class GraphRunner(PagedRunner):
         rows: RequestRows,
         cache: PagedCache,
         *,
-        plans: Mapping[str, Callable[[GraphRunner], GraphExecutor]],
+        executors: Sequence[Callable[..., GraphExecutor | None]],
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, cache, **options)
@@ -73,24 +73,27 @@ class GraphRunner(PagedRunner):
             model, attention, self.sampler, rows, self.tables, cache.block_size
         )
         self.capturer = Capturer(model.device)
-        self.release = self.capturer.release
-        self.plans: list[GraphExecutor] = []
-        for make in plans.values():
-            self.plans.insert(0, make(self))
+        self._make_executors(executors)
         self.startup = self._capture()
 
     @torch.inference_mode()
     def _capture(self) -> Startup:
         started, before = time.perf_counter(), free_bytes(self.model.device)
-        with bar("capturing graphs", sum(plan.count for plan in self.plans)) as part:
-            for plan in reversed(self.plans):
-                plan.capture(self.capturer, part)
+        with bar(
+            "capturing graphs", sum(executor.count for executor in self.executors)
+        ) as part:
+            for executor in reversed(self.executors):
+                executor.capture(self.capturer, part)
         used = before - free_bytes(self.model.device)
         return Startup(self.capturer.count, time.perf_counter() - started, used)
 
-    def plan(self, kind: type[P]) -> P:
-        """Return the plan of a kind; some feature has brought one."""
-        return next(plan for plan in self.plans if isinstance(plan, kind))
+    def release(self) -> None:
+        """Destroy the graphs, after the last step."""
+        self.capturer.release()
+
+    def executor(self, kind: type[E]) -> E:
+        """Return the executor of a kind, which is there."""
+        return next(one for one in self.executors if isinstance(one, kind))
 
     def replayed(
         self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor

@@ -16,6 +16,7 @@ from quant.formats import INT4, SCHEMES, Scheme
 from quant.kv import KV_DTYPES, head_scales, sample
 from quant.linear import QuantLinear
 from quant.loading import Quantize
+from triton_paged_attention import Kernels
 
 AUTO, PLAIN = "auto", "none"
 
@@ -65,9 +66,9 @@ class Quant(Feature):
         integer("group_size", self.group_size)
         INT4.with_group(self.group_size)
 
-    def prepare(self, builder: EngineBuilder) -> None:
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Let the layers be quantized while the model is loaded."""
-        builder.replace(self, weight_loader=self.weight_loader())
+        builder.weight_loader.replace(self, self.weight_loader())
 
     def weight_loader(self) -> WeightLoader:
         """Return the say in how linear layers keep their weights."""
@@ -95,14 +96,14 @@ class Quant(Feature):
                 from quant.pairs import PAIRS  # Triton comes with it
 
                 kv = replace(kv, layout=PAIRS)
-            builder.replace(self, kv=kv)
+            builder.kv.replace(self, kv)
         if not any(isinstance(layer, QuantLinear) for layer in builder.model.modules()):
             return
-        if "kernels" in builder.features:
+        if builder.feature(Kernels) is not None:
             from quant.kernel_layers import install, unpacked_bytes  # Triton comes with it
 
             install(builder.own_model())
-            builder.reserve.append(lambda whole: unpacked_bytes(whole.model))
+            builder.reservations.append(lambda builder: unpacked_bytes(builder.model))
         elif builder.model.device.type == "cpu":
             for layer in builder.own_model().modules():
                 if isinstance(layer, QuantLinear):
@@ -111,8 +112,8 @@ class Quant(Feature):
 
 def _pairs(builder: EngineBuilder, kind: str) -> bool:
     """Return True if values lie in pairs: for kernels that read them so, with conversion by hardware."""
-    reads = getattr(builder.features.get("kernels"), "attends", False)
-    if kind != "fp8" or not reads or builder.size("block_size") % 2:
+    kernels = builder.feature(Kernels)
+    if kernels is None or not kernels.attends or kind != "fp8" or builder.block_size % 2:
         return False
     from triton_paged_attention.hardware import ADA, at_least
 

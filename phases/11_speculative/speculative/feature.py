@@ -20,9 +20,8 @@ from speculative.control import DraftController
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
 from speculative.hidden_state_hooks import HiddenStateHooks
-from speculative.loops import draft_loop_around
 from speculative.ngram import NGrams
-from speculative.speculation import Proposer, SpeculativeRunner, verify
+from speculative.speculation import Proposer, SpeculativeRunner, Verifier
 from speculative.synthetic import Synthetic
 
 MOST_DRAFTS = 32
@@ -33,9 +32,6 @@ MOST_CACHED = 1 << 17
 READ = ("model", "head")
 """Drafters whose weights `draft_model` may name."""
 
-SHARED = ("kernels", "rehearsal", "graphs", "latency", "quant_kernels")
-"""Features that a draft model takes over from the model it drafts for, where that has them."""
-
 
 @dataclass(frozen=True)
 class Speculate(Feature):
@@ -44,8 +40,6 @@ class Speculate(Feature):
     name: ClassVar[str] = "speculate"
     phase: ClassVar[int] = 11
     without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
-    whole: ClassVar[bool] = True
-    """False in an engine that has a part of a model: its steps may not draft inside a graph."""
 
     drafter: str = option("ngram", "the drafter: ngram, model, head, synthetic or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
@@ -84,13 +78,9 @@ class Speculate(Feature):
         if self.drafter == "none":
             return
         control = DraftController(self.length, adaptive=self.draft_adaptive)
-        speculator = SpeculativeRunner(DRAFTERS[self.drafter].make(self, builder), control)
-        builder.replace(self, drafter=speculator)
-        builder.stages["connect"] += [
-            lambda whole: verify(whole.engine),
-            lambda whole: speculator.attach(whole.engine),
-        ]
-        builder.loops["waiting"] = draft_loop_around
+        source = DRAFTERS[self.drafter].make(self, builder)
+        builder.drafter.replace(self, SpeculativeRunner(source, control))
+        builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 
     def draft_model_source(self, builder: EngineBuilder) -> DraftModel:
@@ -106,17 +96,14 @@ class Speculate(Feature):
             else WEIGHTS / "smollm2-head.safetensors"
         )
         head = load(path, builder.model)
-        head.room(max(STEP_TOKENS, builder.size("max_rows")))
-        defaults = builder.defaults.get("step_tokens", 0)  # not all features are installed yet
-        tokens = max(
-            builder.sizes.step_tokens or defaults, 2048, builder.sizes.context(builder.model)
-        )
+        head.room(max(STEP_TOKENS, builder.max_rows))
+        tokens = max(builder.step_tokens, 2048, builder.max_len)
         hooks = HiddenStateHooks(builder.own_model(), head.hooks, tokens)
         return HeadSource(draft_engine(builder, head, self._shared(builder)), hooks)
 
     def _shared(self, builder: EngineBuilder) -> list[Feature]:
-        found = [builder.features[name] for name in SHARED if name in builder.features]
-        return [*found, SmallSteps(self.length)]
+        taken = [one for one in builder.recipe.features if one.for_draft_models]
+        return [*taken, SmallSteps(self.length)]
 
 
 class DrafterKind(NamedTuple):
@@ -152,20 +139,15 @@ class SmallSteps(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """More graphs, and memory for them."""
-        if "graphs" in builder.features:
+        graphs = builder.feature(Graphs)
+        if graphs is not None:
             from speculative.verify_graph import VerifyGraphExecutor, verify_bytes
 
-            graphs = builder.features["graphs"]
-            assert isinstance(graphs, Graphs)
-            verify = partial(
+            builder.executors[VerifyGraphExecutor] = partial(
                 VerifyGraphExecutor, most_rows=graphs.graph_rows, most_drafts=self.drafts
             )
-            decodes = builder.plans.pop(
-                "decodes"
-            )  # these are asked first, as nearly all steps are decodes
-            builder.plans |= {"verify": verify, "decodes": decodes}
-            builder.reserve.append(
-                lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts)
+            builder.reservations.append(
+                lambda builder: verify_bytes(builder.model, builder.max_rows, self.drafts)
             )
 
 
@@ -177,23 +159,21 @@ def draft_engine(
     Raises:
         UserError: its vocabulary is another one.
     """
-    large = builder.model
+    large, loader = builder.model, builder.weight_loader.part
     small = load_model(
         model,
         device=str(large.device),
         dtype=str(large.dtype).removeprefix("torch."),
-        weight_loader=builder.weight_loader.reading()
-        if isinstance(builder.weight_loader, Quantize)
-        else None,
+        weight_loader=loader.reading() if isinstance(loader, Quantize) else None,
     )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(
             f"draft_model has {small.config.vocab_size} token ids, but the model has "
             f"{large.config.vocab_size}: both must have the same tokenizer"
         )
-    rows, length = builder.size("max_rows"), min(builder.sizes.context(large), small.max_len)
+    rows, length = builder.max_rows, min(builder.max_len, small.max_len)
     tokens = min(MOST_CACHED, rows * length)
-    block = builder.size("block_size")
+    block = builder.block_size
     sizes = PagedSizes(
         max_rows=rows,
         max_len=length,

@@ -20,13 +20,24 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.rows import write
 from continuous.runner import OutputVerifier, Results, Token
+from continuous.seams import Drafter
 from continuous.work import Work
 from speculative.control import DraftController
-from speculative.loops import HostDrafter
 from speculative.stats import SpeculationStats
 from speculative.throttle import DraftThrottle
 
 # Propose.
+
+Agree = Callable[[Sequence[int], Sequence[int]], int]
+"""Counts the drafts that are right, given what was sampled in their places and behind them."""
+
+
+def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
+    """Count the first drafts that are what was sampled in their places, which is the truth."""
+    right = 0
+    while right < len(drafts) and sampled[right] == drafts[right]:
+        right += 1
+    return right
 
 
 class Proposer:
@@ -38,6 +49,10 @@ class Proposer:
 
     watches = False
     accept: float | None = None
+
+    def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
+        """Count the drafts that are right; replacing it changes the text."""
+        return agreeing(sampled, drafts)
 
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
@@ -55,7 +70,7 @@ class Proposer:
         """Forget a request that has ended (it has a finish reason) or is preempted."""
 
 
-class SpeculativeRunner(HostDrafter):
+class SpeculativeRunner(Drafter):
     """Asks a source for as many guesses as pay: for all requests at once, before a step is scheduled.
 
     Args:
@@ -78,7 +93,7 @@ class SpeculativeRunner(HostDrafter):
         self.guesses: dict[Request, Sequence[int]] = {}
 
     def attach(self, engine: Engine) -> None:
-        """Meet the engine whose steps these are."""
+        """Learn which engine's steps these are."""
         self.throttle.attach(engine)
         self.source.attach(engine)
 
@@ -134,17 +149,6 @@ class SpeculativeRunner(HostDrafter):
 
 # Verify.
 
-Agree = Callable[[Sequence[int], Sequence[int]], int]
-"""Counts the drafts that are right, given what was sampled in their places and behind them."""
-
-
-def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
-    """Count the first drafts that are what was sampled in their places, which is the truth."""
-    right = 0
-    while right < len(drafts) and sampled[right] == drafts[right]:
-        right += 1
-    return right
-
 
 class Verifier(OutputVerifier):
     """Lets a work with drafts yield several tokens.
@@ -183,11 +187,3 @@ class Verifier(OutputVerifier):
                     else 0
                 )
                 yield sampled[: right + 1]
-
-
-def verify(engine: Engine) -> Verifier:
-    """Make an engine verify drafts; return what does."""
-    found = engine.runner.verifier
-    if not isinstance(found, Verifier):
-        engine.runner.verifier = found = Verifier(engine.scheduler.rows.tokens)
-    return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from continuous.engine import Engine
-from speculative.speculation import Proposer, verify
+from speculative.speculation import Proposer
 
 
 class Synthetic(Proposer):
@@ -22,10 +21,6 @@ class Synthetic(Proposer):
     def __init__(self, accept: float) -> None:
         self.accept = self._each = accept
         self._owed = 0.0
-
-    def attach(self, engine: Engine) -> None:
-        """Replace the verification."""
-        verify(engine).agree = self.agree
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
         """Accept a whole number of drafts, and carry the fraction over to the next call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -79,6 +80,8 @@ class VerifyGraphExecutor:
 
     graphs: by tokens, requests and kind of sampling.
     """
+
+    order: ClassVar[int] = 30
 
     def __init__(self, runner: GraphRunner, *, most_rows: int, most_drafts: int) -> None:
         self.runner = runner

@@ -10,7 +10,6 @@ from common.options import option
 from common.text.tokenizer import Tokenizer
 from paged_cache import EngineBuilder, Feature
 from structured.automata.backend import AutomataBackend
-from structured.loop import MaskedLoop
 from structured.masks import AutomataGrammarManager
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
@@ -34,7 +33,7 @@ class Structured(Feature):
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Bring masks, and a loop that puts them between the halves of a step.
+        """Follow grammars between the halves of a step.
 
         No tokenizer is prepared before the first grammar comes.
         """
@@ -52,11 +51,7 @@ class Structured(Feature):
             cache_bytes=self.grammar_cache_bytes,
             seconds=self.grammar_seconds,
         )
-        builder.replace(
+        builder.grammar_manager.replace(
             self,
-            masks=AutomataGrammarManager(
-                pool, size, eos, builder.model.device, refusal=refusal
-            ),
+            AutomataGrammarManager(pool, size, eos, builder.model.device, refusal=refusal),
         )
-        if "overlap" in builder.features:
-            builder.loops["overlap"] = lambda engine: MaskedLoop(engine.masks)

@@ -13,8 +13,8 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
+from continuous.seams import GrammarManager
 from continuous.work import Work
-from structured.loop import NONE_LANDED, Landed
 from structured.matcher import Matcher, Words
 from structured.pool import Compilation, GrammarPool
 
@@ -67,8 +67,8 @@ class Constraint:
         return words
 
 
-class AutomataGrammarManager:
-    """`EarlyGrammarManager` that follow grammars; see `continuous.seams.GrammarManager`.
+class AutomataGrammarManager(GrammarManager):
+    """A `GrammarManager` that compiles grammars to automata and follows them.
 
     A step is: launch forward n + 1, read token n, and then `fill`: advance every matcher by token n, make the
     masks of n + 1 while the device computes, and send them. Last the sampling of n + 1 is launched.
@@ -136,10 +136,6 @@ class AutomataGrammarManager:
             for work in works
             for sampled_request in work.sampled_requests
         )
-
-    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
-        """Begin nothing: `fill` does it all."""
-        return True
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Make the masks of those samples of the step that have a grammar; None if none has."""

@@ -40,10 +40,6 @@ class ReplicatedLoop(EngineObserver):
         """True if nothing is under way."""
         return self.inner.idle
 
-    def finish_steps(self, engine: Engine) -> None:
-        """Collect what is under way."""
-        self.inner.finish_steps(engine)
-
     def on_step_scheduled(self, works: Sequence[Work]) -> None:
         """Add up a step's works."""
         self._add_up(*((w.request.id, w.row, w.start, w.count, w.drafts) for w in works))
@@ -70,7 +66,7 @@ class RankZeroLoop(ReplicatedLoop):
         every: steps from one comparison of checksums to the next.
         drafter: the engine's, if there is one.
 
-    closed: whether the ranks have been let go. compared: checksums. release: lets the ranks go.
+    closed: whether the ranks have been let go. compared: checksums.
     """
 
     def __init__(
@@ -80,11 +76,15 @@ class RankZeroLoop(ReplicatedLoop):
         self.workers = workers
         self.every = every
         self.drafter = drafter
-        self.release: Callable[[], Any] = lambda: None
+        self._release: Callable[[], Any] = lambda: None
         self.closed = False
         self._commands: list[Enter | Leave] = []
         self._sums: dict[int, int] = {}
         self.compared = 0
+
+    def close_with(self, release: Callable[[], Any]) -> None:
+        """Note what lets the other ranks go: it is called at the end, or when one of them is lost."""
+        self._release = release
 
     # What comes in.
 
@@ -119,7 +119,7 @@ class RankZeroLoop(ReplicatedLoop):
                 self._lead(engine)
             self.workers.check()
         except WorkerLostError:
-            self.release()
+            self._release()
             raise
 
     def _lead(self, engine: Engine) -> None:
@@ -160,7 +160,7 @@ class RankZeroLoop(ReplicatedLoop):
     def close(self) -> None:
         """Let the other ranks go, which otherwise stay as long as this engine does."""
         self.closed = True
-        self.release()
+        self._release()
 
 
 class WorkerLoop(ReplicatedLoop):
@@ -190,7 +190,7 @@ class WorkerLoop(ReplicatedLoop):
             elif command.id in self._known:
                 engine.inbox.append(Abort(self._known[command.id]))
         if isinstance(engine.scheduler.drafter, ReplicatedProposer):
-            engine.scheduler.drafter.needs_finished_step = turn.waits
+            engine.scheduler.drafter.wait(turn.waits)
         for output in engine.step():
             if output.finish_reason is not None:
                 self._known.pop(output.request.id, None)

@@ -13,15 +13,17 @@ from common.device import pick_device
 from common.errors import UserError, integer
 from common.options import option
 from continuous.seams import NO_DRAFTS, NO_GRAMMAR_MANAGER
+from cuda_graphs import Graphs
 from forward.loading import config_of
 from forward.model import Model
-from paged_cache import EngineBuilder, Feature, PagedEngine, Recipe, build
+from paged_cache import EngineBuilder, Feature, PagedEngine, PagedRunner, Recipe, build, find
+from paged_cache.memory import MemoryPlan
 from parallel import engine as engines
 from parallel import worker_group
 from parallel.launch import part, rendezvous
 from parallel.loading import load_part
 from parallel.messages import BroadcastChannel, Build, Rehearsed
-from parallel.ranks import Ranks, graphs_of
+from parallel.ranks import Ranks
 from parallel.replicated import (
     BroadcastProposer,
     RankZeroGrammarManager,
@@ -55,18 +57,18 @@ class Parallel(Feature):
         integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
         integer("rank_check", self.rank_check, low=1)
 
-    def prepare(self, builder: EngineBuilder) -> None:
-        """With several ranks, one stage makes all of them: each goes through the usual stages by itself."""
+    def configure_load(self, builder: EngineBuilder) -> None:
+        """With several ranks, each builds an engine of its own."""
         if self.tensor_parallel > 1:
-            builder.stages = {"lead": [self._lead]}
+            builder.assemble.replace(self, self._lead)
 
-    def _lead(self, builder: EngineBuilder) -> None:
+    def _lead(self, builder: EngineBuilder) -> PagedEngine:
         """Make the engine of rank 0, with the other ranks behind it."""
         device = self.check(builder.recipe)
         workers = worker_group.take(self.tensor_parallel)
         try:
             with workers.awaited():
-                builder.engine = lead(builder.recipe, device, workers)
+                return lead(builder.recipe, device, workers)
         except BaseException:
             workers.kill()
             raise
@@ -83,9 +85,8 @@ class Parallel(Feature):
             raise UserError(
                 f"tensor_parallel is {size}, but gpt2 is not cut: q, k and v are one matrix"
             )
-        if any(
-            isinstance(one, Speculate) and one.drafter == "head" for one in recipe.features
-        ):
+        speculate = find(recipe.features, Speculate)
+        if speculate is not None and speculate.drafter == "head":
             raise UserError(
                 f"tensor_parallel is {size}, but drafter 'head' reads a whole vocabulary: take another"
             )
@@ -117,7 +118,10 @@ def lead(recipe: Recipe, device: torch.device, workers: WorkerGroup) -> PagedEng
         workers.check(patient=True)
         raise
     assert isinstance(engine.loop, engines.RankZeroLoop)
-    engine.loop.release = weakref.finalize(engine, part, workers, ranks, graphs_of(engine))
+    assert isinstance(engine.runner, PagedRunner)
+    engine.loop.close_with(
+        weakref.finalize(engine, part, workers, ranks, engine.runner.release)
+    )
     workers.check()
     return engine
 
@@ -129,20 +133,17 @@ def own_engine(
     workers: WorkerGroup | None = None,
     line: BroadcastChannel | None = None,
 ) -> PagedEngine:
-    """Make a rank's own engine. crew: on rank 0; line: on all others."""
+    """Make a rank's own engine. workers: on rank 0; line: on all others."""
     own: list[Feature] = []
     for feature in recipe.features:
         if isinstance(feature, Parallel):
             own.append(Split(feature, ranks, workers, line))
-        elif isinstance(feature, Speculate):
-            guesses = SplitSpeculate(**vars(feature))
-            if (
-                ranks.rank and feature.drafter == "model"
-            ):  # which is rank 0's alone; here no drafter is asked
-                guesses = replace(
-                    guesses, drafter="ngram", draft_model=None, draft_length=feature.length
-                )
-            own.append(guesses)
+        elif isinstance(feature, Speculate) and feature.drafter == "model" and ranks.rank:
+            # The draft model is rank 0's alone; here no drafter is asked.
+            length = feature.length
+            own.append(
+                replace(feature, drafter="ngram", draft_model=None, draft_length=length)
+            )
         else:
             own.append(feature)
     return build(
@@ -151,17 +152,10 @@ def own_engine(
 
 
 @dataclass(frozen=True)
-class SplitSpeculate(Speculate):
-    """`Speculate` inside a rank's own engine: rank 0 guesses, on the host; a graph would on all ranks."""
-
-    whole: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
 class Split(Feature):
     """`Parallel` inside a rank's own engine; it is no option.
 
-    crew: the others, on rank 0. line: to rank 0, on all others.
+    workers: the others, on rank 0. line: to rank 0, on all others.
     """
 
     name: ClassVar[str] = "parallel"
@@ -172,79 +166,72 @@ class Split(Feature):
     workers: WorkerGroup | None = None
     line: BroadcastChannel | None = None
 
-    def prepare(self, builder: EngineBuilder) -> None:
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Every rank loads its part, and has as many blocks as the one with the least room."""
-        builder.stages["load"] = [self._load]
-        builder.stages["plan"].append(self._agree)
+        builder.load.replace(self, self._load)
+        builder.memory_plan.decorate(self, lambda plan: lambda each: self._agree(plan(each)))
 
-    def _load(self, builder: EngineBuilder) -> None:
+    def _load(self, builder: EngineBuilder) -> Model:
         asked = builder.recipe
-        builder.model = load_part(
+        return load_part(
             asked.model,
             device=asked.device,
             dtype=asked.dtype,
-            weight_loader=builder.weight_loader,
+            weight_loader=builder.weight_loader.part,
             ranks=self.ranks,
         )
 
+    def _agree(self, memory_plan: MemoryPlan) -> MemoryPlan:
+        """Take as many blocks as there are on the rank that has room for the fewest."""
+        blocks = self.ranks.smallest(memory_plan.blocks)
+        cache = memory_plan.cache // memory_plan.blocks * blocks
+        return replace(memory_plan, blocks=blocks, cache=cache)
+
     def install(self, builder: EngineBuilder) -> None:
         """Layers that add up, tokens chosen over ranks, and a loop that leads or follows."""
-        ranks, model = self.ranks, builder.model
+        self._choose_tokens(builder)
+        workers, line = self.workers, self.line
+        drafter, masked = builder.drafter, builder.grammar_manager
+        about = (builder.model.config.vocab_size, builder.model.device)
+        loop: engines.RankZeroLoop | engines.WorkerLoop
+        if workers is not None:
+            proposer = None
+            if drafter.part is not NO_DRAFTS:
+                proposer = BroadcastProposer(drafter.part)
+                drafter.decorate(self, lambda own: proposer)
+            if masked.part is not NO_GRAMMAR_MANAGER:
+                masked.decorate(self, lambda own: RankZeroGrammarManager(own, workers, *about))
+            if builder.warmups:
+                builder.warmups.append(lambda engine: workers.tell(Rehearsed()))
+            loop = engines.RankZeroLoop(
+                builder.loop.part, workers, self.options.rank_check, proposer
+            )
+        else:
+            assert line is not None
+            if drafter.part is not NO_DRAFTS:
+                drafter.decorate(self, lambda own: ReplicatedProposer(line))
+            if masked.part is not NO_GRAMMAR_MANAGER:
+                masked.decorate(self, lambda own: WorkerGrammarManager(line, *about))
+            builder.warmups.clear()  # it follows what rank 0 plays when it is made
+            loop = engines.WorkerLoop(builder.loop.part, line, self.options.rank_check)
+        builder.loop.decorate(self, lambda inner: loop)
+        builder.observer.replace(self, loop)
+
+    def _choose_tokens(self, builder: EngineBuilder) -> None:
+        """Choose tokens over ranks, each of which has the logits of a part of the vocabulary."""
+        graphs, vocab_size = builder.feature(Graphs), builder.model.config.vocab_size
         kind: type[RankSamplerBackend] = RankSamplerBackend
-        if getattr(builder.features.get("graphs"), "sampling", "") == "triton":
+        if graphs is not None and graphs.sampling == "triton":
             from parallel.reduce_argmax import TritonRankSamplerBackend  # Triton comes with it
 
             kind = TritonRankSamplerBackend
-        builder.decorate(
-            self, sampler_backend=lambda inner: kind(ranks, inner, model.config.vocab_size)
+        builder.sampler_backend.decorate(
+            self, lambda inner: kind(self.ranks, inner, vocab_size)
         )
-        if (
-            "graphs" in builder.features
-        ):  # where a step is masked, rank 0 tells the others what it has chosen
-            builder.plans.pop("masked", None)
+        if graphs is not None:
+            from cuda_graphs.executors import ChunkGraphExecutor
+
             # Graphs of full steps have not been tried in ranks: NCCL's sums would be in them.
-            builder.plans["chunks"] = partial(builder.plans["chunks"], step_tokens=lambda: 0)
-        about = (model.config.vocab_size, model.device)
-        workers = self.workers
-        line = self.line
-        builder.loops["ranks"] = self._loop
-        if builder.drafter is not NO_DRAFTS:
-            builder.decorate(
-                self,
-                drafter=lambda own: (
-                    BroadcastProposer(own) if line is None else ReplicatedProposer(line)
-                ),
+            builder.executors[ChunkGraphExecutor] = partial(
+                ChunkGraphExecutor, most_tokens=graphs.graph_tokens, step_tokens=0
             )
-        if builder.masks is not NO_GRAMMAR_MANAGER and workers is not None:
-            builder.decorate(
-                self, masks=lambda own: RankZeroGrammarManager(own, workers, *about)
-            )
-        elif builder.masks is not NO_GRAMMAR_MANAGER and line is not None:
-            builder.decorate(self, masks=lambda own: WorkerGrammarManager(line, *about))
-        if workers is None:  # it follows what rank 0 plays when it is made
-            builder.stages["rehearse"] = []
-        elif builder.stages["rehearse"]:
-            builder.stages["rehearse"].append(lambda whole: workers.tell(Rehearsed()))
-
-    def _loop(self, engine: PagedEngine) -> engines.RankZeroLoop | engines.WorkerLoop:
-        """Rank 0's loop, or another's, around what it has without ranks."""
-        made: engines.RankZeroLoop | engines.WorkerLoop
-        drafter = engine.scheduler.drafter
-        if self.workers is not None:
-            teller = drafter if isinstance(drafter, BroadcastProposer) else None
-            made = engines.RankZeroLoop(
-                engine.loop, self.workers, self.options.rank_check, teller
-            )
-        else:
-            assert self.line is not None
-            made = engines.WorkerLoop(engine.loop, self.line, self.options.rank_check)
-        engine.observer = made
-        return made
-
-    def _agree(self, builder: EngineBuilder) -> None:
-        """Take as many blocks as there are on the rank that has room for the fewest."""
-        memory_plan = builder.memory_plan
-        blocks = self.ranks.smallest(memory_plan.blocks)
-        builder.memory_plan = replace(
-            memory_plan, blocks=blocks, cache=memory_plan.cache // memory_plan.blocks * blocks
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -49,11 +48,6 @@ def device_of(first: str, rank: int) -> torch.device:
     return (
         torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
     )
-
-
-def graphs_of(engine: Any) -> Callable[[], None]:
-    """Return a function that destroys an engine's graphs, in which sums may be. It holds no engine."""
-    return getattr(engine.runner, "let_go", lambda: None)
 
 
 def parted() -> bool:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import TokenBitmask
-from continuous.seams import NoGrammarManager
+from continuous.seams import Drafter, GrammarManager
 from continuous.work import Work
 from parallel.messages import BroadcastChannel, Drafts, FailedGrammars
 from parallel.worker_group import WorkerGroup
-from speculative.loops import HostDrafter
-from structured.loop import NONE_LANDED, EarlyGrammarManager, Landed
+from speculative.wrapper import DrafterWrapper
 
 
-class BroadcastProposer(HostDrafter):
+class BroadcastProposer(DrafterWrapper):
     """Rank 0's drafter: the one that it would have by itself, and a note of what it said."""
 
-    def __init__(self, inner: HostDrafter) -> None:
-        self.inner = inner
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
         self.stats = getattr(inner, "stats", None)
         self._asks = False
         self._drafts: dict[int, tuple[int, ...]] = {}
@@ -43,17 +42,22 @@ class BroadcastProposer(HostDrafter):
         return drafts
 
 
-class ReplicatedProposer(HostDrafter):
-    """Any other rank's drafter: what rank 0's has said.
-
-    waits: rank 0's drafter waited before the step was scheduled.
-    """
-
-    needs_finished_step = False
+class ReplicatedProposer(Drafter):
+    """Any other rank's drafter: what rank 0's has said."""
 
     def __init__(self, line: BroadcastChannel) -> None:
         self.line = line
+        self._waits = False
         self._said = Drafts(False, {})
+
+    def wait(self, waits: bool) -> None:
+        """Note whether rank 0's drafter has to see every token before the next step is scheduled."""
+        self._waits = waits
+
+    @property
+    def needs_finished_step(self) -> bool:
+        """Return True where rank 0's drafter does."""
+        return self._waits
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Wait for rank 0's message about this step, keep it, and return whether a drafter was asked there.
@@ -70,7 +74,7 @@ class ReplicatedProposer(HostDrafter):
         return self._said.drafts.get(request.id, ())
 
 
-class RankZeroGrammarManager(EarlyGrammarManager):
+class RankZeroGrammarManager(GrammarManager):
     """Rank 0's masks: those that it would have by itself.
 
     Where a step is masked, rank 0 chooses and the others take its tokens, so all must know that it is, even
@@ -80,7 +84,7 @@ class RankZeroGrammarManager(EarlyGrammarManager):
 
     def __init__(
         self,
-        inner: EarlyGrammarManager,
+        inner: GrammarManager,
         workers: WorkerGroup,
         vocab_size: int,
         device: torch.device,
@@ -105,9 +109,9 @@ class RankZeroGrammarManager(EarlyGrammarManager):
         """See `GrammarManager.needs_mask`."""
         return self.inner.needs_mask(works)
 
-    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
+    def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """See `GrammarManager.begin`. Masks are sent at one point of a step, however early."""
-        self.inner.begin(works, landed)
+        self.inner.begin(works, sampled)
         return False
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
@@ -122,7 +126,7 @@ class RankZeroGrammarManager(EarlyGrammarManager):
         return failed
 
 
-class WorkerGrammarManager(NoGrammarManager):
+class WorkerGrammarManager(GrammarManager):
     """Any other rank's masks: it knows which steps are masked, and is told which grammars have failed."""
 
     def __init__(self, line: BroadcastChannel, vocab_size: int, device: torch.device) -> None:
@@ -133,7 +137,7 @@ class WorkerGrammarManager(NoGrammarManager):
     def check(self, params: SamplingParams) -> None:
         """Rank 0 has done it, as it has waited, and tells which grammars have failed."""
 
-    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
+    def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """Begin like rank 0."""
         return False
 

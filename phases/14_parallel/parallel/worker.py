@@ -28,7 +28,7 @@ from parallel.messages import (
     RunFunction,
     StepMessage,
 )
-from parallel.ranks import Ranks, device_of, graphs_of, meeting
+from parallel.ranks import Ranks, device_of, meeting
 
 
 def main(descriptor: int, rank: int) -> None:
@@ -76,7 +76,7 @@ def live(order: Build, ranks: Ranks, line: BroadcastChannel) -> None:
             continue
         assert isinstance(message, StepMessage), f"rank {ranks.rank} was told {message!r}"
         engine.loop.follow(engine, message)
-    graphs_of(engine)()
+    engine.runner.release()
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:

@@ -123,17 +123,18 @@ class ExpertParallel(Feature):
         """Check the option."""
         choice("cut", self.cut, CUTS)
 
-    def prepare(self, builder: EngineBuilder) -> None:
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Let each rank keep its part while the model is loaded. Rank 0 checks before any other begins."""
-        for one in builder.recipe.features:
-            if isinstance(one, Parallel) and one.tensor_parallel > 1:
-                self.check(builder.recipe, one.tensor_parallel)
-            elif isinstance(one, Split):
-                if self.cut == CUTS[0]:
-                    builder.decorate(
-                        self, weight_loader=partial(OwnExpertsLoader, ranks=one.ranks)
-                    )
-                builder.stages["load"].append(partial(self._share, one.ranks))
+        parallel, split = builder.feature(Parallel), builder.feature(Split)
+        if parallel is not None and parallel.tensor_parallel > 1:
+            self.check(builder.recipe, parallel.tensor_parallel)
+        if split is not None:
+            loader = builder.weight_loader.part
+            assert loader is None or isinstance(loader, Quantize)
+            if self.cut == CUTS[0]:
+                own = OwnExpertsLoader(loader, split.ranks)
+                builder.weight_loader.decorate(self, lambda inner: own)
+            builder.surgeries.append(partial(self._share, split.ranks))
 
     def check(self, recipe: Recipe, size: int) -> None:
         """Raise `UserError` for what `size` ranks cannot do."""

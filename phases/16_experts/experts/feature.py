@@ -16,6 +16,7 @@ from experts.stacked import StackedExperts
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature
 from quant.linear import QuantLinear
+from triton_paged_attention import Kernels
 
 TEXT = Path(__file__).parents[3] / "benchmarks" / "texts" / "news_from_nowhere.txt"
 """What a dense model is looked at with when its MLPs are cut."""
@@ -38,12 +39,11 @@ class MixtureOfExperts(Feature):
         if self.active_experts is not None:
             integer("active_experts", self.active_experts, low=1)
 
-    def prepare(self, builder: EngineBuilder) -> None:
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Stack the experts when the model is loaded."""
-        loading = builder.stages.get("load", [])  # ranks of phase 14 go through it themselves
-        loading.append(self._stack)
+        builder.surgeries.append(self._stack)
         if self.active_experts is not None:
-            loading.append(self._choose)
+            builder.surgeries.append(self._choose)
 
     def _stack(self, builder: EngineBuilder) -> None:
         """Put experts into stacks, a layer at a time: no more than one layer's weights are there twice.
@@ -52,7 +52,7 @@ class MixtureOfExperts(Feature):
         """
         if not any(expert_layers(builder.model)):
             return
-        kernels = any(feature.name == "kernels" for feature in builder.recipe.features)
+        kernels = builder.feature(Kernels) is not None
         for layer in expert_layers(builder.own_model()):
             few_bits = any(isinstance(part, QuantLinear) for part in layer.experts.modules())
             if isinstance(layer.experts, ExpertList) and (kernels or not few_bits):
@@ -76,7 +76,7 @@ class MixtureOfExperts(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Give the layers the kernels' ways, where there are kernels."""
-        if "kernels" not in builder.features or not any(expert_layers(builder.model)):
+        if builder.feature(Kernels) is None or not any(expert_layers(builder.model)):
             return
         from experts.kernels.grouped import grouped, scratch_bytes
         from experts.kernels.routing import route_at_once  # Triton comes with it
@@ -92,7 +92,7 @@ class MixtureOfExperts(Feature):
                 layer.facts.top_k,
                 builder.model.dtype.itemsize,
             )
-        builder.reserve.append(lambda whole: room(whole.size("step_tokens")))
+        builder.reservations.append(lambda builder: room(builder.step_tokens))
 
 
 def expert_layers(model: Model) -> Iterator[Experts]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from common.errors import UserError
-from paged_cache import EngineBuilder, Feature
-from parallel.feature import Split
+from paged_cache import EngineBuilder, Feature, find
+from parallel.feature import Parallel, Split
+from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,17 @@ class CustomAllReduce(Feature):
     phase: ClassVar[int] = 14
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """In ranks, with kernels on GPUs."""
-        here = others.get("parallel") is not None and others.get("kernels") is not None
+        here = find(others, Parallel) is not None and find(others, Kernels) is not None
         return here and device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
         """Give the ranks their way to add up; one rank adds nothing up."""
-        split = builder.features.get("parallel")
-        if not isinstance(split, Split):
+        split = builder.feature(Split)
+        if split is None:
             return
-        if builder.model.device.type != "cuda" or "kernels" not in builder.features:
+        if builder.model.device.type != "cuda" or builder.feature(Kernels) is None:
             raise UserError("own_sums is on, but sums by kernels need kernels on a GPU")
         from phases.appendix.all_reduce.symmetric import (
             OtherRanks,

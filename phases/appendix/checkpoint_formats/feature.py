@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +11,10 @@ from torch import nn
 
 from common.errors import UserError
 from forward.model import Model
-from paged_cache import EngineBuilder, Feature
+from paged_cache import EngineBuilder, Feature, find
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
+from quant import Quant
 from quant.loading import Quantize, plain_layers, replace_layer
 
 
@@ -57,21 +58,19 @@ class CheckpointFormats(Feature):
     phase: ClassVar[int] = 10
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On with quantized layers."""
-        return others.get("quant") is not None
+        return find(others, Quant) is not None
 
-    def prepare(self, builder: EngineBuilder) -> None:
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Read what the checkpoint has in few bits, and leave the rest to `Quant`."""
-        if not isinstance(builder.weight_loader, Quantize):
+        plain = builder.weight_loader.part
+        if not isinstance(plain, Quantize):
             raise UserError(
                 "checkpoint_formats is for quant, which is off: switch it on with quant=True"
             )
-        builder.decorate(
-            self, weight_loader=lambda plain: ReadFormats(plain.scheme, plain.head)
-        )
+        read = ReadFormats(plain.scheme, plain.head)
+        builder.weight_loader.decorate(self, lambda plain: read)
 
     def install(self, builder: EngineBuilder) -> None:
         """Do nothing more: the layers are loaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from ctypes import CDLL, Structure, c_double, c_int64
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from common.console import err
 from common.paths import cache_home
 from continuous.runner import Forwarded
 from continuous.work import Work
-from paged_cache import EngineBuilder, Feature, PagedRunner
+from paged_cache import EngineBuilder, Feature, PagedRunner, find
 from paged_cache.attention import PagedBatch, TorchPagedAttention
-from quant.linear import QuantLinear
+from triton_paged_attention import Kernels
 
 # Registers of 16 numbers, for which PyTorch orders weights of four bits.
 WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -68,6 +68,8 @@ class OneCall:
     Raises:
         NotImplementedError: something that `step.cpp` does not compute.
     """
+
+    order: ClassVar[int] = 0
 
     def __init__(self, library: CDLL, runner: PagedRunner) -> None:
         self.runner = runner
@@ -160,9 +162,8 @@ class OneCall:
         """Linear layers of one input, those of the names that there are; outputs lie one behind the other."""
         children = dict[str, Any](owner.named_children())
         for layer in (children[name] for name in names if name in children):
-            quantized = isinstance(layer, QuantLinear)
-            exact = quantized and layer.scheme.activations is None and layer.order is None
-            if not exact and not isinstance(layer, nn.Linear):
+            quantized = not isinstance(layer, nn.Linear)
+            if quantized and not self.exact(layer):
                 raise NotImplementedError
             group = layer.scheme.group if quantized and layer.tiles is not None else 0
             weight = layer.tiles if group else layer.data if quantized else layer.weight
@@ -183,6 +184,13 @@ class OneCall:
                 code, x, y, min(-(-outputs // BLOCK), TASKS), group=group, **about
             )
             y += outputs
+
+    def exact(self, layer: Any) -> bool:
+        """Return True for a layer of few bits whose inputs stay as they are."""
+        from quant.linear import QuantLinear  # phase 10 is there, or all layers would be plain
+
+        quantized = isinstance(layer, QuantLinear)
+        return quantized and layer.scheme.activations is None and layer.order is None
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
         """A norm over a vector: of what a layer returned, in place; or of `x` when that is added to it."""
@@ -237,24 +245,23 @@ class CpuStep(Feature):
     phase: ClassVar[int] = 9
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On a CPU with registers of 16 numbers, around PyTorch's layers."""
-        return device.type == "cpu" and WIDE and others.get("kernels") is None
+        return device.type == "cpu" and WIDE and find(others, Kernels) is None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Meet the engine when its layers are what they will be."""
+        """Ask the compiled step first, where the engine's parts are those that it computes."""
         if builder.model.device.type == "cpu" and WIDE:
-            builder.stages["connect"].append(connect)
+            builder.executors[OneCall] = one_call
 
 
-def connect(builder: EngineBuilder) -> None:
-    """Add the plan, where the engine's parts are those that the step computes."""
-    runner, compiled = cast(PagedRunner, builder.engine.runner), library()
+def one_call(runner: PagedRunner) -> OneCall | None:
+    """Return the executor of a runner; None where it has other layers or attention, or no compiler."""
+    compiled = library()
     if compiled is not None and type(runner.attention) is TorchPagedAttention:
         with suppress(NotImplementedError):
-            runner.plans = [OneCall(compiled, runner), *runner.plans]
+            return OneCall(compiled, runner)
+    return None
 
 
 @cache

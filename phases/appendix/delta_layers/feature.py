@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from common.errors import UserError
-from forward.loading import facts_of
-from paged_cache import EngineBuilder, Feature, PagedAttention
+from hybrid_cache import Hybrid
+from paged_cache import EngineBuilder, Feature, PagedAttention, find
 from triton_paged_attention import Kernels
 from triton_paged_attention.feature import LAYERS
 
@@ -24,45 +24,37 @@ class DeltaLayers(Feature):
     phase: ClassVar[int] = 17
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """Return True if all layers are the kernels', and states have their cache."""
-        return others.get("hybrid_cache") is not None and _whole(others.get("kernels"))
+        return find(others, Hybrid) is not None and _whole(find(others, Kernels))
 
-    def prepare(self, builder: EngineBuilder) -> None:
+    def configure_load(self, builder: EngineBuilder) -> None:
         """Replace layers as soon as the model is loaded: other features look for products later."""
-        asked = builder.recipe
-        if facts_of(asked.model).delta is not None and any(
-            _whole(each) for each in asked.features
-        ):
-            builder.stages["load"].append(_fuse)
+        if _whole(builder.feature(Kernels)):
+            builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
         """Begin steps in one kernel."""
         if builder.model.config.delta is None:
             return
-        if "hybrid_cache" not in builder.features or not _whole(
-            builder.features.get("kernels")
-        ):
+        if builder.feature(Hybrid) is None or not _whole(builder.feature(Kernels)):
             raise UserError(
                 "delta_layers is on, but hybrid_cache is off, or layers are left to torch"
             )
-        builder.decorate(self, attention=lambda made: partial(_attention, made))
+        builder.attention.decorate(self, lambda made: partial(_attention, made))
 
 
-def _whole(kernels: Feature | None) -> bool:
-    return isinstance(kernels, Kernels) and all(
-        getattr(kernels, name) == "triton" for name in LAYERS
-    )
+def _whole(kernels: Kernels | None) -> bool:
+    return kernels is not None and all(getattr(kernels, name) == "triton" for name in LAYERS)
 
 
 def _fuse(builder: EngineBuilder) -> None:
     from hybrid_cache.qwen3_5 import Qwen35
     from phases.appendix.delta_layers.layers import fuse
 
-    model = builder.own_model()
-    if isinstance(model, Qwen35):
+    if isinstance(builder.model, Qwen35):
+        model = builder.own_model()
+        assert isinstance(model, Qwen35)
         fuse(model)
 
 

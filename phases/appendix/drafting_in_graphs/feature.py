@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from paged_cache import EngineBuilder, Feature
+from cuda_graphs import Graphs, Overlap, OverlappedLoop
+from paged_cache import EngineBuilder, Feature, find
+from phases.appendix.latency.feature import Latency
 from speculative import Speculate, SpeculativeRunner
 from speculative.draft_model import DraftModel
 from speculative.head import HeadSource
@@ -23,31 +25,28 @@ class GraphDrafting(Feature):
     phase: ClassVar[int] = 11
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """Inside graphs, where there is guessing."""
-        return others.get("graphs") is not None and others.get("speculate") is not None
+        return find(others, Graphs) is not None and find(others, Speculate) is not None
 
     def install(self, builder: EngineBuilder) -> None:
         """Layers for a few tokens, and graphs of whole steps. Nothing without graphs."""
-        speculate, speculator = builder.features.get("speculate"), builder.drafter
-        if "graphs" not in builder.features or not isinstance(speculator, SpeculativeRunner):
+        speculate, runner = builder.feature(Speculate), builder.drafter.part
+        if builder.feature(Graphs) is None or not isinstance(runner, SpeculativeRunner):
             return
-        assert isinstance(speculate, Speculate)
-        source = speculator.source
+        assert speculate is not None
+        source = runner.source
         small = source.engine if isinstance(source, DraftModel) else None
-        if "latency" in builder.features:
+        if builder.feature(Latency) is not None:
             from phases.appendix.drafting_in_graphs.columns import install
 
             install(builder.own_model())
             if small is not None:
                 install(small.runner.model, fewest=1)
-        if not (
-            isinstance(source, (HeadSource, NGrams))
-            and "overlap" in builder.features
-            and speculate.whole
-        ):
+        if not isinstance(source, (HeadSource, NGrams)) or builder.feature(Overlap) is None:
+            return
+        # Parts of a model add up over ranks, and states go back on the host: neither is in a graph.
+        if builder.load.owner or builder.model.config.delta is not None:
             return
         from phases.appendix.drafting_in_graphs.loop import (
             GraphDrafter,
@@ -56,11 +55,13 @@ class GraphDrafting(Feature):
         )
 
         length, models = speculate.length, 2 if isinstance(source, HeadSource) else 1
-        ahead = GraphDrafter(speculator, length)
-        builder.decorate(self, drafter=lambda plain: ahead)
-        builder.loops["in graph"] = lambda engine: GraphDraftingLoop(engine, ahead)
-        builder.reserve.append(
-            lambda whole: drafting_graph_bytes(
-                whole.model, whole.size("max_rows"), length, models=models
+        ahead = GraphDrafter(runner, length)
+        builder.drafter.decorate(self, lambda plain: ahead)
+        loop = builder.loop.part
+        assert isinstance(loop, OverlappedLoop)
+        builder.loop.decorate(self, lambda inner: GraphDraftingLoop(loop, ahead))
+        builder.reservations.append(
+            lambda builder: drafting_graph_bytes(
+                builder.model, builder.max_rows, length, models=models
             )
         )

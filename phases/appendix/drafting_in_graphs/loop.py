@@ -21,6 +21,7 @@ from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED, captured
 from cuda_graphs.executors import SMALL_BATCH
 from cuda_graphs.memory import PER_GRAPH
+from cuda_graphs.overlap import OverlappedLoop
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from forward.model import Model
@@ -28,8 +29,8 @@ from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
 from phases.appendix.drafting_in_graphs.graph import DraftingGraph, Pair
 from speculative.head import HeadSource
-from speculative.loops import HostDrafter, needs_finished_step
 from speculative.speculation import SpeculativeRunner
+from speculative.wrapper import DrafterWrapper
 
 FEW_LOOKED_UP = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
@@ -73,7 +74,7 @@ class DraftedStep(Pending):
         return found
 
 
-class GraphDrafter(HostDrafter):
+class GraphDrafter(DrafterWrapper):
     """A `Drafter` around a speculator, which launches steps that verify and draft in one graph.
 
     Args:
@@ -87,7 +88,8 @@ class GraphDrafter(HostDrafter):
     """
 
     def __init__(self, speculator: SpeculativeRunner, most: int) -> None:
-        self.inner = self.speculator = speculator
+        super().__init__(speculator)
+        self.speculator = speculator
         self.stats, self.most = speculator.stats, most
         self.source = speculator.source if isinstance(speculator.source, HeadSource) else None
         self.begun: bool | None = None
@@ -96,7 +98,8 @@ class GraphDrafter(HostDrafter):
         self.blank: set[int] = set()
 
     def attach(self, engine: PagedEngine) -> None:
-        """Meet the engine, and capture the graphs of its steps."""
+        """Also capture the graphs of the engine's steps."""
+        super().attach(engine)
         assert isinstance(engine.runner, GraphRunner)
         self.engine, self.runner = engine, engine.runner
         self.runners = [engine.runner]
@@ -189,7 +192,7 @@ class GraphDrafter(HostDrafter):
             ):
                 return None
         works = [Work(r, r.row, 0, 1, (), (r,)) for r in running]
-        if self.engine.masks.needs_mask(works):
+        if self.engine.grammar_manager.needs_mask(works):
             return None
         plan = self.runner.sampler.plan([request.row for request in running])
         return plan.features if captured(plan) else None
@@ -324,9 +327,8 @@ class GraphDraftingLoop:
 
     flight: DraftedStep | None = None
 
-    def __init__(self, engine: PagedEngine, ahead: GraphDrafter) -> None:
-        self.inner, self.ahead = engine.loop, ahead
-        ahead.attach(engine)
+    def __init__(self, inner: OverlappedLoop, ahead: GraphDrafter) -> None:
+        self.inner, self.ahead = inner, ahead
 
     @property
     def idle(self) -> bool:
@@ -335,7 +337,7 @@ class GraphDraftingLoop:
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step that drafts and collect the one before; or advance the inner loop."""
-        if needs_finished_step(engine):
+        if engine.scheduler.drafter.needs_finished_step:
             self.inner.finish_steps(engine)
         if self.inner.idle:
             before, self.flight = self.flight, None
@@ -347,13 +349,6 @@ class GraphDraftingLoop:
             if self.flight is not None or (before is not None and engine.scheduler.idle):
                 return
         self.inner.advance(engine)
-
-    def finish_steps(self, engine: Engine) -> None:
-        """Collect what is under way."""
-        landing, self.flight = self.flight, None
-        if landing is not None:
-            self._collect(engine, landing)
-        self.inner.finish_steps(engine)
 
     def _collect(self, engine: Engine, flight: DraftedStep) -> None:
         self.ahead.made = flight.made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
+from paged_cache import PagedRunner
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddPrompt, Command, StepReport
 
@@ -31,8 +33,10 @@ class PoolingPlan:
     means: of prompts that are computed whole, on the device.
     """
 
+    order: ClassVar[int] = 0
+
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.others = runner, runner.plans
+        self.runner, self.others = runner, runner.executors
         self.means: dict[Request, Tensor] = {}
         self._sums: dict[
             Request, tuple[int, Tensor]
@@ -86,14 +90,14 @@ class PoolingPlan:
 
 
 class PoolingObserver(StepPictures):
-    """Reports the means that were asked for, beside all else. Engines before phase 04 have none."""
+    """Reports the means that were asked for, beside all else. Engines before phase 05 have none."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.plan: PoolingPlan | None = None
-        if isinstance(engine, Engine):
+        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
             self.plan = PoolingPlan(engine.runner)
-            engine.runner.plans = [self.plan, *self.plan.others]
+            engine.runner.ask_first(self.plan)
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
-from speculative.loops import HostDrafter
 from speculative.stats import SpeculationStats
+from speculative.wrapper import DrafterWrapper
 from structured.masks import Constraint
 
 if TYPE_CHECKING:  # the library is imported when the first grammar comes
@@ -20,7 +20,7 @@ FEW_IN_TURN = 2
 and drafts cost a call of attention a layer, since they make queries of another length."""
 
 
-class GrammarDrafter(HostDrafter):
+class GrammarDrafter(DrafterWrapper):
     """A `Drafter` around another one.
 
     Where a grammar leaves no choice it says what comes (jump-forward: Zheng et al., "SGLang", arXiv
@@ -53,7 +53,7 @@ class GrammarDrafter(HostDrafter):
         most_ahead: int = 64,
         in_turn: bool = False,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.jump_forward = jump_forward
         self.most_ahead = most_ahead
         self.in_turn = in_turn

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -14,14 +14,12 @@ from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
-from paged_cache import EngineBuilder, Feature
+from paged_cache import EngineBuilder, Feature, find
 from phases.appendix.guidance.drafter import GrammarDrafter
-from phases.appendix.guidance.loop import EarlyMaskLoop
 from phases.appendix.guidance.masks import LibraryGrammarManager
 from phases.appendix.guidance.spelling import Spelling
-from speculative.loops import draft_loop_around
-from speculative.speculation import verify
-from structured.loop import EarlyGrammarManager
+from speculative.speculation import Verifier
+from structured import Structured
 from structured.masks import AutomataGrammarManager
 from structured.matcher import Backend
 from structured.pool import GrammarPool
@@ -45,18 +43,16 @@ class Guidance(Feature):
         integer("jump_rows", self.jump_rows, low=0)
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
-        """Tell whether outputs follow grammars."""
-        return others.get("structured") is not None
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
+        """Return True if outputs follow grammars."""
+        return find(others, Structured) is not None
 
     def install(self, builder: EngineBuilder) -> None:
         """Put other masks in the places of phase 12's, and a drafter that knows what is forced.
 
         Nothing is imported and no tokenizer prepared before the first grammar comes.
         """
-        plain = builder.masks
+        plain = builder.grammar_manager.part
         if not isinstance(plain, AutomataGrammarManager):
             raise UserError(
                 "guidance is on, but structured is off: switch it on with structured=True"
@@ -74,20 +70,18 @@ class Guidance(Feature):
             threads=2 if (os.cpu_count() or 1) < 8 else 4,
         )
         most_forced = self.jump_rows if self.jump_forward else 0
-        builder.decorate(
-            self, masks=partial(LibraryGrammarManager, pool=pool, most_forced=most_forced)
+        builder.grammar_manager.decorate(
+            self,
+            lambda inner: LibraryGrammarManager(plain, pool=pool, most_forced=most_forced),
         )
-        if "overlap" in builder.features:
-            builder.loops["overlap"] = lambda engine: EarlyMaskLoop(
-                cast(EarlyGrammarManager, engine.masks)
-            )
-        if builder.drafter is not NO_DRAFTS or self.jump_forward:
-            builder.loops.setdefault("waiting", draft_loop_around)
-            builder.stages["connect"].append(lambda whole: verify(whole.engine))
-            forced = partial(
-                GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows
-            )
-            builder.decorate(self, drafter=partial(forced, in_turn=on_cpu))
+        if builder.drafter.part is NO_DRAFTS:
+            if not self.jump_forward:
+                return
+            builder.verifier.replace(self, lambda rows: Verifier(rows.tokens))
+        forced = partial(
+            GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows
+        )
+        builder.drafter.decorate(self, partial(forced, in_turn=on_cpu))
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

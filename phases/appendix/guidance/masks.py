@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -13,7 +13,6 @@ from common.request import Request
 from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.work import Work
-from structured.loop import NONE_LANDED, Landed
 from structured.masks import AutomataGrammarManager, constrained, hold_back
 from structured.matcher import Words
 from structured.pool import GrammarPool
@@ -103,11 +102,11 @@ class LibraryGrammarManager(AutomataGrammarManager):
         """The pool's."""
         return cast("GuidanceBackend", self.pool.backend)
 
-    def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
+    def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
         """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
         self._wait()  # for a step that failed in between
         places, self._jobs = list[int](), []
-        for place, drafts, request, matcher in self._follow(works, landed):
+        for place, drafts, request, matcher in self._follow(works, sampled):
             matcher.certain = matcher.forced() if len(works) <= self.most_forced else ()
             self._jobs.append((request, (matcher, len(places), drafts)))
             places += range(place, place + len(drafts) + 1)
@@ -121,7 +120,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """The masks of those samples of the step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
-            self.begin(works)
+            self.begin(works, {})
         held = list[tuple[int, int]]()
         for request, (_, row, drafts) in self._jobs:  # while masks are made
             held += self.held(request, row, len(drafts) + 1)
@@ -147,17 +146,17 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return made
 
     def _follow(
-        self, works: Sequence[Work], landed: Landed
+        self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]
     ) -> list[tuple[int, Sequence[int], Request, GuidanceMatcher]]:
         """Move the matchers to where their outputs are; return the outputs whose matchers could be moved.
 
-        An output that ends with what has landed needs no mask: under a grammar an end token always ends it.
+        An output that ends with what was sampled needs no mask: under a grammar an end token always ends it.
         """
         outputs = []
         moves: list[tuple[GuidanceMatcher, Sequence[int]]] = []
         for output in constrained(works):
             *_, request, constraint = output
-            news = landed.get(request, ())
+            news = sampled.get(request, ())
             if self.eos.isdisjoint(news):
                 outputs.append(output)
                 moves.append(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from common.errors import UserError
-from paged_cache import EngineBuilder, Feature
+from cuda_graphs import Graphs
+from paged_cache import EngineBuilder, Feature, find
 from triton_paged_attention import Kernels
 
 
@@ -19,22 +20,21 @@ class Latency(Feature):
 
     name: ClassVar[str] = "latency"
     phase: ClassVar[int] = 9
+    for_draft_models: ClassVar[bool] = True
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """Inside graphs, around the kernels' layers."""
-        return others.get("graphs") is not None and isinstance(others.get("kernels"), Kernels)
+        return find(others, Graphs) is not None and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
         """Add ways to the kernels' layers, and one more kernel to their attention."""
-        kernels = builder.features.get("kernels")
-        if not (isinstance(kernels, Kernels) and kernels.attends):
+        kernels = builder.feature(Kernels)
+        if kernels is None or not kernels.attends:
             raise UserError(
                 "latency is True, but must be False without the kernels' layers and attention"
             )
         from phases.appendix.latency.layers import LatencyAttention, install
 
         made = kernels.attention_of(LatencyAttention, install(builder.own_model()))
-        builder.decorate(self, attention=lambda plain: made)
+        builder.attention.decorate(self, lambda plain: made)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from common.errors import UserError
-from cuda_graphs.feature import Graphs
-from paged_cache import EngineBuilder, Feature, PagedEngine
-from phases.appendix.guidance.loop import EarlyMaskLoop
-from structured.loop import EarlyGrammarManager
-from structured.masks import AutomataGrammarManager
+from cuda_graphs import Graphs, Overlap, OverlappedLoop
+from paged_cache import EngineBuilder, Feature, find
+from structured import Structured
+from triton_paged_attention import Kernels
+
+if TYPE_CHECKING:
+    from cuda_graphs.runner import GraphRunner
 
 
 @dataclass(frozen=True)
@@ -24,44 +26,39 @@ class MaskedGraphs(Feature):
     phase: ClassVar[int] = 12
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
-        """Tell whether there are kernels, and grammars."""
-        return others.get("structured") is not None and others.get("kernels") is not None
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
+        """Return True if there are kernels, and grammars."""
+        return find(others, Structured) is not None and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Bring a sampler, a plan, and a loop that sends what the next step reads while masks are made."""
-        if (
-            not isinstance(builder.masks, AutomataGrammarManager)
-            or "kernels" not in builder.features
-        ):
+        """Apply masks by a kernel; with graphs, add an executor, which sends inputs early."""
+        if builder.feature(Structured) is None or builder.feature(Kernels) is None:
             raise UserError("masked_graphs is on, but kernels or structured is off")
-        from phases.appendix.masked_graphs.kernel import with_kernel
+        from phases.appendix.masked_graphs.kernel import Forbids, with_kernel
 
-        builder.decorate(self, sampler_backend=with_kernel)
-        graphs = builder.features.get("graphs")
-        if not isinstance(graphs, Graphs):
+        builder.sampler_backend.decorate(self, with_kernel)
+        graphs = builder.feature(Graphs)
+        if graphs is None:
             return
         from phases.appendix.masked_graphs.graphs import MaskedGraphExecutor, masked_bytes
 
-        builder.plans["masked"] = MaskedGraphExecutor
-        most = graphs.graph_rows
-        builder.reserve.append(
-            lambda whole: masked_bytes(whole.model, min(most, whole.size("max_rows")))
+        made: list[MaskedGraphExecutor] = []
+
+        def executor(runner: GraphRunner) -> MaskedGraphExecutor | None:
+            if isinstance(runner.sampler.sampler_backend, Forbids):
+                made.append(MaskedGraphExecutor(runner))
+                return made[0]
+            return (
+                None  # over ranks: rank 0 tells the others which masked tokens it has chosen
+            )
+
+        builder.executors[MaskedGraphExecutor] = executor
+        builder.reservations.append(
+            lambda builder: masked_bytes(
+                builder.model, min(graphs.graph_rows, builder.max_rows)
+            )
         )
-        if "overlap" in builder.features:
-            builder.loops["overlap"] = staging_halves
-
-
-def staging_halves(engine: PagedEngine) -> EarlyMaskLoop:
-    """Make the loop of an engine whose steps overlap; over ranks masked steps have no graphs."""
-    from cuda_graphs.runner import GraphRunner
-    from phases.appendix.masked_graphs.graphs import MaskedGraphExecutor
-
-    assert isinstance(engine.runner, GraphRunner)
-    plan = next(
-        (plan for plan in engine.runner.plans if isinstance(plan, MaskedGraphExecutor)), None
-    )
-    masks = cast(EarlyGrammarManager, engine.masks)
-    return EarlyMaskLoop(masks) if plan is None else EarlyMaskLoop(masks, plan.stage)
+        if builder.feature(Overlap) is not None:
+            builder.loop.decorate(
+                self, lambda loop: OverlappedLoop(lambda works: made and made[0].stage(works))
+            )

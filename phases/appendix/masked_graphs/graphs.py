@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -121,8 +122,10 @@ class MaskedGraphExecutor:
     graphs: by size and kind of sampling.
     """
 
+    order: ClassVar[int] = 10
+
     def __init__(self, runner: GraphRunner) -> None:
-        self.runner, self.decodes = runner, runner.plan(DecodeGraphExecutor)
+        self.runner, self.decodes = runner, runner.executor(DecodeGraphExecutor)
         self.graphs: dict[tuple[int, SamplingFlags], MaskedGraph] = {}
         self.count = len(self.decodes.sizes) * (1 + len(CAPTURED))
         self._staged: tuple[Sequence[Work], Ints] | None = None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from common.errors import UserError
-from paged_cache import EngineBuilder, Feature
+from cuda_graphs import Graphs
+from paged_cache import EngineBuilder, Feature, find
+from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
@@ -18,19 +20,17 @@ class QuantKernels(Feature):
 
     name: ClassVar[str] = "quant_kernels"
     phase: ClassVar[int] = 10
+    for_draft_models: ClassVar[bool] = True
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On a GPU, inside graphs, around the kernels' layers."""
-        return device.type == "cuda" and {"kernels", "graphs"} <= {
-            name for name, on in others.items() if on
-        }
+        inside = find(others, Kernels) is not None and find(others, Graphs) is not None
+        return inside and device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
         """Add ways to quantized layers."""
-        if "kernels" not in builder.features:
+        if builder.feature(Kernels) is None:
             raise UserError(
                 "quant_kernels is True, but must be False without the kernels' layers"
             )

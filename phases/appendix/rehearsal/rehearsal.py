@@ -7,7 +7,7 @@ is met when the first long prompt comes, or the first request with penalties.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +18,8 @@ from common.errors import UserError
 from common.progress import bar
 from common.sampling.params import SamplingParams
 from continuous.stats import Stats
-from paged_cache import EngineBuilder, Feature, PagedEngine
+from paged_cache import EngineBuilder, Feature, PagedEngine, find
+from triton_paged_attention import Kernels
 from triton_paged_attention.tables import LONG
 
 GREEDY = SamplingParams()
@@ -85,7 +86,7 @@ def rehearse(engine: PagedEngine) -> None:
         for scene in played:
             part(scene.title)
             play(engine, scene)
-    engine.stats = Stats()
+    vars(engine.stats).update(vars(Stats()))  # from zero
     engine.cache.forget()
     if engine.runner.model.device.type == "cuda":
         torch.cuda.synchronize(engine.runner.model.device)
@@ -136,19 +137,18 @@ class Rehearsal(Feature):
 
     name: ClassVar[str] = "rehearsal"
     phase: ClassVar[int] = 6
+    for_draft_models: ClassVar[bool] = True
 
     @classmethod
-    def enabled_by_default(
-        cls, device: torch.device, others: Mapping[str, Feature | None]
-    ) -> bool:
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On with kernels on a GPU."""
-        return device.type == "cuda" and others.get("kernels") is not None
+        return device.type == "cuda" and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
         """Play made-up requests when the engine is complete."""
-        if "kernels" not in builder.features:
+        if builder.feature(Kernels) is None:
             raise UserError(
                 "rehearsal is for kernels, which are off: switch them on with kernels=True"
             )
         if builder.model.device.type == "cuda":
-            builder.stages["rehearse"].append(lambda whole: rehearse(whole.engine))
+            builder.warmups.append(rehearse)

@@ -1,0 +1,49 @@
+"""Write `phases/flags.json`, the flags of engines and servers, from the dataclasses that have the options."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+from common.files import whole
+from common.options import described, names
+from continuous.sizes import Sizes
+from paged_cache import PagedSizes
+from phases import PHASES, ROOT, Flag, registry
+from replicas.options import ReplicaOptions
+from serving.http.limits import Limits
+
+TABLE = ROOT / "phases" / "flags.json"
+
+
+def all_flags() -> list[Flag]:
+    """Make every flag: those of a server first, then those of engines, in the order of their phases."""
+    made = [*_of(Limits, "Limits of the server"), *_of(ReplicaOptions, "Replicas")]
+    made += _of(Sizes, _panel(registry.ROWS), registry.ROWS)
+    paged = _of(PagedSizes, _panel(registry.BLOCKS), registry.BLOCKS)
+    made += [flag for flag in paged if flag.name not in names(Sizes)]
+    for kind in registry.features(PHASES[-1]):
+        appendix = "Appendix to " if kind.__module__.startswith("phases.appendix.") else ""
+        panel = appendix + _panel(kind.phase)
+        what = (inspect.getdoc(kind) or "").split("\n")[0]
+        made.append(Flag(kind.name, "bool", what, panel, first=kind.phase))
+        made += _of(kind, panel, kind.phase)
+    return made
+
+
+def _panel(number: int) -> str:
+    return f"{PHASES[number - 1].title}, from phase {number:02d} on"
+
+
+def _of(kind: type, panel: str, first: int = 0) -> list[Flag]:
+    return [Flag(*option, panel, first) for option in described(kind)]
+
+
+def text() -> str:
+    """Return what the table must be: one flag a line."""
+    return "[\n" + ",\n".join(json.dumps(flag) for flag in all_flags()) + "\n]\n"
+
+
+if __name__ == "__main__":
+    with whole(TABLE) as scratch:
+        scratch.write_text(text(), encoding="utf-8")

@@ -1,0 +1,103 @@
+"""Recipes of engines: a model, sizes, and features.
+
+A feature is one optimization: a small frozen dataclass whose fields are its options, and whose `install`
+puts its own parts into an engine that is being built. This phase has none. Every later phase adds one or two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from common.errors import number
+from common.options import option
+from common.text.tokenizer import Tokenizer
+from continuous.sizes import Sizes
+from forward.model import Model
+
+if TYPE_CHECKING:
+    from paged_cache.builder import EngineBuilder
+
+
+@dataclass(frozen=True)
+class PagedSizes(Sizes):
+    """`Sizes`, and those of a paged cache."""
+
+    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
+        **Sizes.LIMITS,
+        "block_size": (1, 1 << 16),
+    }
+
+    block_size: int | None = option(None, "tokens in a block of the cache")
+    gpu_memory_utilization: float = option(
+        0.9, "share of a GPU's memory to fill, unless cache_bytes is given"
+    )
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        super().__post_init__()
+        number(
+            "gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            low=0.0,
+            high=1.0,
+            above_low=True,
+        )
+
+
+class Feature(ABC):
+    """One optimization. Subclasses are frozen dataclasses of options; construction checks these.
+
+    name: what it is called in options and files, such as `prefix_cache`.
+    phase: the number of the phase that brings it; features are installed in this order.
+    without: options that say in its own words what an engine does that lacks it. Giving one of these values
+        asks for nothing.
+    for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
+    """
+
+    name: ClassVar[str]
+    phase: ClassVar[int]
+    without: ClassVar[Mapping[str, Any]] = {}
+    for_draft_models: ClassVar[bool] = False
+
+    def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading
+        """Change how the model is loaded; `builder.model` is not there yet."""
+
+    @abstractmethod
+    def install(self, builder: EngineBuilder) -> None:
+        """Replace or decorate parts. Raises `UserError` where that makes no sense, or not on this device."""
+
+    @classmethod
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
+        """Return True if it is on by default for this device and the `others` that are on."""
+        return True
+
+
+F = TypeVar("F", bound=Feature)
+
+
+def find(features: Iterable[Feature], kind: type[F]) -> F | None:
+    """Return the feature of a kind, or None if it is off."""
+    return next((feature for feature in features if isinstance(feature, kind)), None)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that `build` is given.
+
+    model: a name, whose model then belongs to the engine, so that a feature may replace layers in place; or a
+        loaded model, which stays as it is.
+    features: in any order; those of `EngineBuilder.recipe` are in the order of their phases.
+    """
+
+    model: str | Path | Model
+    sizes: PagedSizes = PagedSizes()
+    features: tuple[Feature, ...] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    tokenizer: Tokenizer | None = None
