@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from chunked_prefill import ChunkedScheduler
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from continuous.batch import Batch
@@ -26,7 +25,6 @@ from forward.attention import LayerSpec
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedBatch, PagedCache, PagedRunner, PagedScheduler
-from prefix_cache import INDEXES, PrefixCache
 
 BLOCK_SIZE = 16
 PHASES = ("05_paged_cache", "07_chunked_prefill", "08_prefix_cache", "08_prefix_cache hash")
@@ -101,12 +99,17 @@ def build(phase: str, running: int, context: int) -> Engine:
     max_len = context + 1024
     rows = RequestRows(running, max_len)
     blocks = running * (max_len // BLOCK_SIZE + 1)
+    cache = PagedCache(running, max_len, blocks, BLOCK_SIZE)
+    kind: type[PagedScheduler] = PagedScheduler
+    if not phase.startswith("05"):  # a phase imports none above it
+        from chunked_prefill import ChunkedScheduler
+
+        kind = ChunkedScheduler
     if phase.startswith("08"):
+        from prefix_cache import INDEXES, PrefixCache
+
         index = INDEXES["hash" if phase.endswith("hash") else "radix"]()
-        cache: PagedCache = PrefixCache(running, max_len, blocks, BLOCK_SIZE, index)
-    else:
-        cache = PagedCache(running, max_len, blocks, BLOCK_SIZE)
-    kind = PagedScheduler if phase.startswith("05") else ChunkedScheduler
+        cache = PrefixCache(running, max_len, blocks, BLOCK_SIZE, index)
     scheduler = kind(rows, cache, step_tokens=max(8192, max_len))
     runner = TimedRunner(cast(Model, StubModel()), cast(Any, StubAttention()), rows, cache)
     engine = Engine(scheduler, runner)

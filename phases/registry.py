@@ -125,7 +125,7 @@ def load_checked(
         return early
     from paged_cache import Recipe, build
 
-    return build(Recipe(model, chosen.sizes, chosen.installed, device, dtype, tokenizer))
+    return build(Recipe(model, chosen.sizes, chosen.features, device, dtype, tokenizer))
 
 
 def load_engine(

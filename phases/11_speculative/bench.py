@@ -35,7 +35,7 @@ from speculative import Speculate, SpeculativeRunner
 from speculative.control import DraftController
 from speculative.feature import DRAFTERS
 from speculative.head import WEIGHTS
-from speculative.speculation import agreeing
+from speculative.speculation import Verifier, agreeing
 from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
@@ -198,9 +198,11 @@ class Bench:
         """Put a drafter into its engine, and say a few tokens; afterwards it remembers no text."""
         engine, drafter = contender
         engine.scheduler.drafter = drafter
-        engine.runner.verifier.agree = agreeing
+        agree = agreeing
         if isinstance(drafter, SpeculativeRunner):
             drafter.attach(engine)
+            agree = drafter.source.agree
+        engine.runner.verifier = Verifier(engine.scheduler.rows.tokens, agree)
         time_replay(engine, work, self.options.device)
         if (stats := stats_of(drafter)) is not None:
             stats.clear()

@@ -372,7 +372,7 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
         nonlocal seen
         carried(request, drafts)
         ids = torch.tensor(request.tokens)
-        features = made.mix(hidden_states(model, ids, made.taps)[:-1])
+        features = made.mix(hidden_states(model, ids, made.hooks)[:-1])
         tokens = ids[1:]
         for place, draft in enumerate(drafts):
             out = made.step(tokens, features, torch.arange(len(tokens)), RecomputeAttention())

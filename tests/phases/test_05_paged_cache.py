@@ -561,8 +561,8 @@ class Wide(Feature):
 
 def test_an_option_needs_its_feature() -> None:
     preset, cpu = Preset(on=[Wide]), torch.device("cpu")
-    assert preset.choose({"width": 3}, cpu).installed == (Wide(3),)
-    assert preset.choose({"wide": False}, cpu).installed == ()
+    assert preset.choose({"width": 3}, cpu).features == (Wide(3),)
+    assert preset.choose({"wide": False}, cpu).features == ()
     with pytest.raises(UserError, match="max_rows is 0"):
         preset.choose({"max_rows": 0}, cpu)
     with pytest.raises(UserError, match="width is 3, but wide is off on cpu"):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,17 +19,11 @@ from paged_cache.builder import PagedEngine, build
 from paged_cache.recipe import Feature, PagedSizes, Recipe
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Sizes and features that a set of options comes to; a feature is None where it is off."""
+class Chosen(NamedTuple):
+    """Sizes and features that a set of options comes to."""
 
     sizes: PagedSizes
-    features: dict[str, Feature | None]
-
-    @property
-    def installed(self) -> tuple[Feature, ...]:
-        """The features that are on."""
-        return tuple(feature for feature in self.features.values() if feature is not None)
+    features: tuple[Feature, ...]
 
 
 class Preset:
@@ -39,7 +32,7 @@ class Preset:
     Args:
         on: features that are on.
         fitting: features that are on where they pay (`Feature.enabled_by_default`), decided in this order.
-        usual: sizes that this phase prefers on a kind of device.
+        defaults: sizes that this phase prefers on a kind of device.
 
     As an option a feature is a switch, `prefix_cache=False`, and each of its fields an option by itself,
     `index="hash"`, which may be given while the feature is on.
@@ -72,7 +65,7 @@ class Preset:
         """Make the engine for a model's name or a loaded model, with these options."""
         where = model.device if isinstance(model, Model) else pick_device(device)
         chosen = self.choose(options, where)
-        return build(Recipe(model, chosen.sizes, chosen.installed, device, dtype, tokenizer))
+        return build(Recipe(model, chosen.sizes, chosen.features, device, dtype, tokenizer))
 
     @property
     def llm(self) -> partial[LLM]:
@@ -95,19 +88,20 @@ class Preset:
         kinds = [*self.on, *self.fitting]
         kinds += [kind for kind in more if kind not in kinds]
         sizes, *own = route(options, [PagedSizes, *kinds], [kind.name for kind in kinds])
-        features: dict[str, Feature | None] = {}
+        features: list[Feature] = []
         for kind, given in zip(kinds, own, strict=True):
             switch = options.get(kind.name)
-            others = [feature for feature in features.values() if feature is not None]
             default = kind in self.on or (
-                kind in self.fitting and kind.enabled_by_default(device, others)
+                kind in self.fitting and kind.enabled_by_default(device, features)
             )
             on = default if switch is None else boolean(kind.name, switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not
-            features[kind.name] = made if on else None
-            if not on:
+            if on:
+                features.append(made)
+            else:
                 _refuse_options_of(kind, given, device)
-        return Chosen(PagedSizes(**{**self.defaults.get(device.type, {}), **sizes}), features)
+        sizes = {**self.defaults.get(device.type, {}), **sizes}
+        return Chosen(PagedSizes(**sizes), tuple(features))
 
 
 def _refuse_options_of(
