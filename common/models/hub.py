@@ -40,7 +40,7 @@ def local(name: str | Path) -> Path | None:
     folder = expand("model", name)
     try:
         if str(name) and folder.is_dir():  # Path("") is the current directory
-            if not (folder / "config.json").is_file():
+            if not (folder / "config.json").exists():
                 raise UserError(f"the model folder {folder} has no config.json")
             return folder
         looks_local = (

@@ -242,7 +242,7 @@ def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
         UserError: the file is damaged or has a value out of its limits; or there is no such source.
     """
     path = folder / FILE
-    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.is_file():
+    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.exists():
         return {}
     raw = read_object(path)
     given = {name: raw[name] for name in FIELDS if raw.get(name) is not None}
