@@ -103,7 +103,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise wrong("messages", f"{where}.tool_calls must be a list")
     made = [_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)]
-    return {**message, "content": message.get("content") or "", "tool_calls": made}
+    return {**message, "tool_calls": made}
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
