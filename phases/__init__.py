@@ -171,15 +171,28 @@ def phase_named(text: str, *others: str) -> Phase:
 def own_options(
     phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return options without those of later phases, which must be off. Raises `UserError`.
+    """Return options without switches of later phases that are off, for comparisons of several phases.
+
+    Raises:
+        UserError: another option is of a later phase; see `check_phase`.
+    """
+    own = {
+        name: value
+        for name, value in options.items()
+        if value is not False or first.get(name, 0) <= phase.number
+    }
+    check_phase(phase, own, first)
+    return own
+
+
+def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
+    """Raise `UserError` for an option of a later phase, a switch that is off included.
 
     first: the first phase that has an option.
     """
-    later = [name for name in options if first.get(name, 0) > phase.number]
-    for name in later:
-        if options[name] is not False:
-            flag = "--" + name.replace("_", "-")
+    for name, value in options.items():
+        if first.get(name, 0) > phase.number:
+            flag = ("--no-" if value is False else "--") + name.replace("_", "-")
             raise UserError(
                 f"{flag} is for phases from {first[name]:02d} on, but the phase is {phase.name}"
             )
-    return {name: value for name, value in options.items() if name not in later}

@@ -21,7 +21,7 @@ from forward.model import Model
 from paged_cache.build import build
 from paged_cache.builder import Feature, PagedSizes, Recipe
 from paged_cache.preset import Chosen, Preset
-from phases import PHASES, Phase, appendix, own_options
+from phases import PHASES, Phase, appendix, check_phase, own_options
 from phases import phase_named as phase_named
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
@@ -85,21 +85,21 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
     return preset(phase).choose(own_options(phase, options, first_phases()), device, more)
 
 
-def check_options(
-    phase: Phase, options: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
-    own = own_options(phase, options, first_phases())
+def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> None:
+    """Raise `UserError` for options that a phase does not have, or that are out of their limits.
+
+    A switch of a later phase is none of this one's, even where it is off.
+    """
+    check_phase(phase, options, first_phases())
     if phase.number >= BLOCKS:
-        choose(phase, own, device)
+        choose(phase, options, device)
     elif phase.number >= ROWS:
-        Sizes(**route(own, [Sizes])[0])
+        Sizes(**route(options, [Sizes])[0])
     else:
         known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
-        for name in own:
+        for name in options:
             if name not in known:
                 raise UserError(unknown(name, known))
-    return own
 
 
 def check_model(phase: Phase, model: Any) -> None:
@@ -127,7 +127,8 @@ def load_engine(
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
     if phase.number < BLOCKS:
-        options = check_options(phase, options, where)
+        options = own_options(phase, options, first_phases())
+        check_options(phase, options, where)
         check_model(phase, model)
         package = import_phase(phase)
         early: Streams = package.load(

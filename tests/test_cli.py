@@ -41,6 +41,19 @@ WRONG = {
     ),
     "nearly a model": (["run", "1", "--model", "smolm2"], "did you mean 'smollm2'?"),
     "a model of another spelling": (["fetch", "Gemma-3-270M"], "did you mean 'gemma3-270m'?"),
+    "a word that is no model": (
+        ["run", "1", "--model", "nope"],
+        "'nope', which is none of smollm2, gemma3-270m, ",
+    ),
+    "the beginning of a model": (["serve", "gemma"], "did you mean 'gemma3-270m'?"),
+    "a switch of a later phase": (
+        ["run", "2", "--no-prefix-cache"],
+        "--no-prefix-cache is for phases from 08 on",
+    ),
+    "a switch of a phase far above": (
+        ["run", "5", "--no-guidance"],
+        "--no-guidance is for phases from 12 on",
+    ),
     "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
     "no server": (
         ["load", "http://127.0.0.1:9"],

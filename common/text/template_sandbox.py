@@ -280,6 +280,8 @@ def _without_null(message: Any) -> Any:
 def _error_text(error: Exception) -> str:
     """An error's message in one line, with its kind where Python raised it."""
     words = " ".join(str(error).split())[:500]
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        words = f"line {error.lineno}: {words}"
     ours = type(error).__module__.split(".")[0] == "jinja2"
     return words if ours else f"{type(error).__name__}: {words}"
 

@@ -90,11 +90,22 @@ def test_grammars_of_other_languages(
 
 
 WRONG = {
-    "a regex": (Grammar.regex("a("), "is refused"),
+    "a regex": (Grammar.regex("a("), r"is refused: unclosed group at character 2 of 'a\('$"),
     "a type": (Grammar.json_schema({"type": "wat"}), "Invalid type: wat"),
     "a keyword": (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
     "a reference": (Grammar.json_schema({"$ref": "#/$defs/none"}), "is refused"),
-    "a grammar": (Grammar.lark("start: nothing"), "is refused"),
+    "a grammar": (
+        Grammar.lark("start: x\nx: nothing"),
+        "is refused: line 2, character 4: unknown name",
+    ),
+    "a regex in a grammar": (
+        Grammar.lark("start: /(/"),
+        r"line 1, character 8: unclosed group at character 1 of",
+    ),
+    "a pattern": (
+        Grammar.json_schema({"pattern": "[b", "type": "string"}),
+        "unclosed character class at character 1",
+    ),
     "an empty language": (Grammar.regex(r"a[^\s\S]"), "is refused: no output satisfies it$"),
     "a circle": (Grammar.json_schema({"$ref": "#"}), "is refused: no output satisfies it$"),
 }

@@ -102,6 +102,10 @@ def test_a_template_that_cannot_be_compiled_is_not_valid(name: str) -> None:
     assert "chat template is not valid" in attempt(INVALID[name])
 
 
+def test_a_mistake_in_a_template_is_told_with_its_line() -> None:
+    assert "chat template is not valid (line 3: " in attempt("a\n\n{% if %}")
+
+
 def test_output_has_a_limit() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     long = "x" * OUTPUT_CHARACTERS

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import llguidance as ll
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.neighbours import processors
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import LARGEST, OPTIONS, OWN_OPTIONS, SUSPECT, exact
@@ -125,7 +125,9 @@ class GuidanceBackend(Backend):
         except (ValueError, OverflowError) as error:
             raise UserError(f"grammar ({grammar}): {error}") from None
         if inner.is_error():
-            said = " ".join(inner.get_error().split())[:300]
+            said = one_line(inner.get_error())[:300]
+            if grammar.kind == "regex":  # the place of the regex in the library's own notation
+                said = said.removeprefix("line 1, character 8: ")
             if said.startswith(NOTHING):
                 said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")

@@ -85,7 +85,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def refusal(message: str, grammar: Grammar) -> str:
     """Return the engine's refusal of the tools' grammar, in the words of the client's request."""
-    found = re.search(r" is refused: at (\d+)\(\d+\): (.*?)(?: 1 \| |$)", message)
+    found = re.search(r" is refused: line (\d+), character \d+: (.*)", message)
     if found is None:
         return f"tools cannot be compiled: {message}"
     line = grammar.source.split("\n")[int(found[1]) - 1]
