@@ -138,7 +138,7 @@ def run(
         drawing("sample among the most likely tokens up to this share", show_default="1"),
     ] = None,
     generation_config: Annotated[str, drawing(a.DEFAULTS_HELP)] = "neutral",
-    seed: Annotated[int | None, drawing("makes sampling repeatable")] = None,
+    seed: Annotated[int | None, drawing("makes sampling repeatable; -1: none")] = None,
     json_schema: Annotated[
         Path | None, masking("file with a JSON schema that it obeys")
     ] = None,

@@ -299,6 +299,18 @@ async def test_of_ollama_s_seeds_minus_one_is_none(make, seed):
     await settle(app)
 
 
+@pytest.mark.parametrize("most", [-1, -2, -9])
+async def test_ollama_s_num_predict_below_zero_is_as_many_as_there_is_room_for(make, most):
+    app = make()
+    body = REQUESTS["/api/generate"] | {
+        "options": {"num_predict": most, "temperature": 0, "ignore_eos": True}
+    }
+    status, answer = await Client(app).post("/api/generate", body)
+    assert status == 200 and answer["done_reason"] == "length", answer
+    assert answer["eval_count"] > 100
+    await settle(app)
+
+
 @pytest.mark.parametrize("path", REQUESTS)
 async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
     app = make(
