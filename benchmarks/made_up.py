@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from common.errors import UserError
+from common.temporary import temporary_folder
 from forward.shapes import SHAPES
 
 RANDOM = "random:"
@@ -30,11 +30,11 @@ _SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"
 
 
 def made_up_tokenizer(model: str) -> Path:
-    """A new folder with a tokenizer for `random:SHAPE`. Raises `UserError` if there is no such shape."""
+    """Make a temporary folder with a tokenizer for `random:SHAPE`. Raises `UserError`: no such shape."""
     shape = SHAPES.get(model.removeprefix(RANDOM))
     if shape is None:
         raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
-    folder = Path(tempfile.mkdtemp(prefix="ladder-"))
+    folder = temporary_folder()
     write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
     return folder
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +36,8 @@ from serving.app import App
 from serving.http.limits import Limits
 
 KEY = "LADDER_API_KEY"
+RAY_BEYOND_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Tells Ray whether its processes may talk to other machines. Where not, they listen on the loopback."""
 
 
 def run(given: SimpleNamespace) -> int:
@@ -80,9 +80,7 @@ def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
     if not model.startswith(RANDOM):
         return model_folder(model)
-    folder = made_up_tokenizer(model)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return made_up_tokenizer(model)
 
 
 def make_app(
@@ -136,6 +134,8 @@ def _serve_replicas(
     given: SimpleNamespace,
 ) -> int:
     """Serve copies of the same server under Ray (phase 15), which is imported here."""
+    if copies.cluster is None:
+        os.environ[RAY_BEYOND_THIS_MACHINE] = "0"  # read when Ray is imported
     from replicas.cluster import Cluster
 
     cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)
