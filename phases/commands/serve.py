@@ -135,7 +135,10 @@ def _serve_replicas(
 ) -> int:
     """Serve copies of the same server under Ray (phase 15), which is imported here."""
     if copies.cluster is None:
-        os.environ[RAY_BEYOND_THIS_MACHINE] = "0"  # read when Ray is imported
+        os.environ |= {
+            RAY_BEYOND_THIS_MACHINE: "0",
+            "RAY_AUTH_MODE": "token",
+        }  # read when Ray is imported
     from replicas.cluster import Cluster
 
     cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)

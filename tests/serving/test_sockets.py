@@ -64,7 +64,9 @@ def test_one_server_has_one_port_and_a_file_in_a_folder_of_its_own():
 
 
 def test_ranks_listen_on_the_loopback_alone():
-    with Running(*SMALL, "--phase", "14", "--tensor-parallel", "2") as server:
+    with Running(
+        *SMALL, "--phase", "14", "--tensor-parallel", "2", model="random:tiny-window"
+    ) as server:
         found = listening(psutil.Process(server.process.pid))
         assert all(is_loopback(ip) for _, ip, _ in found), found
         ports = {port for _, _, port in found}
@@ -109,6 +111,19 @@ def test_replicas_listen_on_the_loopback_but_for_one_port_each_that_asks_for_a_t
     with Running(*SMALL, "--replicas", "2", within=250.0) as server:
         found = listening(psutil.Process(server.process.pid))
         assert any(port == server.port and ip == "127.0.0.1" for _, ip, port in found)
-        reachable = [name for name, ip, _ in found if not is_loopback(ip)]
+        reachable = [(name, port) for name, ip, port in found if not is_loopback(ip)]
         assert len(reachable) <= 2, reachable
-        assert all(name.startswith("ray::ServeReplica") for name in reachable), reachable
+        for name, port in reachable:
+            assert name.startswith("ray::ServeReplica"), reachable
+            assert "authentication token" in said_to_a_stranger(port)
+
+
+def said_to_a_stranger(port: int) -> str:
+    """What a replica answers to a call without a token."""
+    import grpc
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=10)
+    return str(caught.value)

@@ -123,10 +123,8 @@ class EngineProcess(EngineClient):
             socket.setsockopt(zmq.LINGER, 0)
             address = f"ipc://{folder}/engine"
             socket.bind(address)
-            context, arguments = (
-                multiprocessing.get_context("spawn"),
-                (self.make, address, self.observer),
-            )
+            arguments = (self.make, address, self.observer)
+            context = multiprocessing.get_context("spawn")
             child = context.Process(target=process.main, args=arguments, name="engine")
             child.start()
             self._socket, self.process = socket, child
@@ -138,11 +136,8 @@ class EngineProcess(EngineClient):
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
-                if (
-                    self.state == "ready"
-                    and self._sinks
-                    and time.monotonic() - self._heard > self.silence
-                ):
+                silence = time.monotonic() - self._heard
+                if self.state == "ready" and self._sinks and silence > self.silence:
                     log.error(
                         "the engine has said nothing for %.0f s, so it is ended", self.silence
                     )
@@ -165,9 +160,8 @@ class EngineProcess(EngineClient):
                     return (UserError if message.wrong_input else CannotStart)(message.reason)
 
     def _kill(self) -> None:
-        child = self.process
-        self.process = None
         self._socket = None
+        child, self.process = self.process, None
         if child is not None:
             child.kill()
             child.join()
