@@ -30,7 +30,7 @@ OVER = {
     "quant": 12_260,
     "speculative": 11_170,
     "structured": 12_350,
-    "serving": 11_640,
+    "serving": 11_690,
     "parallel": 10_290,
     "experts": 11_310,
     "hybrid_cache": 15_490,
