@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import (
+    AddedToken,
     Regex,
     decoders,
     models,
@@ -86,8 +87,10 @@ KINDS = {  # normalizer, pre-tokenizer, decoder
 }  # fmt: skip
 
 
-def write_kind(folder: Path, name: str, template: str) -> int:
-    """Write the files of a tokenizer of this kind; returns the number of its tokens."""
+def write_kind(
+    folder: Path, name: str, template: str, added: Sequence[AddedToken] = ()
+) -> int:
+    """Write the files of a tokenizer of this kind with tokens of its own; returns the number of its tokens."""
     normalizer, cut, decoder = KINDS[name]
     by_bytes = decoder is BYTE_LEVEL
     first = [*SPECIAL] if by_bytes else [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -103,6 +106,7 @@ def write_kind(folder: Path, name: str, template: str) -> int:
     trained.train_from_iterator([TEXT] * 4, trainer)
     made = Library(trained.model)
     made.add_special_tokens(SPECIAL)
+    made.add_tokens(list(added))
     made.decoder = decoder
     if normalizer is not None:
         made.normalizer = normalizer

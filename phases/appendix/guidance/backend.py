@@ -7,13 +7,11 @@ refuses what it does not know; and every kind of work has a limit.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import llguidance as ll
@@ -35,7 +33,6 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 NOTHING = "NoExtensionBias"
 """What the library says of a mask in which there is no token, and nothing else."""
 
@@ -97,10 +94,14 @@ class GuidanceBackend(Backend):
 
     def __init__(self, vocabulary: Spelling) -> None:
         super().__init__(vocabulary)
-        # The library's threads ask what the tokenizer would make of what is forced. If it is ours that they
-        # ask, each waits for Python's lock.
-        self.tokenizer = self._reader(vocabulary.source) if vocabulary.source else self._exact
-        self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
+        # An object, and not the tokenizer's file: of that the library takes every added token `<...>` for a
+        # special one, whatever the file says, and forces the text of Qwen's `<think>`, but refuses its token.
+        self.tokenizer = ll.LLTokenizer(
+            cast(ll.TokenizerWrapper, TokenizerObject(vocabulary)),
+            n_vocab=len(vocabulary.tokens),
+            eos_token=list(vocabulary.eos),
+            slices=SLICES,
+        )
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(processors()) - 1))
         self.threads, self._few = (
@@ -137,20 +138,9 @@ class GuidanceBackend(Backend):
         size = BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
         return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
-    @cached_property
-    def _exact(self) -> ll.LLTokenizer:
-        """A tokenizer that keeps the bytes of every text."""
-        return self._reader(ll.TokenizerWrapper(_Wrapped(self.vocabulary)))
-
-    def _reader(self, source: str | ll.TokenizerWrapper) -> ll.LLTokenizer:
-        size, eos = len(self.vocabulary.tokens), list(self.vocabulary.eos)
-        return ll.LLTokenizer(source, n_vocab=size, eos_token=eos, slices=SLICES)
-
     def _parser(self, source: str) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
-        plain = ESCAPED.sub(lambda found: chr(int(found[1], 16)), source).replace("\\", "")
-        tokenizer = self._exact if self._changed.search(plain) else self.tokenizer
-        made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
+        made = ll.LLMatcher(self.tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
             made.compute_bitmask()
         return made
@@ -252,16 +242,24 @@ def source_of(grammar: Grammar) -> str:
     return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
 
 
-class _Wrapped:
-    """A vocabulary in the shape that the library reads."""
+class TokenizerObject:
+    """A vocabulary in the shape that the library reads.
+
+    tokens: bytes of each; of a special token its name.
+    special_token_ids: tokens that only a Lark grammar may ask for, by `<name>`, and those that end an output.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
 
     def __init__(self, vocabulary: Spelling) -> None:
-        self.encode = vocabulary.encode
-        self.eos_token_id, self.bos_token_id = vocabulary.eos[0], None
+        self.encode, self.eos_token_id = vocabulary.encode, vocabulary.eos[0]
         self.tokens = list(vocabulary.tokens)
-        for token in vocabulary.eos:
-            self.tokens[token] = b"<|end|>"  # any name: it is special
-        self.special_token_ids = list(vocabulary.eos)
+        names = dict.fromkeys(vocabulary.eos, "<|end|>") | dict(vocabulary.special)
+        for token, name in names.items():
+            self.tokens[token] = name.encode()
+        self.special_token_ids = list(names)
 
-    def __call__(self, text: str) -> list[int]:
-        return list(self.encode(text))
+    def __call__(self, text: str) -> Sequence[int]:
+        """Return tokens of a text; the library's threads ask for those of a forced one."""
+        return self.encode(text)
