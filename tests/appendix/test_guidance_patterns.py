@@ -14,6 +14,7 @@ import pytest
 from benchmarks.json_schema_suite import byte_vocabulary
 from common.errors import UserError
 from common.sampling.grammar import Grammar
+from phases.appendix.guidance.patterns import rewrite_pattern
 from structured.matcher import Backend
 from tests.guidance_kit import backend_named
 from tests.structured_kit import EOS, mask
@@ -197,3 +198,95 @@ def compared(seed: int, *, json_pattern: bool) -> bool:
 def test_generated_patterns_mean_what_pythons_do(json_pattern: bool, block: int) -> None:
     read = sum(compared(25 * block + seed, json_pattern=json_pattern) for seed in range(25))
     assert read > 12, "most of the patterns should be ones that Python reads"
+
+
+SCHEMAS = [  # a pattern, values that it allows, and values that it does not
+    ("^[a-z&&[^b]]$", ["b]", "&]"], ["a", "b"]),
+    ("^[[:alpha:]]$", ["a]", "[]", ":]"], ["a", "b]"]),
+    ("^[a-z--b]$", ["-", "a", "5", "_"], ["!"]),
+    (r"^[\d~~1]$", ["~", "1", "2"], ["a"]),
+    (r"^\s$", ["\ufeff", "\xa0", "\u2028", "\u3000"], ["\x85", "\u180e", "x"]),
+    (r"^\S$", ["\x85", "x"], ["\ufeff", " "]),
+    ("^.$", ["\x85", "x"], ["\n", "\r", "\u2028", "\u2029"]),
+    (r"^\d\w$", ["1a"], ["٧a", "1é"]),
+    ("^[^]$", ["\n", "x"], [""]),
+    (r"^[\w-.]$", ["-", ".", "a"], ["x."]),
+    (r"^\ud83d\ude00$", ["\U0001f600"], ["x"]),
+    ("^(?<stop>b)c$", ["bc"], ["b"]),
+    (r"^\p{L}[^\p{L}]$", ["é1"], ["1é"]),
+    ("^(?i:ab).$", ["ABx"], ["AB\n"]),
+    ("^(?s:.)$", ["\n"], [""]),
+    ("(^a|b)c", ["ac", "xbc"], ["xac"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "allowed", "others"), SCHEMAS)
+def test_a_pattern_of_a_schema_is_ecmascripts(
+    pattern: str, allowed: list[str], others: list[str]
+) -> None:
+    outputs = [json.dumps(text, ensure_ascii=False) for text in (*allowed, *others)]
+    expected = [True] * len(allowed) + [False] * len(others)
+    schema = {"type": "string", "pattern": pattern}
+    again = {"type": "string", "pattern": rewrite_pattern(rewrite_pattern(pattern, "#"), "#")}
+    keys = {
+        "type": "object",
+        "patternProperties": {pattern: {"const": 1}},
+        "additionalProperties": False,
+    }
+    inside = Grammar.lark(f"start: %json {json.dumps(schema)}")
+    for grammar in (Grammar.json_schema(schema), Grammar.json_schema(again), inside):
+        assert takes("llguidance", grammar, outputs) == expected
+    members = [f"{{{output}: 1}}" for output in outputs]
+    assert takes("llguidance", Grammar.json_schema(keys), members) == expected
+    if not re.search(r"\(\?|\\p|\(\^", pattern):
+        assert takes("automata", Grammar.json_schema(schema), outputs) == expected
+
+
+REGEXES = [
+    (r"\d{2}", ["12"], ["٧٧"]),
+    (r"\w\s", ["a ", "_\t"], ["é ", "a\xa0"]),
+    (".", ["\r", "\u2028", "x"], ["\n"]),
+    ("[a-z&&[^b]]", ["b]", "&]"], ["a"]),
+    ("[[:alpha:]]", [":]"], ["b"]),
+    (r"\/[/]", ["//"], ["/"]),
+    ("(?i:k)", ["k", "K"], ["x"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "allowed", "others"), REGEXES)
+def test_a_regex_is_pythons_of_ascii_and_so_is_a_larks(
+    pattern: str, allowed: list[str], others: list[str]
+) -> None:
+    expected = [True] * len(allowed) + [False] * len(others)
+    escaped = re.sub(r"(?<!\\)/", r"\\/", pattern)
+    grammars = [Grammar.regex(pattern), Grammar.lark(f"start: /{escaped}/")]
+    grammars.append(Grammar.lark(f'start: A // /x/ "\nA: "" /{escaped}/ # /y/ \n'))
+    for grammar in grammars:
+        assert takes("llguidance", grammar, [*allowed, *others]) == expected
+    if "(?" not in pattern:
+        assert takes("automata", Grammar.regex(pattern), [*allowed, *others]) == expected
+
+
+def test_flags_behind_a_larks_regex() -> None:
+    assert takes("llguidance", Grammar.lark("start: /a.b/is"), ["A\nB", "a.b", "ab"]) == [
+        True,
+        True,
+        False,
+    ]
+    gbnf = Grammar.lark("root ::= [a-z&] [^0-9-]+")
+    assert takes("llguidance", gbnf, ["&é\n", "b-", "a"]) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a**", "a++", "a{,3}", "a{2}{3}", "(?=a)", r"\bx", r"(a)\1", r"\cJ", r"\u{110000}", r"\ud800", "[a", "(a", "a)", "\\"]
+    + ["*a", "^*", "(|*)", "(?x:a)", r"\01", "[b-a]", "(?#x)", r"[\B]"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["regex", "schema", "lark"])
+def test_what_no_grammar_follows_is_refused(pattern: str, kind: str) -> None:
+    schema = Grammar.json_schema({"type": "string", "pattern": pattern})
+    lark = Grammar.lark("start: /" + pattern + ("" if pattern.endswith("\\") else "/"))
+    grammar = {"regex": Grammar.regex(pattern), "schema": schema, "lark": lark}[kind]
+    for name in BACKENDS[: 1 if kind == "lark" else 2]:
+        with pytest.raises(UserError, match="refused"):
+            backend(name).compile(grammar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -44,7 +45,11 @@ class Spelling(Vocabulary):
             if token < size and token not in names
         }
         return cls(
-            plain.tokens, plain.eos, Encoder(tokenizer.backend, plain.tokens), names, added
+            plain.tokens,
+            plain.eos,
+            Encoder(tokenizer.backend, plain.tokens, added),
+            names,
+            added,
         )
 
 
@@ -53,13 +58,18 @@ class Encoder:
 
     A tokenizer may set a space before a text, compose or lower its letters, and take names for special
     tokens. Its own tokens are the ones that a model has seen, so they are taken where they keep the bytes: of
-    the text alone, or behind a line break. Elsewhere the longest token that fits comes next.
+    the text alone, or behind a line break. Elsewhere what stands between added tokens is read for itself, and
+    where that does not help, the longest token that fits comes next.
 
     What is short is remembered: outputs of one grammar ask for the same texts again and again.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, tokens: Sequence[bytes]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, tokens: Sequence[bytes], added: Mapping[str, int]
+    ) -> None:
         self._backend, self._tokens = backend, tokens
+        names = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        self._names = re.compile(f"({names})" if added else "(?!)")
         self._ids = {data: token for token, data in enumerate(tokens) if data}
         self._longest = max(map(len, self._ids), default=0)
         self._known: dict[str, list[int]] = {}
@@ -86,6 +96,9 @@ class Encoder:
                 ]
                 if all(pieces) and b"".join(pieces) == data:
                     return ids[start:]
+        parts = [part for part in self._names.split(text) if part]
+        if len(parts) > 1:
+            return [token for part in parts for token in self(part)]
         return list(self._longest_first(data))
 
     def _longest_first(self, data: bytes) -> Iterator[int]:
