@@ -277,11 +277,23 @@ def test_flags_behind_a_larks_regex() -> None:
     assert takes("llguidance", gbnf, ["&é\n", "b-", "a"]) == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["a**", "a++", "a{,3}", "a{2}{3}", "(?=a)", r"\bx", r"(a)\1", r"\cJ", r"\u{110000}", r"\ud800", "[a", "(a", "a)", "\\"]
-    + ["*a", "^*", "(|*)", "(?x:a)", r"\01", "[b-a]", "(?#x)", r"[\B]"],
-)  # fmt: skip
+REFUSED = [
+    r"\bx",
+    r"(a)\1",
+    r"\cJ",
+    r"\u{110000}",
+    r"\ud800",
+    r"\01",
+    r"[\B]",
+    "\\",
+    "(?=a)",
+    "(?x:a)",
+    "(?#x)",
+]
+REFUSED += ["a**", "a++", "a{,3}", "a{2}{3}", "*a", "^*", "(|*)", "[b-a]", "[a", "(a", "a)"]
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
 @pytest.mark.parametrize("kind", ["regex", "schema", "lark"])
 def test_what_no_grammar_follows_is_refused(pattern: str, kind: str) -> None:
     schema = Grammar.json_schema({"type": "string", "pattern": pattern})

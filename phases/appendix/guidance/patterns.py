@@ -63,8 +63,7 @@ def rewrite_lark(
     Raises:
         ValueError: no grammar can follow it.
     """
-    parts = list[str]()
-    asked = set[int]()
+    parts, asked = list[str](), set[int]()
     at = 0
     while found := _LARK.search(source, at):
         parts.append(source[at : found.start()])
@@ -102,8 +101,7 @@ class _Rewriter:
     """
 
     def __init__(self, reader: PatternReader, *, every: bool = False) -> None:
-        self.reader = reader
-        self.every = [every]
+        self.reader, self.every = reader, [every]
         self.repeatable = False
 
     def rewritten(self) -> str:
