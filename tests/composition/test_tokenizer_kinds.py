@@ -462,8 +462,8 @@ def test_added_tokens_are_text_to_a_grammar(marked: Marked, name: str) -> None:
 def test_a_lark_grammar_asks_for_a_token_or_for_its_text(marked: Marked) -> None:
     vocabulary = marked.vocabulary()
     backend = backend_named("llguidance")(vocabulary)
-    known, x = marked.tokenizer.backend.token_to_id, marked.token(b"x")
-    begin, end, own = (known(name) for name in ("<think>", "</think>", "<|own|>"))
+    x, begin, end = (marked.token(text) for text in (b"x", b"<think>", b"</think>"))
+    own = next(token for token, name in vocabulary.special.items() if name == "<|own|>")
     for source in (
         'start: <think> /(?s:.*)/ </think> "x"',
         f'start: <[{begin}]> /(?s:.*)/ <[{end}]> "x"',
