@@ -469,7 +469,7 @@ def test_a_lark_grammar_asks_for_a_token_or_for_its_text(marked: Marked) -> None
         f'start: <[{begin}]> /(?s:.*)/ <[{end}]> "x"',
     ):
         matcher = backend.compile(Grammar.lark(source)).matcher()
-        assert matcher.agrees([x]) == 0
+        assert matcher.advance([x]) == 0
         assert matcher.advance([begin, x, end, x]) == 4
         matcher.rollback(2)
         assert matcher.advance([end, x]) == 2 and EOS in mask(matcher, len(vocabulary.tokens))
