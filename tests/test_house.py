@@ -29,7 +29,7 @@ OVER = {
     "triton_paged_attention": 16_180,
     "quant": 12_260,
     "speculative": 11_170,
-    "structured": 12_350,
+    "structured": 12_690,
     "serving": 11_690,
     "parallel": 10_290,
     "experts": 11_310,

@@ -89,7 +89,10 @@ def test_grammars_of_other_languages(
 
 
 WRONG = {
-    "a regex": (Grammar.regex("a("), r"is refused: unclosed group at character 2 of 'a\('$"),
+    "a regex": (
+        Grammar.regex("a("),
+        r"is refused: regex 'a\(', character 2: a group is not closed$",
+    ),
     "a type": (Grammar.json_schema({"type": "wat"}), "Invalid type: wat"),
     "a keyword": (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
     "a reference": (Grammar.json_schema({"$ref": "#/$defs/none"}), "is refused"),
@@ -99,11 +102,11 @@ WRONG = {
     ),
     "a regex in a grammar": (
         Grammar.lark("start: /(/"),
-        r"line 1, character 8: unclosed group at character 1 of",
+        r"is refused: regex '\(', character 1: a group is not closed$",
     ),
     "a pattern": (
         Grammar.json_schema({"pattern": "[b", "type": "string"}),
-        "unclosed character class at character 1",
+        r"is refused: #/pattern '\[b', character 2: a class is not closed$",
     ),
     "an empty language": (Grammar.regex(r"a[^\s\S]"), "is refused: no output satisfies it$"),
     "a circle": (Grammar.json_schema({"$ref": "#"}), "is refused: no output satisfies it$"),

@@ -134,7 +134,7 @@ def backend(name: str) -> Backend:
     return backend_named(name)(byte_vocabulary())
 
 
-def supports(name: str, grammar: Grammar, texts: list[str]) -> list[bool]:
+def accepts(name: str, grammar: Grammar, texts: list[str]) -> list[bool]:
     """Whether each text may be the whole output."""
     compiled, found = backend(name).compile(grammar), list[bool]()
     for text in texts:
@@ -178,7 +178,7 @@ def compared(seed: int, *, json_pattern: bool) -> bool:
     )
     for name in BACKENDS:
         try:
-            taken = takes(name, grammar, outputs)
+            taken = accepts(name, grammar, outputs)
         except UserError as error:
             assert not any(expected), f"{name} refuses {pattern!r}: {error}"
             continue
@@ -235,11 +235,11 @@ def test_a_pattern_of_a_schema_is_ecmascripts(
     }
     inside = Grammar.lark(f"start: %json {json.dumps(schema)}")
     for grammar in (Grammar.json_schema(schema), Grammar.json_schema(again), inside):
-        assert takes("llguidance", grammar, outputs) == expected
+        assert accepts("llguidance", grammar, outputs) == expected
     members = [f"{{{output}: 1}}" for output in outputs]
-    assert takes("llguidance", Grammar.json_schema(keys), members) == expected
+    assert accepts("llguidance", Grammar.json_schema(keys), members) == expected
     if not re.search(r"\(\?|\\p|\(\^", pattern):
-        assert takes("automata", Grammar.json_schema(schema), outputs) == expected
+        assert accepts("automata", Grammar.json_schema(schema), outputs) == expected
 
 
 REGEXES = [
@@ -262,19 +262,19 @@ def test_a_regex_is_pythons_of_ascii_and_so_is_a_larks(
     grammars = [Grammar.regex(pattern), Grammar.lark(f"start: /{escaped}/")]
     grammars.append(Grammar.lark(f'start: A // /x/ "\nA: "" /{escaped}/ # /y/ \n'))
     for grammar in grammars:
-        assert takes("llguidance", grammar, [*allowed, *others]) == expected
+        assert accepts("llguidance", grammar, [*allowed, *others]) == expected
     if "(?" not in pattern:
-        assert takes("automata", Grammar.regex(pattern), [*allowed, *others]) == expected
+        assert accepts("automata", Grammar.regex(pattern), [*allowed, *others]) == expected
 
 
 def test_flags_behind_a_larks_regex() -> None:
-    assert takes("llguidance", Grammar.lark("start: /a.b/is"), ["A\nB", "a.b", "ab"]) == [
+    assert accepts("llguidance", Grammar.lark("start: /a.b/is"), ["A\nB", "a.b", "ab"]) == [
         True,
         True,
         False,
     ]
     gbnf = Grammar.lark("root ::= [a-z&] [^0-9-]+")
-    assert takes("llguidance", gbnf, ["&é\n", "b-", "a"]) == [True, False, False]
+    assert accepts("llguidance", gbnf, ["&é\n", "b-", "a"]) == [True, False, False]
 
 
 REFUSED = [
