@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy
 import pytest
 import torch
 
@@ -49,6 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if _REAL_MODELS & set(getattr(item, "fixturenames", ())):
             item.add_marker("weights")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed what a test draws; the course's proof runs them under other seeds, too."""
+    seed = int(os.environ.get("LADDER_TEST_SEED", "0"))
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.hookimpl(tryfirst=True)

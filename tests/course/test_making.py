@@ -167,7 +167,7 @@ def test_what_was_measured_is_withheld() -> None:
 def test_what_is_hidden_is_not_in_a_copy() -> None:
     """A lesson shows no code of an exercise, and hidden tests are cut out."""
     lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
-    assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson
+    assert "*This code is exercise 12.4, `Trie.walk`: the text around it" in lesson
     assert "](structured/cli.py)" not in lesson, "links to files that are not there"
     shown = functions(made_files(of_phases("05"))["tests/phases/test_05_paged_cache.py"])
     assert "test_any_schedule" in shown and "test_a_cache_of_two_blocks" not in shown
