@@ -109,9 +109,11 @@ def run(
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         copy_reference(folder)
-        (folder / exercise.file).write_text(text, encoding="utf-8")
         if exercise.cases:
-            _blank_twins(folder, exercise)
+            # What could do the work in the student's place is blank there: only tests need it.
+            twins = [name.partition(":") for name in exercise.masked]
+            held = {function: "" for file, _, function in twins if file == exercise.file}
+            (folder / exercise.file).write_text(blank(text, held), encoding="utf-8")
             record = _record(folder, exercise, [], server, limit)
             if failed := _of_process(exercise, record):
                 return failed
@@ -120,10 +122,7 @@ def run(
             ):
                 if failed := _of_case(exercise, case, said):
                     return failed
-            for name in exercise.masked:
-                file = name.partition(":")[0]
-                shutil.copy2(ROOT / file, folder / file)
-            (folder / exercise.file).write_text(text, encoding="utf-8")
+        (folder / exercise.file).write_text(text, encoding="utf-8")
         canary = f"tests/phases/test_{secrets.token_hex(8)}.py"
         shutil.copy2(ROOT / "tests" / "course" / "canaries.py", folder / canary)
         record = _record(folder, exercise, [*nodes, canary], server, limit)
@@ -159,16 +158,6 @@ def copy_reference(folder: Path) -> None:
             shutil.copytree(ROOT / name, folder / name, ignore=left_out)
         else:
             shutil.copy2(ROOT / name, folder / name)
-
-
-def _blank_twins(folder: Path, exercise: Exercise) -> None:
-    """Blank the functions that could do an exercise's work, so that its cases need the student's own."""
-    for name in exercise.masked:
-        file, _, function = name.partition(":")
-        path = folder / file
-        path.write_text(
-            blank(path.read_text(encoding="utf-8"), {function: ""}), encoding="utf-8"
-        )
 
 
 def _record(

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from functools import partial
@@ -27,15 +28,7 @@ OUTPUT = "output"
 RESULT = "course-result.json"
 SCRATCH = "scratch"
 """In a run's folder: what it prints, its record, and the folder that it may write in."""
-INHERITED = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "LANG",
-    "LC_ALL",
-    "PYTHONPATH",
-    "SYSTEMROOT",
-    "VIRTUAL_ENV",
-)
+INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV")
 """Variables of the environment that a run sees; others may hold secrets."""
 
 
@@ -107,7 +100,7 @@ def main() -> None:
 
     home = Path.cwd()
     namespaces = sandbox.works(partial(sandbox.enter_namespaces, home))
-    landlock = sandbox.works(partial(sandbox.restrict_files, home, []))
+    landlock = sandbox.works(partial(sandbox.restrict_files, home, home))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(json.dumps(sandbox.describe_gaps(namespaces, landlock)), flush=True)
     for line in sys.stdin:
@@ -122,7 +115,7 @@ def main() -> None:
             if namespaces:
                 sandbox.enter_namespaces(folder / SCRATCH)
             if landlock:
-                sandbox.restrict_files(folder / SCRATCH, [folder])
+                sandbox.restrict_files(folder, folder / SCRATCH)
             os._exit(run(job, record))
         print(json.dumps(wait(child, WAITING * limit)), flush=True)
 
@@ -148,7 +141,6 @@ def prepare(folder: Path) -> None:
 
 def run(job: dict[str, Any], record: int) -> int:
     """Run `grading_process.main` of the copy; its record goes to an open file."""
-    tempfile = import_module("tempfile")
     tempfile.tempdir = os.environ["TMPDIR"]  # a library may have asked for it before
     status = int(import_module("phases.course.grading_process").main(job, record))
     sys.stdout.flush()

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,16 +31,7 @@ TOO_MANY_PROCESSES = 120
 """The exit status of a run that was killed because it started more."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 READABLE = (
-    *(
-        "/usr",
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib64",
-        "/proc",
-        "/sys/devices/system",
-        "/sys/fs/cgroup",
-    ),
+    *("/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/sys"),
     *(
         "/etc/ld.so.cache",
         "/etc/localtime",
@@ -78,9 +69,7 @@ READ_FILE = 4
 READ_DIR = 8
 TRUNCATE = 1 << 14
 SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
-PR_SET_SECUREBITS = 28
 PR_SET_NO_NEW_PRIVS = 38
-SECBIT_NOROOT_LOCKED = 3
 CAPABILITY_VERSION = 0x20080522
 SIOCSIFFLAGS = 0x8914
 INTERFACE_UP = 1
@@ -134,12 +123,14 @@ def enter_namespaces(scratch: Path) -> None:
         most = PROCESSES
     # The first process of a namespace ignores most signals, so a second one does the work.
     _continue_in_child(most)
-    _succeeds(_libc.prctl(PR_SET_SECUREBITS, SECBIT_NOROOT_LOCKED, 0, 0, 0))
+    _succeeds(
+        _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    )  # what it executes does not get back what it loses
     _succeeds(_libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)))
 
 
-def restrict_files(scratch: Path, readable: Iterable[Path]) -> None:
-    """Let this process and its children read only `readable` and what Python needs, and write in `scratch`.
+def restrict_files(folder: Path, scratch: Path) -> None:
+    """Let this process and its children read only `folder` and what Python needs, and write in `scratch`.
 
     Raises:
         OSError: the system has no Landlock.
@@ -154,7 +145,11 @@ def restrict_files(scratch: Path, readable: Iterable[Path]) -> None:
         _libc.syscall(SYS_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
     )
     read = EXECUTE | READ_FILE | READ_DIR
-    allowed = dict.fromkeys([*map(Path, READABLE), *_places_of_python(), *readable], read)
+    packages = [
+        entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
+    ]
+    places = [*READABLE, sys.base_prefix, sys.prefix, *packages, folder]
+    allowed = dict.fromkeys(map(Path, places), read)
     allowed |= dict.fromkeys(map(Path, DEVICES), READ_FILE | WRITE_FILE | TRUNCATE)
     allowed |= dict.fromkeys([scratch, Path("/dev/shm")], handled)
     for place, rights in allowed.items():
@@ -186,28 +181,21 @@ def works(step: Callable[[], None]) -> bool:
 def describe_gaps(namespaces: bool, landlock: bool) -> str:
     """Return one line on what does not confine a run on this system, or nothing where all does."""
     if sys.platform != "linux":
-        return (
-            "this system confines no student's code: only Linux has the means that are used here (macOS' "
-            "sandbox-exec is deprecated). Grade strangers' work in a container or a virtual machine"
+        lacks = "confines nothing: only Linux has the means used here, and macOS' sandbox-exec is deprecated"
+    elif not namespaces:
+        lacks = "forbids user namespaces: a run may use the network, and signal or outlive other processes"
+        lacks += (
+            ""
+            if landlock
+            else ". It has no Landlock either: a run may read and write where you may"
         )
-    gaps = (
-        []
-        if namespaces
-        else ["user namespaces (a run may use the network and signal other processes)"]
+    else:
+        lacks = "" if landlock else "has no Landlock: a run may read what you may"
+    return (
+        f"this system {lacks}. Grade strangers' work in a container without network"
+        if lacks
+        else ""
     )
-    gaps += [] if landlock else ["Landlock (a run may read every file that you may)"]
-    if not namespaces and not landlock:
-        gaps.append("either (a run may write where you may)")
-    advice = "grade strangers' work in a container without network"
-    return f"this system forbids or lacks {'; '.join(gaps)}: {advice}" if gaps else ""
-
-
-def _places_of_python() -> list[Path]:
-    """Return the folders of the interpreter, and of the packages that are installed for it."""
-    packages = [
-        entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")
-    ]
-    return [Path(entry) for entry in (sys.base_prefix, sys.prefix, *packages)]
 
 
 def _continue_in_child(most: int = 0) -> None:

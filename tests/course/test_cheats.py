@@ -48,42 +48,38 @@ def message_of(verdict: Verdict) -> str:
 
 CHEATS = {
     "ends the process": ("import os\nos._exit(0)", "imports os"),
-    "ends it by another way": ("return torch.os._exit(0)", ".os"),
+    "ends it by another way": ("return torch.os._exit(0)", "uses _exit"),
     "changes modules": ("import sys\nsys.modules.clear()", "imports sys"),
     "reads the reference": ("return eval(open('/x').read())", "uses eval"),
     "reads it by what site adds": ("return license", "uses license"),
     "imports the reference": ("from importlib import util", "imports importlib"),
     "imports the tests": ("from tests.fakes import NOTHING", "imports tests.fakes"),
-    "imports all": ("from heapq import *", "import *"),
+    "imports all": ("from heapq import *", "imports * of heapq"),
     "skips": ("import pytest\npytest.skip('later')", "imports pytest"),
     "skips as unittest does": ("from unittest import SkipTest\nraise SkipTest", "imports unittest"),
     "asks a twin": ("from prefix_cache.cache import PrefixCache", "imports prefix_cache.cache"),
-    "climbs": ("return ().__class__", "uses .__class__"),
+    "climbs": ("return ().__class__", "uses __class__"),
     "computes a name": ("return getattr(self, '__cl' + 'ass__')", "uses getattr"),
     "maps getattr": ("return list(map(getattr, [self], ['x']))", "uses getattr"),
     "hands type on": ("t = type\nt('Y', (list,), {})", "uses type"),
-    "sets a class's method": ("for each in (BlockAllocator, ):\n    each.release = None",
-        "an assignment to .release of another object"),
     "sets what tests run": ("def put(owner):\n    owner.runtest = lambda self: None\nput(self)",
-        "uses .runtest"),
-    "sets by a loop": ("for self.refs.x in [1]:\n    pass", "assignment to .x"),
-    "another self": ("def put(self):\n    self.setup = None\nput(1)", "self outside of a method"),
-    "self for another object": ("self = self.refs\nself.x = 1", "self for something else"),
+        "uses runtest"),
+    "sets by a loop": ("for self.refs.x in [1]:\n    pass", "changes .x"),
     "replaces the reference": ("global BlockAllocator\nBlockAllocator = None", "uses global"),
     "uses the network": ("import socket", "imports socket"),
-    "unpickles": ("import torch\ntorch.serialization.pickle.loads(b'')", "uses .pickle"),
-    "hands a module on": ("import torch\nt = torch\nt.os", "uses .os"),
+    "unpickles": ("import torch\ntorch.serialization.pickle.loads(b'')", "uses pickle"),
+    "hands a module on": ("import torch\nt = torch\nt.os", "uses os"),
     "a private helper": ("import dataclasses\ndataclasses._create_fn('f', [], [])", "dataclasses._create_fn"),
-    "a private name": ("from random import _os", "random._os"),
-    "climbs by text": ("import operator\noperator.attrgetter('x')(self)", ".attrgetter"),
-    "climbs by a format": ("import string\nstring.Formatter()", ".Formatter"),
-    "makes a class": ("import enum\nenum.Enum('E', {'__e' + 'q__': max})", "Enum called"),
+    "a private name": ("from random import _os", "imports _os of random"),
+    "climbs by text": ("import operator\noperator.attrgetter('x')(self)", "uses attrgetter"),
+    "climbs by a format": ("import string\nstring.Formatter()", "uses Formatter"),
+    "makes a class": ("import enum\nenum.Enum('E', {'__e' + 'q__': max})", "calls Enum"),
     "climbs by pattern": ("match self.allocate:\n    case object(__globals__=g):\n        return g",
-        ".__globals__"),
-    "changes a judge": ("import math\nmath.isclose = lambda *a, **k: True", "assignment to .isclose"),
-    "changes all judges": ("import torch\ntorch.Tensor.equal = max", "assignment to .equal"),
-    "equals everything": ("class Yes:\n    def __eq__(self, other):\n        return True", "uses def __eq__"),
-    "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", ".set_default_dtype"),
+        "uses __globals__"),
+    "changes a judge": ("import math\nmath.isclose = lambda *a, **k: True", "changes .isclose"),
+    "changes all judges": ("import torch\ntorch.Tensor.equal = max", "changes .equal"),
+    "equals everything": ("class Yes:\n    def __eq__(self, other):\n        return True", "defines __eq__"),
+    "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", "uses set_default_dtype"),
 }  # fmt: skip
 
 
@@ -286,7 +282,7 @@ def test_what_a_system_cannot_confine_is_said_in_a_line(
 ) -> None:
     assert describe_gaps(namespaces=True, landlock=True) == ""
     assert "user namespaces" in describe_gaps(namespaces=False, landlock=True)
-    assert "Landlock" in describe_gaps(namespaces=True, landlock=False)
+    assert "has no Landlock" in describe_gaps(namespaces=True, landlock=False)
     monkeypatch.setattr("sys.platform", "darwin")
     gaps = describe_gaps(namespaces=False, landlock=False)
     assert "sandbox-exec is deprecated" in gaps and "\n" not in gaps

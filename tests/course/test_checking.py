@@ -140,7 +140,7 @@ def test_only_files_of_the_copy_are_read(tmp_path: Path) -> None:
 
 
 def test_a_copy_counts_all_exercises_of_its_phases(tmp_path: Path) -> None:
-    """Whatever is written into its list, points are counted of whole phases, and of those it was made with."""
+    """Whatever is written into its list, points are of whole phases, and of those it was made with."""
     copy = making.make(tmp_path / "copy", of_phases("02-03"))
     about = copy.folder / making.COURSE
     facts = json.loads(about.read_text())

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from phases import PHASES, Phase
-from phases.course.checking import _of_case, _record, copy_reference
+from phases.course.blanks import blank
+from phases.course.checking import _of_case, _record, check, copy_reference
 from phases.course.exercises import Exercise, exercises
 from phases.course.fork_server import ForkServer
+from phases.course.grading import EARNED
 from tests.course.proof import blank_fails, reference_passes
 
 EACH = pytest.mark.parametrize("exercise", exercises(), ids=lambda exercise: exercise.id)
@@ -36,18 +38,23 @@ def test_the_reference_passes_all_cases_and_tests_of_a_phase(
     assert not found["ended"] and not ran["ended"], (found["ended"], ran["ended"])
     for case, said in zip(cases, found["cases"], strict=True):
         assert _of_case(whole, case, said) is None, f"{case.call}: {said}"
+    failed = {name: said for name, said in ran["tests"].items() if said["outcome"] == "failed"}
+    assert not failed
     missing = [
         node
         for node in nodes
         if not any(f"{name}[".startswith(f"{node}[") for name in ran["tests"])
     ]
     assert not missing, f"tests that an exercise names, and that are gone: {missing}"
-    failed = {
-        name: said
-        for name, said in ran["tests"].items()
-        if said["outcome"] not in ("passed", "skipped")
-    }
-    assert not failed
+
+
+@EACH
+def test_a_blank_earns_nothing(exercise: Exercise) -> None:
+    """It counts as not started; `test_ten_seeds` runs it all the same."""
+    source = exercise.path.read_text(encoding="utf-8")
+    made = blank(source, dict.fromkeys(exercise.functions, exercise.id))
+    verdict = check(exercise, made, None, hidden=True)  # type: ignore[arg-type]
+    assert verdict.state == "not started" and EARNED.get(verdict.state, 0) == 0
 
 
 @pytest.mark.long
