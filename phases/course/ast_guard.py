@@ -33,7 +33,8 @@ def refusal(reference: str, student: str, names: Collection[str]) -> str:
         return f"the file has {len(student)} characters, more than {LONGEST}"
     taken = graft(reference, student, names)
     ours = ast.parse(reference)
-    known = set(_uses(ours)) | {
+    known = {use for node in ast.walk(ours) for use in _uses_of(node)}
+    known |= {
         f"changes .{node.attr}" for node in ast.walk(ours) if isinstance(node, ast.Attribute)
     }
     for node in ast.walk(ast.parse(taken)):
@@ -54,11 +55,8 @@ def _uses_of(node: ast.AST) -> Iterator[str]:
         case ast.ImportFrom(module=module, names=names):
             if module not in MODULES:
                 yield f"imports {module}"
-            yield from (
-                f"imports {alias.name} of {module}"
-                for alias in names
-                if _leads_out(alias.name, "_*")
-            )
+            found = [alias.name for alias in names if _leads_out(alias.name, "_*")]
+            yield from (f"imports {name} of {module}" for name in found)
         case ast.Name(id=name) if name in BUILTINS:
             yield f"uses {name}"
         case ast.Name(id=name) | ast.Attribute(attr=name) if _leads_out(name, ""):
@@ -67,10 +65,9 @@ def _uses_of(node: ast.AST) -> Iterator[str]:
             owner in MODULES and name[0] == "_"
         ):
             yield f"uses {owner}.{name}"
-        case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner) if (
-            ast.unparse(owner) != "self"
-        ):
-            yield f"changes .{name}"
+        case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner):
+            if ast.unparse(owner) != "self":
+                yield f"changes .{name}"
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _leads_out(
             name, ""
         ):

@@ -148,8 +148,8 @@ def restrict_files(folder: Path, scratch: Path) -> None:
     packages = [
         entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
     ]
-    places = [*READABLE, sys.base_prefix, sys.prefix, *packages, folder]
-    allowed = dict.fromkeys(map(Path, places), read)
+    places: list[str | Path] = [*READABLE, sys.base_prefix, sys.prefix, *packages, folder]
+    allowed = {Path(place): read for place in places}
     allowed |= dict.fromkeys(map(Path, DEVICES), READ_FILE | WRITE_FILE | TRUNCATE)
     allowed |= dict.fromkeys([scratch, Path("/dev/shm")], handled)
     for place, rights in allowed.items():
