@@ -13,7 +13,7 @@ from common.errors import UserError
 from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank
-from phases.course.exercises import exercises, of_phases
+from phases.course.exercises import exercises, of_phases, questions
 from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, trap_of
 from phases.course.making import made_files
 
@@ -162,6 +162,26 @@ def test_what_was_measured_is_withheld() -> None:
     measured = text.partition("## 6. Measure it")[2].partition("## 7.")[0]
     assert "First answer 05.p1, 05.m1" in measured and "ladder bench 05" not in measured
     assert "figures/cpu" not in text
+
+
+@pytest.mark.slow
+def test_no_page_shows_a_measured_answer() -> None:
+    """Neither a phase's measurements nor the front page's ladder, whose gains answer predictions."""
+    made = made_files(exercises())
+    asks = {question.phase.name for question in questions()}
+    pages = {
+        file: text
+        for file, text in made.items()
+        if file.split("/")[1:2] and file.split("/")[1] in asks
+    }
+    assert any(file.endswith("measurements.md") for file in pages)
+    for file, text in pages.items():
+        if file.endswith(".md"):
+            assert file.endswith("README.md") or (
+                "First answer" in text and "|" not in text
+            ), file
+            assert "figures/front" not in text and "h200/ladder" not in text, file
+            assert "checkout/README.md" not in text, f"{file} leads to the front page"
 
 
 def test_what_is_hidden_is_not_in_a_copy() -> None:
