@@ -23,6 +23,7 @@ if (
 from common.errors import UserError
 from common.models.hub import model_folder
 from tests.coroutines import asynchronously
+from tests.masks import masks_of_booleans as masks_of_booleans
 from tests.poison import poison as poison
 
 if TYPE_CHECKING:
