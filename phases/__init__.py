@@ -12,7 +12,21 @@ from typing import Any, NamedTuple
 from common.errors import UserError, near
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The checkout: lessons, benchmarks and figures are files beside the code."""
+"""The checkout, or the package `inference_ladder` of a wheel, without benchmarks, exercises and figures."""
+
+
+def in_checkout() -> bool:
+    """Return True in a checkout, whose files measure and teach, and False in an installed wheel."""
+    return (ROOT / "benchmarks").is_dir()
+
+
+def need_checkout(command: str) -> None:
+    """Raise `UserError` if a command needs files of the checkout, and this is an installed wheel."""
+    if not in_checkout():
+        raise UserError(
+            f"`ladder {command}` works in a checkout only, because it needs lessons, benchmarks or evidence: "
+            "clone the repository and run `make setup` there, or `pip install -e .`"
+        )
 
 
 @dataclass(frozen=True)
@@ -204,15 +218,28 @@ def first_phases() -> dict[str, int]:
 def own_options(
     phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return options without those of later phases, which must be off. Raises `UserError`.
+    """Return options without switches of later phases that are off, for comparisons of several phases.
+
+    Raises:
+        UserError: another option is of a later phase; see `check_phase`.
+    """
+    own = {
+        name: value
+        for name, value in options.items()
+        if value is not False or first.get(name, 0) <= phase.number
+    }
+    check_phase(phase, own, first)
+    return own
+
+
+def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
+    """Raise `UserError` for an option of a later phase, a switch that is off included.
 
     first: the first phase that has an option.
     """
-    later = [name for name in options if first.get(name, 0) > phase.number]
-    for name in later:
-        if options[name] is not False:
-            flag = "--" + name.replace("_", "-")
+    for name, value in options.items():
+        if first.get(name, 0) > phase.number:
+            flag = ("--no-" if value is False else "--") + name.replace("_", "-")
             raise UserError(
                 f"{flag} is for phases from {first[name]:02d} on, but the phase is {phase.name}"
             )
-    return {name: value for name, value in options.items() if name not in later}

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from common.errors import EngineLost, UserError
+from common.errors import EngineLost, UserError, one_line
 
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
@@ -126,7 +126,7 @@ def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
 
 
 def _say(line: str) -> None:
-    line = " ".join(line.split())
+    line = one_line(line)
     if len(line) > LONGEST_LINE:
         half = LONGEST_LINE // 2
         line = f"{line[:half]} ... {line[-half:]}"

@@ -18,7 +18,7 @@ from common.options import route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.loading import facts_of
 from forward.model import Model
-from phases import PHASES, Phase, appendix, first_phases, own_options
+from phases import PHASES, Phase, appendix, check_phase, first_phases, own_options
 from phases import phase_named as phase_named
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
     """
-    own = own_options(phase, options, first_phases())
+    check_phase(phase, options, first_phases())
+    own = dict(options)
     if phase.number >= BLOCKS:
         chosen = preset(phase).choose(own, device, features(phase))
         return Checked(phase, own, chosen)
@@ -91,7 +92,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
         Sizes(**route(own, [Sizes])[0])
     else:
         known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
-        for name in own:
+        for name in options:
             if name not in known:
                 raise UserError(unknown(name, known))
     return Checked(phase, own)
@@ -143,5 +144,6 @@ def load_engine(
         UserError: see `check_options` and `check_model`.
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
-    checked = check_options(phase, options, where)
+    own = own_options(phase, options, first_phases())
+    checked = check_options(phase, own, where)
     return load_checked(checked, model, device=device, dtype=dtype, tokenizer=tokenizer)

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,19 @@ WRONG = {
     ),
     "nearly a model": (["run", "1", "--model", "smolm2"], "did you mean 'smollm2'?"),
     "a model of another spelling": (["fetch", "Gemma-3-270M"], "did you mean 'gemma3-270m'?"),
+    "a word that is no model": (
+        ["run", "1", "--model", "nope"],
+        "'nope', which is none of smollm2, gemma3-270m, ",
+    ),
+    "the beginning of a model": (["serve", "gemma"], "did you mean 'gemma3-270m'?"),
+    "a switch of a later phase": (
+        ["run", "2", "--no-prefix-cache"],
+        "--no-prefix-cache is for phases from 08 on",
+    ),
+    "a switch of a phase far above": (
+        ["run", "5", "--no-guidance"],
+        "--no-guidance is for phases from 12 on",
+    ),
     "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
     "no server": (
         ["load", "http://127.0.0.1:9"],
@@ -120,10 +134,13 @@ def test_lists_help_and_errors_do_not_load_torch(tmp_path):
 def test_version(cli):
     code, out, _ = cli("--version")
     assert code == 0
+    installed = metadata.version(
+        "torch"
+    )  # a registry's file may not name its build, such as +cu130
     assert (
-        out
-        == f"ladder {version()}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        out == f"ladder {version()}, torch {installed}, Python {platform.python_version()}\n"
     )
+    assert torch.__version__.partition("+")[0] == installed.partition("+")[0]
 
 
 def test_help(cli):

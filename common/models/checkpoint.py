@@ -144,11 +144,11 @@ def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 def _files(folder: Path) -> Iterator[Path]:
     """The safetensors files that make up the checkpoint in `folder`."""
-    if (folder / _SINGLE).is_file():
+    if (folder / _SINGLE).exists():
         yield folder / _SINGLE
         return
     index = folder / _INDEX
-    if not index.is_file():
+    if not index.exists():
         if any(folder.glob("pytorch_model*.bin")):
             raise UserError(
                 f"{folder} holds pytorch_model.bin, but only safetensors files are supported"
@@ -173,6 +173,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
+    if not path.is_file():
+        raise UserError(f"{path} must be a regular file, but is none")
     try:
         return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:

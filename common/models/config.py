@@ -188,14 +188,14 @@ class ModelConfig:
             UserError: the file is missing, is not JSON, or describes a model we do not have.
         """
         path = Path(folder) / "config.json"
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"{path} does not exist: a model folder needs a config.json")
         raw = read_object(path)
         with _named(path):
             config = cls.from_hf(raw)
         generation = Path(folder) / "generation_config.json"
         ids = config.eos_token_ids
-        if generation.is_file():  # chat models name the tokens that end a turn only here
+        if generation.exists():  # chat models name the tokens that end a turn only here
             with _named(generation):
                 ids = _eos_token_ids(read_object(generation), config.vocab_size) or ids
         own = eos_of_tokenizer(Path(folder))  # or only among the tokenizer's settings

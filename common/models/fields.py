@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import UserError, brief
+from common.files import read_bytes
 
 MOST_BYTES = 1 << 24
 """A `config.json` has a few thousand bytes, the index of the largest published checkpoint nine million."""
@@ -33,15 +34,11 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file ``path``.
 
     Raises:
-        UserError: it cannot be read, is larger than `MOST_BYTES`, is not the JSON of RFC 8259 (which has no
-            NaN and no Infinity), says the same key twice, or is no object.
+        UserError: it cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON of
+            RFC 8259 (which has no NaN and no Infinity), says the same key twice, or is no object.
     """
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise UserError(
-                f"{path} has {size} bytes, but a file of this kind has at most {MOST_BYTES}"
-            )
-        content = path.read_text(encoding="utf-8")
+        content = read_bytes(path, MOST_BYTES).decode()
         raw = json.loads(content, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from common.errors import UserError, near
+from common.errors import UserError, brief, near
 from common.models.bundled import BUNDLED, fetch_bundled
 from common.paths import expand
 
@@ -33,14 +33,14 @@ def local(name: str | Path) -> Path | None:
     """Return a local folder, or None where the name is that of a bundled model or may be one of the hub.
 
     Raises:
-        UserError: it is neither, a folder without a model, or nearly the name of a bundled model.
+        UserError: it is neither, or a folder without a model.
     """
     if str(name) in BUNDLED:
         return None
     folder = expand("model", name)
     try:
         if str(name) and folder.is_dir():  # Path("") is the current directory
-            if not (folder / "config.json").is_file():
+            if not (folder / "config.json").exists():
                 raise UserError(f"the model folder {folder} has no config.json")
             return folder
         looks_local = (
@@ -50,16 +50,13 @@ def local(name: str | Path) -> Path | None:
         raise UserError(
             f"model is {str(name)!r}, which cannot be looked at ({error.strerror})"
         ) from None
-    if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-        bundled = ", ".join(BUNDLED)
+    if looks_local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        known = ", ".join([*BUNDLED, "random:SHAPE"])
+        meant = near(str(name).lower(), BUNDLED)
         raise UserError(
-            f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id"
+            f"model is {brief(str(name))}, which is none of {known}, a folder, or a hub id such as "
+            f"Qwen/Qwen3-0.6B{meant}"
         )
-    meant = near(str(name).lower(), BUNDLED)
-    if meant and "/" not in str(
-        name
-    ):  # the hub has few models without an owner, and none with these names
-        raise UserError(f"model is {str(name)!r}, which is no bundled model{meant}")
     return None
 
 

@@ -86,7 +86,8 @@ class SamplingParams:
         to 2.
     frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
-        Of a larger number, or one below 0, the lowest `SEED_BITS` bits count.
+        So does -1, as with vLLM, llama.cpp and Ollama. Of another number below 0, or a larger one, the lowest
+        `SEED_BITS` bits count.
     stop: the text ends before the first of these strings to be completed. At most `MAX_STOPS`, of 1 to
         `MAX_STOP_CHARACTERS` characters each.
     stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens. At most
@@ -131,7 +132,8 @@ class SamplingParams:
             limit = f"at most max_tokens, {self.max_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
         if self.seed is not None:
-            put("seed", integer("seed", self.seed) % (1 << SEED_BITS))
+            seed = integer("seed", self.seed)
+            put("seed", None if seed == -1 else seed % (1 << SEED_BITS))
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
@@ -242,7 +244,7 @@ def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
         UserError: the file is damaged or has a value out of its limits; or there is no such source.
     """
     path = folder / FILE
-    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.is_file():
+    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.exists():
         return {}
     raw = read_object(path)
     given = {name: raw[name] for name in FIELDS if raw.get(name) is not None}

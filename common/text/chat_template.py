@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from common.errors import UserError, text
+from common.errors import UserError, brief, choice, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
 """One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template looks at."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""OpenAI's. A template may name others of its own."""
 _FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"}
 )
@@ -60,6 +62,8 @@ class ChatTemplate:
 
         A message keeps the fields of the OpenAI API and those that the template names; see `ignored`. A
         content that is a list of texts stays one for a template that reads it. For others each is a line.
+        Only a user must have a content. One that is null or missing is None, but an empty text where an
+        assistant calls no tools either.
 
         Raises:
             UserError: there is none, or one is not of this form.
@@ -110,11 +114,14 @@ class ChatTemplate:
     def _message(self, name: str, message: Message) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise UserError(
-                f"{name} is {message!r}, but must be an object with a role and a content"
+                f"{name} is {brief(message)}, but must be an object with a role and a content"
             )
         if "role" not in message:
             raise UserError(f"{name} has no role")
-        checked: dict[str, Any] = {"role": text(f"{name}.role", message["role"])}
+        role = text(f"{name}.role", message["role"])
+        if role not in self._named:
+            choice(f"{name}.role", role, ROLES)
+        checked: dict[str, Any] = {"role": role}
         for field, value in message.items():
             if value in _NOTHING:
                 continue
@@ -132,7 +139,7 @@ class ChatTemplate:
             checked |= {field: thought for field in _REASONING if field in self._named}
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
-            raise UserError(f"{name}.tool_calls is {calls!r}, but must be a list")
+            raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")
         content = message.get("content")
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
@@ -144,12 +151,10 @@ class ChatTemplate:
             checked["content"] = parts if self._takes_parts else "\n".join(texts)
         elif content is not None:
             checked["content"] = text(f"{name}.content", content)
-        elif (
-            checked["role"] != "assistant"
-        ):  # which may call tools only, or may have said nothing
+        elif role == "user":  # others may call tools only, or may have said nothing
             raise UserError(f"{name} has no content")
         else:
-            checked["content"] = None if calls else ""
+            checked["content"] = "" if role == "assistant" and not calls else None
         return checked
 
 
@@ -161,9 +166,11 @@ def _said(parts: Iterable[Message]) -> set[str]:
 def _part(name: str, part: Any) -> str:
     """The text of one part of a content."""
     if not isinstance(part, Mapping):
-        raise UserError(f"{name} is {part!r}, but must be an object with a type and a text")
+        raise UserError(
+            f"{name} is {brief(part)}, but must be an object with a type and a text"
+        )
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise UserError(f"{name}.type is {kind!r}, but must be 'text'")
+        raise UserError(f"{name}.type is {brief(kind)}, but must be 'text'")
     field = _TEXTS[kind]
     return text(f"{name}.{field}", part.get(field, None))

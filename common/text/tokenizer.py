@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import msgspec
 import tokenizers
 
 from common.errors import UserError, shown
-from common.files import read_text
+from common.files import decoded, read_bytes
+from common.models.fields import MOST_BYTES
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.special_guard import SpecialGuard
@@ -23,6 +25,12 @@ from common.text.template_sandbox import SOURCE_CHARACTERS
 # The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
 # thread for seconds, the event loop of a server among them. Threads of its own would gain nothing there.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MOST_TOKENIZER_BYTES = 1 << 27
+"""Largest `tokenizer.json`: published ones with 260,000 tokens have 33 million bytes."""
+MOST_TEMPLATE_BYTES = 4 * SOURCE_CHARACTERS
+MOST_TEMPLATES = 64
+"""Most files in `additional_chat_templates`."""
 
 LONG = 2000
 """Characters of a text above which a server lets another thread encode it."""
@@ -43,11 +51,12 @@ class Tokenizer:
         """
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
-        if not path.is_file():
+        raw = _read_optional(path, MOST_TOKENIZER_BYTES)
+        if raw is None:
             raise UserError(f"the model folder {self.folder} has no tokenizer.json")
         with _named(str(path)):
-            _refuse_growth(path)
-            self.backend = tokenizers.Tokenizer.from_file(str(path))
+            _refuse_growth(path, raw)
+            self.backend = tokenizers.Tokenizer.from_buffer(raw)
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
         tokens, size = (
@@ -229,10 +238,19 @@ class Tokenizer:
         ):  # several by name, of which `default` is for conversations without tools
             entries = [entry for entry in source if isinstance(entry, dict)]
             found = {str(entry.get("name")): entry.get("template") for entry in entries}
-        for path in sorted(self.folder.glob("additional_chat_templates/*.jinja")):
-            found[path.stem] = read_text(path, "the chat template", 4 * SOURCE_CHARACTERS)
-        if (path := self.folder / "chat_template.jinja").is_file():
-            found["default"] = read_text(path, "the chat template", 4 * SOURCE_CHARACTERS)
+        more = list(
+            islice(self.folder.glob("additional_chat_templates/*.jinja"), MOST_TEMPLATES + 1)
+        )
+        if len(more) > MOST_TEMPLATES:
+            folder = self.folder / "additional_chat_templates"
+            raise UserError(
+                f"{folder} has more than {MOST_TEMPLATES} templates, but may have no more"
+            )
+        for path in [*more, self.folder / "chat_template.jinja"]:
+            raw = _read_optional(path, MOST_TEMPLATE_BYTES)
+            if raw is not None:
+                name = path.stem if path in more else "default"
+                found[name] = decoded(raw, f"the chat template {path}")
         return found
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -278,9 +296,9 @@ MOST_GROWTH = 64
 """Times as long as a text may become by all replacements of a `tokenizer.json` together."""
 
 
-def _refuse_growth(path: Path) -> None:
+def _refuse_growth(path: Path, raw: bytes) -> None:
     """Raise `UserError` for replacements that make a text many times longer: a few fill any memory."""
-    steps = msgspec.json.decode(path.read_bytes(), type=_Brief)
+    steps = msgspec.json.decode(raw, type=_Brief)
     for kind, several in (("normalizer", "normalizers"), ("decoder", "decoders")):
         growth, parts = 1, [getattr(steps, kind)]
         while parts:
@@ -304,11 +322,13 @@ def eos_of_tokenizer(folder: Path) -> int | None:
     token = _content(
         _named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token")
     )
-    path = folder / "tokenizer.json"
-    if not isinstance(token, str) or not path.is_file():
+    if not isinstance(token, str):
         return None
-    with suppress(msgspec.MsgspecError):  # loading it below says what is wrong
-        for added in msgspec.json.decode(path.read_bytes(), type=_Brief).added_tokens:
+    raw = _read_optional(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
+    if raw is None:
+        return None
+    with suppress(msgspec.MsgspecError, RecursionError):  # loading it below says what is wrong
+        for added in msgspec.json.decode(raw, type=_Brief).added_tokens:
             if added.get("content") == token and isinstance(added.get("id"), int):
                 return int(added["id"])
     return Tokenizer(folder).backend.token_to_id(token)
@@ -344,13 +364,24 @@ def _unicode(text: str) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    raw = _read_optional(path, MOST_BYTES)
+    if raw is None:
         return {}
-    except (ValueError, OSError, RecursionError) as error:  # not UTF-8 is a ValueError, too
+    try:
+        content = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise UserError(f"{path} is not valid JSON ({error})") from None
     return content if isinstance(content, dict) else {}
+
+
+def _read_optional(path: Path, most: int) -> bytes | None:
+    """Return the bytes of a file of a model's folder, None where there is none. See `read_bytes`."""
+    try:
+        return read_bytes(path, most)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,12 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "max_completion_tokens is -1, but must",
         ),
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
+        ({"temperature": 7}, "temperature", "temperature is 7.0, but must be between 0 and 2"),
+        (
+            {"messages": [{"role": "boss", "content": "a"}]},
+            "messages",
+            "messages[0].role is 'boss', but must be one of system, developer, user, assistant, tool, func",
+        ),
         ({"functions": []}, "functions", "functions may not have this value here"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},

@@ -251,6 +251,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a tool of OpenAI's own": ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
     "several": ("/v1/responses", {"n": 2}, "n"),
     "temperature": ("/v1/responses", {"temperature": -1}, "temperature"),
+    "a high temperature": ("/v1/responses", {"temperature": 2.1}, "temperature"),
+    "a role": ("/v1/messages", {"messages": [{"role": "boss", "content": "hi"}]}, "messages"),
+    "a role of Ollama's": ("/api/chat", {"messages": [{"role": "boss", "content": "hi"}]}, "messages"),
     "a schema that is none": ("/v1/responses", {"text": {"format": {"type": "x"}}}, "text.format"),
     "no messages": ("/v1/messages", {"messages": []}, "messages"),
     "another part": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -278,6 +281,33 @@ async def test_what_is_wrong_is_named_in_the_form_of_the_route(make, path, body,
             and found["error"]["type"] == "invalid_request_error"
         ), found
         assert (found.get("type") == "error") == (path == "/v1/messages")
+    await settle(app)
+
+
+@pytest.mark.parametrize("seed", [-1, -2])
+async def test_of_ollama_s_seeds_minus_one_is_none(make, seed):
+    """And its temperatures go beyond OpenAI's 2, at which a tiny model's texts are all different."""
+    app, texts = make(), set()
+    options = {"num_predict": 30, "temperature": 3, "seed": seed}
+    for _ in range(3):
+        status, answer = await Client(app).post(
+            "/api/chat", REQUESTS["/api/chat"] | {"options": options}
+        )
+        assert status == 200, answer
+        texts.add(answer["message"]["content"])
+    assert len(texts) == (3 if seed == -1 else 1)
+    await settle(app)
+
+
+@pytest.mark.parametrize("most", [-1, -2, -9])
+async def test_ollama_s_num_predict_below_zero_is_as_many_as_there_is_room_for(make, most):
+    app = make()
+    body = REQUESTS["/api/generate"] | {
+        "options": {"num_predict": most, "temperature": 0, "ignore_eos": True}
+    }
+    status, answer = await Client(app).post("/api/generate", body)
+    assert status == 200 and answer["done_reason"] == "length", answer
+    assert answer["eval_count"] > 100
     await settle(app)
 
 

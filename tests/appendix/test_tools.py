@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
 from forward.shapes import SHAPES
@@ -457,3 +458,17 @@ async def test_either_a_call_or_the_format(make):
     assert (status, found["error"]["param"]) == (400, "guided_regex"), (
         "a call or another grammar"
     )
+
+
+@pytest.mark.parametrize("said", [{"content": None}, {}, {"content": ""}, {"content": "so"}])
+def test_a_content_beside_calls_reaches_the_template_as_it_was_sent(said) -> None:
+    """Templates of DeepSeek's kind write calls in another form where the content is none."""
+    source = (
+        "{% for m in messages if m.tool_calls %}{% if m['content'] is none %}only{% else %}"
+        "{{ m['content'] }} and{% endif %} {{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = conversation([{"role": "assistant", "tool_calls": [call], **said}])
+    template = ChatTemplate(source, {})
+    found = template.render(template.conversation(messages), add_generation_prompt=True)
+    assert found == ("only f" if said.get("content") is None else f"{said['content']} and f")

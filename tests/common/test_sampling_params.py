@@ -132,8 +132,14 @@ def test_is_a_value() -> None:
 
 
 def test_a_seed_is_its_lowest_64_bits_and_samples_have_different_ones() -> None:
-    for seed in (0, 5, -1, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1):
+    for seed in (0, 5, -2, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1):
         assert SamplingParams(seed=seed).seed_of(0) == seed & ((1 << 64) - 1)
     params = SamplingParams(seed=(1 << 64) - 1, n=3)
     assert [params.seed_of(sample) for sample in range(3)] == [(1 << 64) - 1, 0, 1]
     assert SamplingParams(n=3).seed_of(1) is None
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    params = SamplingParams(seed=-1, n=2)
+    assert params.seed is None and params.seed_of(1) is None
+    assert SamplingParams(seed=(1 << 64) - 1).seed == (1 << 64) - 1

@@ -98,6 +98,7 @@ def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
 def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:
     tokenizer = Tokenizer(smollm2_folder)
     tokenizer._config["chat_template"] = (
+        "{% set roles = ['start', 'start|><|im_end', '<|im_end|>'] %}"
         "{% for m in messages %}{{ '<|im_' + m.role + '|>' }}{{ m.content }}{% endfor %}"
     )
     for role, expected in (("start", [1]), ("start|><|im_end", [1, 2]), ("<|im_end|>", [])):

@@ -185,7 +185,9 @@ def test_unusable_files_are_named(llama_folder):
         Tokenizer(llama_folder).chat(MESSAGES)
     with template.open("wb") as file:
         file.truncate(50_000_000)
-    with pytest.raises(UserError, match=r"chat_template\.jinja has more than 262,144 bytes"):
+    with pytest.raises(
+        UserError, match=r"chat_template\.jinja has 50000000 bytes, .* at most 262144"
+    ):
         Tokenizer(llama_folder).chat(MESSAGES)
     config.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):

@@ -320,6 +320,7 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
+    "high temperature": ({"prompt": "a", "temperature": 2.01}, 400, "temperature", "between 0 and 2"),
     "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "range"),
     "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
@@ -671,6 +672,7 @@ async def test_engine_death_is_told_to_everybody(make):
         )
         assert error["error"]["code"] == "died", error
         assert one.status in (200, 503) and one.complete
+    assert not metrics(app)._last, "of completions that no engine knows any more"
     assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[
         0
     ] == 200

@@ -90,12 +90,14 @@ class Endpoint:
     answers, prefix: how its answers look, and how their ids begin.
     source: the field that the prompt is made of.
     form: of errors.
+    most_temperature: of the API that it speaks; an engine takes more.
     """
 
     body: type[Generation] = CompletionBody
     answers = Answer
     prefix, source = "cmpl", "prompt"
     form = ErrorForm()
+    most_temperature = 2.0
 
     def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
         self.prompts = prompts
@@ -104,6 +106,10 @@ class Endpoint:
 
     def of(self, request: Any) -> Endpoint:
         """Return the endpoint of one request: this one, or one that is made for it. Raises `ApiError`."""
+        heat = request.temperature
+        if heat is not None and heat > self.most_temperature:
+            limit = f"between 0 and {self.most_temperature:g}"
+            raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
         return self
 
     async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from common.device import pick_dtype
 from common.errors import UserError
+from common.files import read_bytes
 from common.models.fields import read_object
+from common.text.tokenizer import MOST_TOKENIZER_BYTES
 from forward.model import Model
 from phases.appendix.checkpoint_formats.layouts import pack_words
 from quant.formats import BLOCK, Scheme
@@ -79,7 +81,7 @@ def export(model: Model, source: Path, folder: Path) -> None:
         for path in (path for name in _KEPT for path in source.glob(name)):
             kept = work / path.relative_to(source)
             kept.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, kept)
+            kept.write_bytes(read_bytes(path, MOST_TOKENIZER_BYTES))
         raw = read_object(source / "config.json")
         dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
         config = raw | {"quantization_config": configuration(model)}

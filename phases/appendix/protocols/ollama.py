@@ -96,7 +96,8 @@ class Ollama(Translation):
         given = {
             name: value for name, value in (request.options or {}).items() if value is not None
         }
-        if given.get("num_predict") in (-1, -2):  # as many as there is room for
+        most = given.get("num_predict")
+        if isinstance(most, int) and most < 0:  # as many as there is room for
             del given["num_predict"]
         fields |= {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
         if request.format == "json":

@@ -87,6 +87,7 @@ class Responses(Translation):
     """`/v1/responses`."""
 
     body = ResponsesRequest
+    most_temperature = WideChat.most_temperature
     form = NamedErrors(
         {
             "messages": "input",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import copy
+from math import inf
 from typing import Any, Self
 
 import msgspec
@@ -114,6 +115,7 @@ class Translation(Endpoint):
 
     request: ChatRequest
     messages: Messages
+    most_temperature = inf
 
     def __init__(self, chat: WideChat) -> None:
         super().__init__(chat.prompts, chat.model, chat.limits)
@@ -121,6 +123,7 @@ class Translation(Endpoint):
 
     def of(self, request: Any) -> Self:
         """See `Endpoint`."""
+        super().of(request)
         made = copy(self)
         if request.n not in (None, 1):
             raise wrong("n", f"n is {request.n}, but must be 1 here")

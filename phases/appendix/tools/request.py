@@ -85,7 +85,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def refusal(message: str, grammar: Grammar) -> str:
     """Return the engine's refusal of the tools' grammar, in the words of the client's request."""
-    found = re.search(r" is refused: at (\d+)\(\d+\): (.*?)(?: 1 \| |$)", message)
+    found = re.search(r" is refused: line (\d+), character \d+: (.*)", message)
     if found is None:
         return f"tools cannot be compiled: {message}"
     line = grammar.source.split("\n")[int(found[1]) - 1]
@@ -103,7 +103,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise wrong("messages", f"{where}.tool_calls must be a list")
     made = [_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)]
-    return {**message, "content": message.get("content") or "", "tool_calls": made}
+    return {**message, "tool_calls": made}
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
