@@ -110,6 +110,16 @@ def of_few_words(model: Model) -> Model:
     return own
 
 
+def test_a_later_feature_leaves_the_loop_that_drafts(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
+    options = {**AHEAD, "max_rows": 1, "drafter": "ngram", "draft_length": 1}
+    engine: Any = load_engine(phase_named("12"), model, masked_graphs=True, **options)
+    assert isinstance(engine.loop, GraphDraftingLoop), "steps that draft have lost their loop"
+    assert engine.loop.inner.prefetchers, "inputs of masked steps are not sent early"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "length"), [pytest.param("head", 2, marks=pytest.mark.long), ("ngram", 9)]

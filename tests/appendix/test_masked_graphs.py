@@ -246,7 +246,7 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
                 if plan._staged is not None and plan._staged[0] is works:
                     staged.append(len(works))
 
-            engine.loop.prefetch = noted
+            engine.loop.prefetchers = [noted]
         requests = []
         for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
             params = SamplingParams(

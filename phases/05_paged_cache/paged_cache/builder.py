@@ -6,7 +6,7 @@ the part in a slot, or decorates it. What there may be several of is a list or, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -26,6 +26,7 @@ from continuous.seams import (
     GrammarManager,
     Loop,
 )
+from continuous.work import Work
 from forward.loading import WeightLoader, load_model
 from forward.model import Model
 from forward.surgery import clone
@@ -86,6 +87,7 @@ class EngineBuilder:
     executors: by class, what makes a faster way to run certain steps (None: not here), given the runner. They
         are asked in the order that their classes declare.
     reservations: asked after all features are installed how many bytes to leave free.
+    prefetchers: called with the works of the next step while the host waits for masks.
     warmups: called with the finished engine.
     default_block_size, default_step_tokens: sizes where the caller says nothing.
 
@@ -128,6 +130,7 @@ class EngineBuilder:
         self.surgeries: list[Callable[[EngineBuilder], None]] = []
         self.executors: dict[type[StepExecutor], Callable[..., StepExecutor | None]] = {}
         self.reservations: list[Callable[[EngineBuilder], int]] = []
+        self.prefetchers: list[Callable[[Sequence[Work]], object]] = []
         self.warmups: list[Callable[[PagedEngine], None]] = []
         self.default_block_size = 16
         self.default_step_tokens: int | None = None

@@ -86,7 +86,7 @@ class Overlap(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Another loop."""
-        builder.loop.replace(self, OverlappedLoop())
+        builder.loop.replace(self, OverlappedLoop(builder.prefetchers))
 
 
 def _capturable(kernels: Kernels | None) -> bool:

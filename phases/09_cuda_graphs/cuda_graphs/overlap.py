@@ -28,7 +28,7 @@ class OverlappedLoop:
     these have come, and the second half of the step is launched when they are done.
 
     Args:
-        prefetch: called with the works of the next step while masks are being made.
+        prefetchers: called with the works of the next step while masks are being made.
 
     in_flight_step: the newest step, of which the host knows nothing yet.
     half: a step whose second half is not launched yet, since its masks are being made.
@@ -37,10 +37,8 @@ class OverlappedLoop:
     in_flight_step: Pending | None = None
     half: Forwarded | None = None
 
-    def __init__(
-        self, prefetch: Callable[[Sequence[Work]], object] = lambda works: None
-    ) -> None:
-        self.prefetch = prefetch
+    def __init__(self, prefetchers: Sequence[Callable[[Sequence[Work]], object]] = ()) -> None:
+        self.prefetchers = prefetchers
 
     @property
     def idle(self) -> bool:
@@ -72,8 +70,8 @@ class OverlappedLoop:
         works = engine.schedule()
         if self.half is None:
             return works
-        if works:
-            self.prefetch(works)
+        for prefetch in self.prefetchers if works else ():
+            prefetch(works)
         self._sample_half(engine)
         return unfinished(engine, works)
 

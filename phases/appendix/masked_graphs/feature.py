@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from common.errors import UserError
-from cuda_graphs import Graphs, Overlap, OverlappedLoop
+from cuda_graphs import Graphs
 from paged_cache import EngineBuilder, Feature, find
 from structured import Structured
 from triton_paged_attention import Kernels
@@ -58,7 +58,4 @@ class MaskedGraphs(Feature):
                 builder.model, min(graphs.graph_rows, builder.max_rows)
             )
         )
-        if builder.feature(Overlap) is not None:
-            builder.loop.decorate(
-                self, lambda loop: OverlappedLoop(lambda works: made and made[0].stage(works))
-            )
+        builder.prefetchers.append(lambda works: made and made[0].stage(works))
