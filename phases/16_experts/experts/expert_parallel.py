@@ -126,9 +126,9 @@ class ExpertParallel(Feature):
     def configure_load(self, builder: EngineBuilder) -> None:
         """Let each rank keep its part while the model is loaded. Rank 0 checks before any other begins."""
         parallel, split = builder.feature(Parallel), builder.feature(Split)
-        if parallel is not None and parallel.tensor_parallel > 1:
+        if parallel and parallel.tensor_parallel > 1:
             self.check(builder.recipe, parallel.tensor_parallel)
-        if split is not None:
+        if split:
             loader = builder.weight_loader.part
             assert loader is None or isinstance(loader, Quantize)
             if self.cut == CUTS[0]:
