@@ -42,8 +42,8 @@ FLAGS = (
 
 # Requests in such a step; PyTorch's products of matrices are the faster ones for more.
 MOST = 16
-# Inputs of a product and a head's numbers are multiples of WIDTH, outputs of SIDE, or of BLOCK with four
-# bits of PyTorch. A product has TASKS at most: each fetches ahead what is another's, so few are faster.
+# Inputs of a product and a head's numbers are multiples of WIDTH, outputs of SIDE; of BLOCK with four bits in
+# PyTorch's order. A product has TASKS at most: each fetches ahead what is another's, so few are faster.
 WIDTH = 16
 SIDE = 4
 BLOCK = 64
