@@ -127,8 +127,7 @@ def check_model(phase: Phase, model: Any) -> None:
 def default_weights(
     phase: Phase, model: str, device: torch.device, dtype: str, options: Mapping[str, Any]
 ) -> str:
-    """Return the checkpoint of a model that commands read: on a CPU the blocks of its GGUF file, if it
-    has some.
+    """Return the checkpoint of a model that commands read: on a CPU the blocks of its GGUF file, if any.
 
     Phases before 10, options that say how weights are kept, and machines that cannot compile `cpu_step` get
     the floats.

@@ -44,14 +44,15 @@ class BlockWeight(nn.Module):
         super().__init__()
         choice("the type of a weight", kind, KINDS)
         self.kind, self.shape = kind, (outputs, inputs)
-        groups = torch.empty(outputs, inputs // GROUP, dtype=torch.float16)
+        groups = outputs, inputs // GROUP
+        minimum = torch.empty(groups, dtype=torch.float16) if kind == "q4_1" else None
         eight = kind == "q8_0"
         width = inputs if eight else inputs // 2
         self.register_buffer(
             "data", torch.empty(outputs, width, dtype=torch.int8 if eight else torch.uint8)
         )
-        self.register_buffer("scale", groups)
-        self.register_buffer("minimum", torch.empty_like(groups) if kind == "q4_1" else None)
+        self.register_buffer("scale", torch.empty(groups, dtype=torch.float16))
+        self.register_buffer("minimum", minimum)
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """Return the weight `[N, K]` in float32, or the rows `[..., K]` that `rows [...]` numbers."""

@@ -328,11 +328,12 @@ def connect(builder: EngineBuilder) -> None:
 @cache
 def library() -> CDLL | None:
     """Return the compiled step; None, and a line on standard error, where it cannot be had."""
+    command = [os.environ.get("CXX", "g++"), *FLAGS, *os.environ.get("CXXFLAGS", "").split()]
     try:
-        return load_library(SOURCE, [os.environ.get("CXX", "g++"), *FLAGS])
+        return load_library(SOURCE, command)
     except (OSError, subprocess.SubprocessError) as error:
         err.print(
-            f"decode steps stay hundreds of calls of PyTorch: {error}",
+            f"decode steps stay hundreds of calls of PyTorch, and a GGUF file's weights are float32: {error}",
             markup=False,
             soft_wrap=True,
         )
