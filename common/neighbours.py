@@ -78,7 +78,7 @@ def warn(before: Usage) -> None:
 
 
 def _advice() -> str:
-    """What helps, where it is not done already."""
+    """Return advice, where it is not followed already."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return ""
     return "OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start; "

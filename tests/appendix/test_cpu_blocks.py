@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def random_block(kind: str, outputs: int, inputs: int) -> BlockLinear:
     return layer
 
 
-def compiled() -> object:
+def compiled() -> CDLL:
     library = feature.library()
     if library is None:
         pytest.skip("needs a C++ compiler")
@@ -146,7 +148,7 @@ def test_greedy_tokens_are_those_of_float32(
 ) -> None:
     folder, prompts = folders[quantization], [[7, 30 + i, 9 * i + 1] for i in range(4)]
     params = [SamplingParams(max_tokens=12, ignore_eos=True)] * len(prompts)
-    sizes = {"max_rows": 4, "max_len": 64, "cpu_step": cpu_step}
+    sizes: dict[str, Any] = {"max_rows": 4, "max_len": 64, "cpu_step": cpu_step}
     plain = generate(load_engine(phase_named("10"), str(folder), **sizes), prompts, params)
     found = generate(
         load_engine(phase_named("10"), str(folder / "blocks"), **sizes), prompts, params
@@ -156,6 +158,7 @@ def test_greedy_tokens_are_those_of_float32(
 
 @pytest.mark.long
 @pytest.mark.weights
+@pytest.mark.timeout(1800)
 def test_two_hundred_prompts_say_what_float32_says(smollm2_folder: Path) -> None:
     """200 prompts of 8 to 39 tokens of a book, 64 greedy tokens each: equal, but for ties within 1e-3."""
     text = (ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt").read_text(
@@ -164,7 +167,9 @@ def test_two_hundred_prompts_say_what_float32_says(smollm2_folder: Path) -> None
     tokens = Tokenizer(smollm2_folder).encode(text[: 1 << 16])
     prompts = [tokens[50 * i : 50 * i + 8 + i % 32] for i in range(200)]
     params = [SamplingParams(max_tokens=64, ignore_eos=True)] * len(prompts)
-    plain = load_engine(phase_named("09"), str(smollm2_folder), cpu_step=False, max_rows=16)
+    plain: Any = load_engine(
+        phase_named("09"), str(smollm2_folder), cpu_step=False, max_rows=16
+    )
     expected = generate(plain, prompts, params)
     weights = default_weights(phase_named("10"), str(smollm2_folder), CPU, "auto", {})
     assert weights.endswith("blocks")

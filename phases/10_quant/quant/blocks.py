@@ -58,9 +58,9 @@ class BlockWeight(nn.Module):
         """Return the weight `[N, K]` in float32, or the rows `[..., K]` that `rows [...]` numbers."""
         data, scale = self.data[rows], self.scale[rows].float()
         if self.kind == "q8_0":
-            numbers = data.unflatten(-1, (-1, GROUP)).float()  # [..., K / 32, 32]
+            numbers = data.view(*scale.shape, GROUP).float()  # [..., K / 32, 32]
         else:
-            pairs = data.unflatten(-1, (-1, GROUP // 2))
+            pairs = data.view(*scale.shape, GROUP // 2)
             numbers = torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
         if self.kind == "q4_0":
             numbers -= 8
@@ -89,6 +89,7 @@ class BlockLinear(BlockWeight):
     """
 
     product: Product | None = None
+    bias: nn.Parameter | None
 
     def __init__(
         self, kind: str, outputs: int, inputs: int, bias: nn.Parameter | None = None
@@ -129,7 +130,8 @@ def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
             if isinstance(layer, nn.Embedding):
                 model.set_submodule(name, BlockEmbedding(kind, *layer.weight.shape))
             elif isinstance(layer, nn.Linear):
-                model.set_submodule(name, BlockLinear(kind, *layer.weight.shape, layer.bias))
+                made = BlockLinear(kind, layer.out_features, layer.in_features, layer.bias)
+                model.set_submodule(name, made)
     for head, _ in tied_blocks(model):
         model.set_submodule(head, nn.Identity())
 

@@ -312,7 +312,9 @@ class CpuStep(Feature):
         if not any(isinstance(layer, BlockLinear) for layer in builder.model.modules()):
             return
         compiled = library()
-        for layer in builder.own_model().modules() if compiled is not None else ():
+        if compiled is None:
+            return
+        for layer in builder.own_model().modules():
             if isinstance(layer, BlockLinear) and layer.shape[0] % SIDE == 0:
                 layer.product = BlockProduct(compiled, layer)
 
