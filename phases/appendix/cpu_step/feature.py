@@ -327,6 +327,14 @@ def connect(builder: EngineBuilder) -> None:
             runner.plans = [OneCall(compiled, runner), *runner.plans]
 
 
+def instructions() -> str:
+    """Return the instructions that compiled steps use here; empty without a compiler."""
+    compiled = library()
+    if compiled is None:
+        return ""
+    return {16: "AVX-512", 8: "AVX2"}.get(compiled.register_width(), "registers of 16 bytes")
+
+
 @cache
 def library() -> CDLL | None:
     """Return the compiled step; None, and a line on standard error, where it cannot be had."""
