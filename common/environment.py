@@ -13,6 +13,8 @@ import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from common.neighbours import others_share, processors, usage
+
 QUIET = {"KINETO_LOG_LEVEL": "99"}
 """The profiler's own log: `ladder profile` prints what it found, not when it began."""
 SPIN = {"GOMP_SPINCOUNT": "10000"}
@@ -37,7 +39,7 @@ def limit_threads_and_noise(
     measuring: the command is a benchmark, which is to have the machine for itself.
     """
     made, limit = dict(QUIET), quota()
-    if limit is not None and limit < processors():
+    if limit is not None and limit < len(processors()):
         made[THREADS] = str(max(1, int(limit)))
     if not any(name in environment for name in WAITING):
         made |= (
@@ -53,22 +55,13 @@ def is_crowded(environment: MutableMapping[str, str], limit: float | None) -> bo
     limit: see `quota`. The others' share is measured for `SAMPLE_SECONDS`.
     """
     threads = environment.get(THREADS, "")
-    if limit is not None and limit < processors():
+    if limit is not None and limit < len(processors()):
         return True
-    if threads.isdigit() and int(threads) > processors():
+    if threads.isdigit() and int(threads) > len(processors()):
         return True
-    from common.neighbours import others_share, usage  # psutil comes with it
-
     before = usage()
     time.sleep(SAMPLE_SECONDS)
     return others_share(before, usage()) > CROWDED
-
-
-def processors() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:

@@ -217,7 +217,7 @@ def test_the_api_process_imports_no_pytorch() -> None:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.environment.quota", lambda: None)
-    monkeypatch.setattr("common.neighbours.others_share", lambda before, after: 0.0)
+    monkeypatch.setattr("common.environment.others_share", lambda before, after: 0.0)
 
 
 def settled(given: dict[str, str], **options: bool) -> dict[str, str]:
@@ -233,7 +233,7 @@ def test_threads_spin_a_little_on_an_idle_machine(idle: None) -> None:
 def test_threads_sleep_at_once_beside_other_programs(
     idle: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.neighbours.others_share", lambda before, after: 0.5)
+    monkeypatch.setattr("common.environment.others_share", lambda before, after: 0.5)
     assert settled({}).items() >= PASSIVE.items()
     assert settled({}, measuring=True).items() >= SPIN.items()
     assert "OMP_WAIT_POLICY" not in settled({"GOMP_SPINCOUNT": "7"}), (
@@ -244,7 +244,7 @@ def test_threads_sleep_at_once_beside_other_programs(
 def test_more_threads_than_processors_sleep_at_once(
     idle: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.environment.processors", lambda: 2)
+    monkeypatch.setattr("common.environment.processors", lambda: [0, 1])
     assert settled({"OMP_NUM_THREADS": "3"}).items() >= PASSIVE.items()
     assert settled({"OMP_NUM_THREADS": "2"}).items() >= SHORT_SPIN.items()
 
@@ -252,7 +252,7 @@ def test_more_threads_than_processors_sleep_at_once(
 def test_a_containers_quota_limits_threads_and_their_spinning(
     idle: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.environment.processors", lambda: 8)
+    monkeypatch.setattr("common.environment.processors", lambda: list(range(8)))
     monkeypatch.setattr("common.environment.quota", lambda: 1.5)
     assert settled({}).items() >= {**PASSIVE, "OMP_NUM_THREADS": "1"}.items()
 
