@@ -90,7 +90,9 @@ def command(
             asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
-            limit_threads_and_noise(measuring=function.__name__ in MEASURING)  # before PyTorch is imported
+            limit_threads_and_noise(
+                measuring=function.__name__ in MEASURING
+            )  # before PyTorch is imported
             code: int = resolve_name(target)(asked)
             return code
 

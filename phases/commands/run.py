@@ -69,7 +69,7 @@ def run(given: SimpleNamespace) -> int:
     engine = load_engine(
         phase, weights, device=str(where), dtype=given.dtype, tokenizer=tokenizer, **options
     )
-    if given.verbose and (memory_plan := getattr(engine, "ledger", None)) is not None:
+    if given.verbose and (memory_plan := getattr(engine, "memory_plan", None)) is not None:
         err.print(f"[dim]{memory_plan}[/dim]")
     if given.trace:
         return show_trace(engine, tokenizer, ids[0], params)

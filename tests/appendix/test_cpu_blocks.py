@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.environment import PASSIVE, SHORT_SPIN, SPIN, quota, settle
+from common.environment import PASSIVE, SHORT_SPIN, SPIN, limit_threads_and_noise, quota
 from common.errors import UserError
 from common.events import generate
 from common.models.gguf_import import import_gguf
@@ -205,12 +205,6 @@ def test_without_a_compiler_commands_take_floats(
     assert default_weights(phase_named("13"), folder, CPU, "auto", {}) == folder
 
 
-def test_the_api_process_imports_no_pytorch() -> None:
-    names = "phases.commands.serve serving.alive phases.appendix.server common.text.tokenizer"
-    code = f"import sys, {names.replace(' ', ', ')}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
 # How threads wait.
 
 
@@ -221,7 +215,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled(given: dict[str, str], **options: bool) -> dict[str, str]:
-    settle(given, **options)
+    limit_threads_and_noise(given, **options)
     return given
 
 
