@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,20 @@ LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
 ROWS = 4
 BLOCKS = 5
+QUANT = 10
 STATES = 17
-"""The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
+"""The phases that bring rows of requests, blocks with all that is a feature, few bits, and layers' states."""
+BLOCKS_FOLDER = "blocks"
+"""Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
+NEEDS_FLOATS = {
+    "quantization",
+    "head",
+    "group_size",
+    "tensor_parallel",
+    "draft_model",
+    "active_experts",
+}
+"""Options that say how weights are kept, or whose features read an embedding of floats."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -127,6 +140,33 @@ def load_checked(
     from paged_cache import Recipe, build
 
     return build(Recipe(model, chosen.sizes, chosen.features, device, dtype, tokenizer))
+
+
+def default_weights(options: Checked, model: str, device: torch.device, dtype: str) -> str:
+    """Return the checkpoint of a model that commands read: on a CPU the blocks of its GGUF file, if any.
+
+    Phases before 10, options that say how weights are kept, and machines that cannot compile `cpu_step` get
+    the floats.
+
+    Args:
+        model: its folder, or another name, which is returned as it is.
+        dtype: as it was asked for.
+    """
+    blocks = Path(model) / BLOCKS_FOLDER
+    floats = (
+        options.chosen is None
+        or options.phase.number < QUANT
+        or dtype not in ("auto", "float32")
+        or not NEEDS_FLOATS.isdisjoint(options.own)
+    )
+    if floats or device.type != "cpu" or not blocks.is_dir():
+        return model
+    from phases.appendix.cpu_step.blocks import CpuBlocks, library
+    from quant import Quant
+
+    kinds = {type(feature) for feature in options.chosen.features}
+    compiled = {CpuBlocks, Quant} <= kinds and library() is not None
+    return str(blocks) if compiled else model
 
 
 def load_engine(

@@ -17,6 +17,7 @@ FEATURES = {
     "rehearsal.rehearsal:Rehearsal": 6,
     "latency.feature:Latency": 9,
     "cpu_step.feature:CpuStep": 9,
+    "cpu_step.blocks:CpuBlocks": 10,
     "checkpoint_formats.feature:CheckpointFormats": 10,
     "quant_kernels.feature:QuantKernels": 10,
     "all_reduce.feature:CustomAllReduce": 14,

@@ -32,7 +32,14 @@ from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.one_at_a_time import OneAtATime
 from phases.commands.plain import version
-from phases.registry import ROWS, Checked, check_options, load_checked, missing_for
+from phases.registry import (
+    ROWS,
+    Checked,
+    check_options,
+    default_weights,
+    load_checked,
+    missing_for,
+)
 from replicas.options import ReplicaOptions
 from serving.alive import CannotStart, EngineProcess
 from serving.app import App
@@ -112,7 +119,8 @@ def make_app(given: SimpleNamespace, options: Checked, server: Mapping[str, Any]
 def make_engine(options: Checked, model: str, folder: str, device: str, dtype: str) -> Any:
     """Make the engine, in its own process. Phases that take no requests while they run serve one by one."""
     tokenizer = Tokenizer(folder)
-    engine = load_checked(options, model, device=device, dtype=dtype, tokenizer=tokenizer)
+    weights = default_weights(options, model, pick_device(device), dtype)
+    engine = load_checked(options, weights, device=device, dtype=dtype, tokenizer=tokenizer)
     return engine if options.phase.number >= ROWS else OneAtATime(engine)
 
 

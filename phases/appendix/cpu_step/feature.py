@@ -10,7 +10,7 @@ from ctypes import CDLL, Structure, c_double, c_int64
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,12 @@ from paged_cache.attention import PagedBatch, TorchPagedAttention
 from phases.appendix.cpu_step.build import load_library
 from triton_paged_attention import Kernels
 
+if TYPE_CHECKING:
+    from quant.blocks import BlockLinear
+
 # Registers of 16 numbers, for which PyTorch orders weights of four bits.
 WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
+CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = (
     "-std=c++20",
@@ -40,17 +44,18 @@ FLAGS = (
 
 # Requests in such a step; PyTorch's products of matrices are the faster ones for more.
 MOST = 16
-# Inputs and outputs of a product are multiples of the first two; with four bits, outputs are of the third.
-# A product has so many tasks at most: each fetches ahead what is another's, so few are faster.
+# Inputs of a product and a head's numbers are multiples of WIDTH, outputs of SIDE; of BLOCK with four bits in
+# PyTorch's order. A product has TASKS at most: each fetches ahead what is another's, so few are faster.
 WIDTH = 16
 SIDE = 4
 BLOCK = 64
 TASKS = 32
-INT4, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 10)
+INT4, Q8_0, Q4_0, Q4_1, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 13)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+BLOCKS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
 NUMBERS = "code x y added outputs inputs group tasks heads kv_heads window block_size rope "
-PLACES = "weight scale bias q_norm k_norm keys values"
+PLACES = "weight scale minimum bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
@@ -59,6 +64,52 @@ class Operator(Structure):
     _fields_ = [(name, c_int64) for name in (NUMBERS + PLACES).split()] + [
         ("factor", c_double)
     ]
+
+
+def make_operator(x: int, y: int, **fields: Any) -> Operator:
+    """Return an operator from columns at `x` to columns at `y`. Tensors are given by their addresses."""
+    given = {
+        name: v.data_ptr() if isinstance(v, Tensor) else v or 0 for name, v in fields.items()
+    }
+    return Operator(x=x, y=y, **given)
+
+
+def block_fields(layer: BlockLinear) -> dict[str, Any]:
+    """Return the fields of a product with a GGUF file's blocks."""
+    outputs, inputs = layer.shape
+    tensors = {"weight": layer.data, "scale": layer.scale, "minimum": layer.minimum}
+    sizes = {"outputs": outputs, "inputs": inputs, "tasks": min(-(-outputs // BLOCK), TASKS)}
+    return {"code": BLOCKS[layer.kind], **sizes, **tensors}
+
+
+def is_block_linear(layer: nn.Module) -> bool:
+    """Return True for a layer with a GGUF file's blocks; phase 10 is there, or all layers would be plain."""
+    from quant.blocks import BlockLinear
+
+    return isinstance(layer, BlockLinear)
+
+
+def whole_tiles(count: int) -> int:
+    """Return the rows of a workspace for `count` tokens: one, or a multiple of `SIDE`."""
+    return 1 if count == 1 else -(-count // SIDE) * SIDE
+
+
+def call_step(
+    call: Any,
+    operators: Any,
+    space: Tensor,
+    count: int,
+    positions: Tensor | None = None,
+    tables: Tensor | None = None,
+    half: bool = False,
+) -> None:
+    """Run operators over the first `count` rows of a workspace; see `step.cpp`."""
+    places = [
+        0 if tensor is None else tensor.data_ptr() for tensor in (space, positions, tables)
+    ]
+    columns = 0 if tables is None else tables.shape[1]
+    sizes = [len(operators), count, space.shape[1], columns, half, torch.get_num_threads()]
+    call(operators, *map(c_int64, [*places, *sizes]))
 
 
 class OneCall:
@@ -109,11 +160,7 @@ class OneCall:
             "factor": self.config.norm_eps,
             "added": self.y,
         }
-        given = {
-            name: v.data_ptr() if isinstance(v, Tensor) else v or 0
-            for name, v in fields.items()
-        }
-        return Operator(code=code, x=x, y=y, tasks=tasks, **defaults | given)
+        return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
         """Attention, then the MLP; Gemma normalizes what they return."""
@@ -162,6 +209,13 @@ class OneCall:
         children = dict[str, Any](owner.named_children())
         for layer in (children[name] for name in names if name in children):
             quantized = not isinstance(layer, nn.Linear)
+            if quantized and is_block_linear(layer):
+                if layer.shape[0] % SIDE:
+                    raise NotImplementedError
+                bias = None if layer.bias is None else layer.bias.float()
+                yield self.operator(x=x, y=y, bias=bias, **block_fields(layer))
+                y += layer.shape[0]
+                continue
             if quantized and not self.exact(layer):
                 raise NotImplementedError
             group = layer.scheme.group if quantized and layer.tiles is not None else 0
@@ -170,7 +224,13 @@ class OneCall:
             bias = None if layer.bias is None else layer.bias.float()
             outputs, inputs = weight.shape[0], weight.shape[1] * (2 if group else 1)
             code, side = (INT4, BLOCK) if group else (PRODUCTS.get(weight.dtype), SIDE)
-            if code is None or inputs % WIDTH or outputs % side or not weight.is_contiguous():
+            if (
+                code is None
+                or (code == INT4 and not WIDE)
+                or inputs % WIDTH
+                or outputs % side
+                or not weight.is_contiguous()
+            ):
                 raise NotImplementedError
             about = {
                 "weight": weight,
@@ -213,9 +273,7 @@ class OneCall:
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
-        space = torch.zeros(
-            1 if count == 1 else -(-count // SIDE) * SIDE, self.width
-        )  # whole tiles
+        space = torch.zeros(whole_tiles(count), self.width)
         x, scale = (
             self.model.embed_tokens(batch.input_ids),
             self.config.hidden_size**0.5 if self.gemma else 1,
@@ -223,15 +281,8 @@ class OneCall:
         space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
         turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
         space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]
-        places = [tensor.data_ptr() for tensor in (space, batch.positions, tables)]
-        sizes = [
-            len(self.operators),
-            count,
-            self.width,
-            tables.shape[1],
-            x.dtype == torch.bfloat16,
-        ]
-        self.call(self.operators, *map(c_int64, [*places, *sizes, torch.get_num_threads()]))
+        half = x.dtype == torch.bfloat16
+        call_step(self.call, self.operators, space, count, batch.positions, tables, half)
         hidden = space[:count, self.h : self.h + x.shape[1]].to(x.dtype)
         return Forwarded(works, batch, hidden, logits=space[:count, self.logits :])
 
@@ -245,12 +296,12 @@ class CpuStep(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a CPU with registers of 16 numbers, around PyTorch's layers."""
-        return device.type == "cpu" and WIDE and find(others, Kernels) is None
+        """On a CPU with registers of 8 numbers or 16, around PyTorch's layers."""
+        return device.type == "cpu" and CAPABLE and find(others, Kernels) is None
 
     def install(self, builder: EngineBuilder) -> None:
         """Ask the compiled step first, where the engine's parts are those that it computes."""
-        if builder.model.device.type == "cpu" and WIDE:
+        if builder.model.device.type == "cpu":
             builder.executors[OneCall] = one_call
 
 
@@ -263,14 +314,23 @@ def one_call(runner: PagedRunner) -> OneCall | None:
     return None
 
 
+def instructions() -> str:
+    """Return the instructions that compiled steps use here; empty without a compiler."""
+    compiled = library()
+    if compiled is None:
+        return ""
+    return {16: "AVX-512", 8: "AVX2"}.get(compiled.register_width(), "registers of 16 bytes")
+
+
 @cache
 def library() -> CDLL | None:
     """Return the compiled step; None, and a line on standard error, where it cannot be had."""
+    command = [os.environ.get("CXX", "g++"), *FLAGS, *os.environ.get("CXXFLAGS", "").split()]
     try:
-        return load_library(SOURCE, [os.environ.get("CXX", "g++"), *FLAGS])
+        return load_library(SOURCE, command)
     except (OSError, subprocess.SubprocessError) as error:
         err.print(
-            f"decode steps stay hundreds of calls of PyTorch: {error}",
+            f"decode steps stay hundreds of calls of PyTorch, and a GGUF file's weights are float32: {error}",
             markup=False,
             soft_wrap=True,
         )

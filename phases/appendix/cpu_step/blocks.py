@@ -1,0 +1,67 @@
+"""Products with a GGUF file's blocks in C++, as a feature of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import CDLL
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paged_cache import EngineBuilder, Feature, find
+from phases.appendix.cpu_step.feature import (
+    SIDE,
+    CpuStep,
+    Operator,
+    block_fields,
+    call_step,
+    library,
+    make_operator,
+    whole_tiles,
+)
+from quant.blocks import BlockLinear
+
+
+class BlockProduct:
+    """A `quant.blocks.Product` in C++: rows of the weight are unpacked once for all tokens of a call."""
+
+    def __init__(self, library: CDLL, layer: BlockLinear) -> None:
+        self.call = library.run
+        self.operators = (Operator * 1)(
+            make_operator(0, layer.shape[1], **block_fields(layer))
+        )
+
+    def __call__(self, layer: BlockLinear, x: Tensor) -> Tensor:
+        """`[..., K]` float32 -> `[..., N]`."""
+        outputs, inputs = layer.shape
+        flat = x.reshape(-1, inputs)
+        space = torch.empty(whole_tiles(len(flat)), inputs + outputs)
+        space[: len(flat), :inputs] = flat
+        space[len(flat) :, :inputs] = 0
+        call_step(self.call, self.operators, space, len(flat))
+        return space[: len(flat), inputs:].view(*x.shape[:-1], outputs)
+
+
+@dataclass(frozen=True)
+class CpuBlocks(Feature):
+    """Layers with a GGUF file's blocks multiply by them in compiled C++."""
+
+    name: ClassVar[str] = "cpu_blocks"
+    phase: ClassVar[int] = 10
+
+    @classmethod
+    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
+        """On with `CpuStep`, whose library has these products."""
+        return find(others, CpuStep) is not None
+
+    def install(self, builder: EngineBuilder) -> None:
+        """Give each such layer its product, where the model has any and there is a compiler."""
+        layers = [layer for layer in builder.model.modules() if isinstance(layer, BlockLinear)]
+        compiled = library() if layers and builder.model.device.type == "cpu" else None
+        if compiled is None:
+            return
+        for layer in builder.own_model().modules():
+            if isinstance(layer, BlockLinear) and layer.shape[0] % SIDE == 0:
+                layer.product = BlockProduct(compiled, layer)
