@@ -96,8 +96,8 @@ class Completion:
     def itl_ms(self) -> list[float]:
         """Inter-token latencies, in milliseconds: one less than there are tokens."""
         return [
-            (late - early) * 1e3
-            for early, late in zip(self.times, self.times[1:], strict=False)
+            (later - earlier) * 1e3
+            for earlier, later in zip(self.times, self.times[1:], strict=False)
         ]
 
     @property

@@ -83,14 +83,14 @@ def signals() -> Iterator[list[int]]:
             raise SystemExit(TERMINATED)
         raise KeyboardInterrupt
 
-    usual: dict[int, Any] = {
+    default_handlers: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
     }
     main = threading.current_thread() is threading.main_thread()
     taken = [
         number
-        for number, handler in usual.items()
+        for number, handler in default_handlers.items()
         if main and signal.getsignal(number) == handler
     ]
     try:
@@ -99,7 +99,7 @@ def signals() -> Iterator[list[int]]:
         yield caught
     finally:
         for number in taken:
-            signal.signal(number, usual[number])
+            signal.signal(number, default_handlers[number])
 
 
 def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:

@@ -400,8 +400,8 @@ def _ropes(
         for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")
     }
     if not gemma:
-        usual = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
-        return _rope(usual | _merged(around, parameters or scaling), family, context), None
+        defaults = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
+        return _rope(defaults | _merged(around, parameters or scaling), family, context), None
     full, sliding = (
         Field(kind, dict).read(parameters) if parameters else {}
         for kind in hf.LAYER_TYPE.choices

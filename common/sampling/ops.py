@@ -193,7 +193,7 @@ def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     return weights
 
 
-def forbid(logits: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
+def forbid(logits: Tensor, allowed: Tensor, positions: Tensor) -> Tensor:
     """Put every token whose bit is not set at minus infinity, in place, and return `logits`.
 
     logits: float32 [B, V]; allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i; places:
@@ -204,13 +204,13 @@ def forbid(logits: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
     ):  # numpy takes all bits out in one pass, and no row is copied
         octets = allowed.numpy().view(np.uint8)
         every = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
-        for row, some in zip(places.tolist(), every, strict=True):
+        for row, some in zip(positions.tolist(), every, strict=True):
             logits[row].masked_fill_(torch.from_numpy(some == 0), float("-inf"))
         return logits
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     barred = (allowed.unsqueeze(2) >> bits) & 1 == 0  # [B, words, 32]
     barred = barred.flatten(1)[:, : logits.shape[1]]  # [M, V]
-    logits[places] = logits[places].masked_fill_(barred, float("-inf"))
+    logits[positions] = logits[positions].masked_fill_(barred, float("-inf"))
     return logits
 
 

@@ -54,7 +54,7 @@ class Draw(NamedTuple):
         much more work, are kept apart.
     """
 
-    places: Positions
+    positions: Positions
     features: SamplingFlags
 
 
@@ -68,7 +68,7 @@ class Edits(NamedTuple):
     tokens: Any
     values: Any
     until: Any
-    places: Any = None
+    positions: Any = None
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class SamplerRows:
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
             self._edited(wanted_rows) if SamplingFlags.EDITS in union else None,
             tuple(
-                places
-                for _, places in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
+                positions
+                for _, positions in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
             ),
         )
         self._planned = wanted_rows, plan
@@ -263,25 +263,25 @@ class SamplerRows:
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
         random, radix = features & int(SamplingFlags.RANDOM) != 0, features & int(RADIX) != 0
         for chosen in (~random, random & ~radix, radix):
-            for part, places in self._parts(chosen):
-                yield Draw(places, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
+            for part, positions in self._parts(chosen):
+                yield Draw(positions, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
 
     def _edited(self, rows: Sequence[int]) -> Edits:
         own = [
             (place, self._edits[row]) for place, row in enumerate(rows) if row in self._edits
         ]
-        places = np.concatenate([np.full(len(edits.tokens), place) for place, edits in own])
+        positions = np.concatenate([np.full(len(edits.tokens), place) for place, edits in own])
         columns = zip(*(edits[:3] for _, edits in own), strict=True)
         tokens, values, until = (self._upload(np.concatenate(column)) for column in columns)
-        return Edits(tokens, values, until, self._upload(places))
+        return Edits(tokens, values, until, self._upload(positions))
 
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
         """Yield the chosen places of the batch, `at_once` at a time, on the host and for the device."""
-        places = np.flatnonzero(chosen)
-        for first in range(0, len(places), self.at_once):
-            part = places[first : first + self.at_once]
+        positions = np.flatnonzero(chosen)
+        for first in range(0, len(positions), self.at_once):
+            part = positions[first : first + self.at_once]
             begin, end = int(part[0]), int(part[-1]) + 1
             neighbours = end - begin == len(part)
             yield part, slice(begin, end) if neighbours else self._upload(part)

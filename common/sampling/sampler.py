@@ -74,7 +74,7 @@ class TokenBitmask(NamedTuple):
     """
 
     words: Tensor
-    places: Tensor
+    positions: Tensor
 
 
 class HostSampled:
@@ -143,14 +143,14 @@ class SamplerBackend:
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
         tokens = torch.empty_like(rows)
-        for places, features in plan.draws:
-            some = logits[places]
+        for positions, features in plan.draws:
+            some = logits[positions]
             if SamplingFlags.RANDOM in features:
-                tokens[places] = self.draw(
-                    sampler, some, rows[places], steps[places], features
+                tokens[positions] = self.draw(
+                    sampler, some, rows[positions], steps[positions], features
                 )
             else:
-                tokens[places] = some.argmax(1)
+                tokens[positions] = some.argmax(1)
         return tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
@@ -302,15 +302,15 @@ class Sampler(SamplerRows):
             tokens, values, until, at = plan.edits
             values = torch.where(steps[at] < until, values, 0.0)
             logits.index_put_((at, tokens), values, accumulate=True)
-        for places in plan.penalties:
-            at, some = rows[places], logits[places]
+        for positions in plan.penalties:
+            at, some = rows[positions], logits[positions]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
             penalties = (
                 floats[:, REPETITION],
                 floats[:, PRESENCE],
                 floats[:, FREQUENCY],
             )  # each [B, 1]
-            logits[places] = ops.penalize(
+            logits[positions] = ops.penalize(
                 some, self.in_prompt[at], self.counts[at], *penalties
             )
         return logits

@@ -131,12 +131,12 @@ class ChatTemplate:
                 )
             if field in _FIELDS or field in self._named:
                 checked.setdefault(field, value)
-        thought = next(
+        reasoning = next(
             (message[field] for field in _REASONING if isinstance(message.get(field), str)),
             None,
         )
-        if thought is not None:  # a template reads it by one name or the other
-            checked |= {field: thought for field in _REASONING if field in self._named}
+        if reasoning is not None:  # a template reads it by one name or the other
+            checked |= {field: reasoning for field in _REASONING if field in self._named}
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
             raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")

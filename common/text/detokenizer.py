@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _EACH_BYTE = "replace_each_byte"
-_ALIKE = {"Replace", "ByteFallback", "Fuse"}
+_CONTEXT_FREE = {"Replace", "ByteFallback", "Fuse"}
 """Steps of decoders that do to a token in the middle of a text what they do to the first."""
 _LARGEST_ID = 2**32 - 1
 MOST_TOKENS_OF_A_CHARACTER = 4
@@ -47,7 +47,7 @@ class TokenBytes(dict[int, bytes]):
         parts = [part for part in decoder.get("decoders", [decoder]) if part]
         steps = [part["type"] for part in parts]
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
-        self._alike = bool(steps) and set(steps) <= _ALIKE
+        self._context_free = bool(steps) and set(steps) <= _CONTEXT_FREE
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id <= _LARGEST_ID else None
@@ -80,7 +80,7 @@ class TokenBytes(dict[int, bytes]):
             return bytes.fromhex(byte[1])
         begins = self._decode(token_id)
         return (
-            begins if self._alike else self._decode(token_id, token_id)[len(begins) :]
+            begins if self._context_free else self._decode(token_id, token_id)[len(begins) :]
         ).encode()
 
     def _decode(self, *ids: int) -> str:

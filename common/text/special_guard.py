@@ -38,8 +38,10 @@ class SpecialGuard:
         chars = sorted({token[place] for token in self._special for place in (0, -1)})
         self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
         self._longest = max(map(len, self._special), default=0)
-        self._heads = {token[: at + 1] for token in self._special for at in range(len(token))}
-        self._tails = {token[at:] for token in self._special for at in range(len(token))}
+        self._prefixes = {
+            token[: at + 1] for token in self._special for at in range(len(token))
+        }
+        self._suffixes = {token[at:] for token in self._special for at in range(len(token))}
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """`value` (what JSON can hold) with stand-ins in its texts; the same where nothing is to be hidden.
@@ -70,8 +72,8 @@ class SpecialGuard:
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):
             return text
-        places = self._places(text, whole)
-        if not places:
+        positions = self._positions_to_hide(text, whole)
+        if not positions:
             return text
         for stand_in in self._stand_in.values():
             if stand_in in text:
@@ -80,30 +82,32 @@ class SpecialGuard:
                     f"a message has a special token and {code}, which no text may have"
                 )
         return "".join(
-            self._stand_in[char] if place in places else char
+            self._stand_in[char] if place in positions else char
             for place, char in enumerate(text)
         )
 
-    def _places(self, text: str, whole: bool) -> set[int]:
+    def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
         """Return the places of characters to hide so that no special token or half of one is left."""
-        places = set()
+        positions = set()
         for token in self._special:
             at = text.find(token)
             while at >= 0:
-                places.add(at + len(token) - 1)
+                positions.add(at + len(token) - 1)
                 at = text.find(token, at + 1)
         if not whole:
             last, first = len(text.rstrip()), len(text) - len(text.lstrip())
             sizes = range(1, self._longest + 1)
-            places |= {
+            positions |= {
                 last - size
                 for size in sizes
-                if size <= last and text[last - size : last] in self._heads
+                if size <= last and text[last - size : last] in self._prefixes
             }
-            places |= {
-                first + size - 1 for size in sizes if text[first : first + size] in self._tails
+            positions |= {
+                first + size - 1
+                for size in sizes
+                if text[first : first + size] in self._suffixes
             }
-        return places
+        return positions
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:

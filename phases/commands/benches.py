@@ -147,8 +147,12 @@ def _ratio(value: float, other: float | None) -> str:
 def _recorded(run: Run, metric: str, recorded: Evidence | None) -> float | None:
     """Return the median that is recorded of the same work, if any."""
     same = {"model": run.model, "dtype": run.dtype, **run.options}
-    alike = recorded.find(run.variant, run.workload, **same) if recorded else []
-    return alike[0].median(metric) if len(alike) == 1 and metric in alike[0].metrics else None
+    matching = recorded.find(run.variant, run.workload, **same) if recorded else []
+    return (
+        matching[0].median(metric)
+        if len(matching) == 1 and metric in matching[0].metrics
+        else None
+    )
 
 
 def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:

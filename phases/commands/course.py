@@ -64,10 +64,10 @@ def check(
     copy = making.around(Path.cwd())
     making.link(copy.folder)
     chosen, wrong = _chosen(copy, exercise), False
-    with err.status("Starting: PyTorch is imported once") as status, Nursery() as nursery:
+    with err.status("Starting: PyTorch is imported once") as status, Nursery() as fork_server:
         for one in chosen:
             status.update(f"{one.id} {one.title}")
-            verdict = check_file(copy.folder, one, nursery)
+            verdict = check_file(copy.folder, one, fork_server)
             show(verdict)
             wrong |= not verdict.right and verdict.state != "not started"
     return int(wrong)
@@ -92,11 +92,11 @@ def show(verdict: Verdict) -> None:
     style = STYLES[verdict.state]
     out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
     if verdict.failure is not None:
-        for line in told(verdict.failure):
+        for line in failure_lines(verdict.failure):
             out.print(f"      {escape(line)}", soft_wrap=True)
 
 
-def told(failure: Failure) -> list[str]:
+def failure_lines(failure: Failure) -> list[str]:
     """Return what was given, expected and got, where, and the trap it resembles.
 
     What is given is whole, to be pasted and tried; of everything else a line is cut at `WIDEST`.
@@ -187,7 +187,7 @@ def watch() -> int:
     with (
         suppress(KeyboardInterrupt),
         err.status("Starting: PyTorch is imported once") as status,
-        Nursery() as nursery,
+        Nursery() as fork_server,
     ):
         seen = _saved(copy)
         out.print("Watching. Save a file to check its exercises; Ctrl-C ends this.")
@@ -199,7 +199,7 @@ def watch() -> int:
                 # A file that is gone comes back: editors write a new one and rename it.
                 if one.file in now and now[one.file] != seen.get(one.file):
                     status.update(f"{one.id} {one.title}")
-                    show(check_file(copy.folder, one, nursery))
+                    show(check_file(copy.folder, one, fork_server))
                     status.update("Waiting for a file to be saved")
             seen = {**seen, **now}
     return 0
@@ -230,8 +230,8 @@ def grade(
             "--json and --gradescope are both given, but one of them is the form of the output"
         )
     making.opened(folder)
-    with err.status("Grading"), Nursery() as nursery:
-        scores = grading.grade(folder, nursery)
+    with err.status("Grading"), Nursery() as fork_server:
+        scores = grading.grade(folder, fork_server)
     if as_json or gradescope:
         shape = grading.as_gradescope if gradescope else grading.as_json
         print(json.dumps(shape(scores), indent=1))

@@ -135,7 +135,7 @@ def run(given: SimpleNamespace) -> int:
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
     made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
-    answers, before = dict[int, list[Completion]](), dict[str, float]()
+    completions, before = dict[int, list[Completion]](), dict[str, float]()
     for number, show in SHOWS.items():
         phase = PHASES[number - 1]
         if missing := missing_for(phase, where):
@@ -163,10 +163,10 @@ def run(given: SimpleNamespace) -> int:
         made.add_row(
             phase.name, said or "the speed, on a GPU", speed, "" if rounded else f"{share:.0%}"
         )
-        answers[number], before = served.completions, work
+        completions[number], before = served.completions, work
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
-    _summary(made, answers, where)
+    _summary(made, completions, where)
     warn(begun)
     _over_http(model, str(where), given.dtype)
     return 0
@@ -180,10 +180,10 @@ def _show_first(index: int, text: str) -> None:
 
 
 def _summary(
-    made: Table, answers: Mapping[int, list[Completion]], device: torch.device
+    made: Table, completions: Mapping[int, list[Completion]], device: torch.device
 ) -> None:
     out.print(Rule(style="dim"))
-    out.print(f"[bold]{QUESTION}[/bold]\n{answers[max(answers)][0].text.strip()}\n")
+    out.print(f"[bold]{QUESTION}[/bold]\n{completions[max(completions)][0].text.strip()}\n")
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
@@ -191,7 +191,7 @@ def _summary(
         f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
         f"table, as its questions do not show them: {elsewhere}[/dim]"
     )
-    plain = [found for number, found in answers.items() if number != ROUNDS]
+    plain = [found for number, found in completions.items() if number != ROUNDS]
     texts = {tuple(tuple(each.token_ids) for each in found) for found in plain}
     if len(texts) == 1:
         out.print(

@@ -38,7 +38,7 @@ class Size(NamedTuple):
     steps: int
 
 
-USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
+DEFAULT, TINY = Size(4, 128, 8), Size(2, 12, 2)
 """The default, and that of a phase that is not native on this device, such as Triton's kernels on a CPU."""
 
 
@@ -51,7 +51,7 @@ def run(given: SimpleNamespace) -> int:
     asked = {
         name: value for name in Size._fields if (value := getattr(given, name)) is not None
     }
-    size = (TINY if missing else USUAL)._replace(**asked)
+    size = (TINY if missing else DEFAULT)._replace(**asked)
     for name, least in (
         ("batch", 1),
         ("context", 2),

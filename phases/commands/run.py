@@ -81,12 +81,12 @@ def run(given: SimpleNamespace) -> int:
     guesses = getattr(
         getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None
     )
-    tint = (
+    highlighter = (
         TokenHighlighter(guesses)
         if guesses is not None and out.is_terminal and not out.no_color
         else None
     )
-    served = serve(engine, tokenizer, ids, params, show, tint)
+    served = serve(engine, tokenizer, ids, params, show, highlighter)
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
     if given.as_json:

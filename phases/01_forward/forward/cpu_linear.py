@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW_ROWS = 32
+MOST_FLIPPED_ROWS = 32
 """Up to how many tokens the flipped product is the faster one."""
 
 
@@ -31,7 +31,7 @@ class FlippedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out]``."""
         rows = x.numel() // self.in_features
-        if not 0 < rows <= FEW_ROWS:
+        if not 0 < rows <= MOST_FLIPPED_ROWS:
             return F.linear(x, self.weight, self.bias)
         flat = x.reshape(rows, self.in_features).contiguous()
         if rows == 1:

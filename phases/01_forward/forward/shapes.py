@@ -24,7 +24,7 @@ def _shape(
 ) -> ModelConfig:
     """Return a configuration that has what most have, but for `more`. heads: `(H, KH, D)`."""
     query_heads, kv_heads, head_dim = heads
-    usual = {
+    defaults = {
         "norm_eps": 1e-6,
         "activation": "silu",
         "tie_word_embeddings": False,
@@ -33,7 +33,7 @@ def _shape(
     }
     sizes = (hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim)
     return ModelConfig(
-        family, vocab_size, *sizes, max_position_embeddings, **{**usual, **more}
+        family, vocab_size, *sizes, max_position_embeddings, **{**defaults, **more}
     )
 
 

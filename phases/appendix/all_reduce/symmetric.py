@@ -20,23 +20,27 @@ from phases.appendix.all_reduce.kernel import ALIGN, PROGRAMS, all_reduce_kernel
 from triton_paged_attention.hardware import dependent_launch
 
 DEPENDENT_ROWS = 8
-"""Up to so many rows the kernels around are those of phase 09, which begin before the last one ends."""
+"""Rows up to which the kernels around start before the last one ends (programmatic dependent launch)."""
 
 
 _met = 0
-"""How often this process has met others over symmetric memory."""
+"""Number of times that this process has made a `Shared`."""
 
 
 class OtherRanks(UserError):
-    """This process has met other ranks before. PyTorch numbers the meetings of a process over symmetric
-    memory, and ranks whose numbers differ would wait for each other."""
+    """Raised if this process has shared memory with other ranks before.
+
+    PyTorch numbers a process's rendezvous over symmetric memory, and ranks whose numbers differ would wait
+    forever.
+    """
 
 
 class Shared:
-    """A stretch of memory of every rank.
+    """A buffer of every rank, mapped into the address spaces of all ranks.
 
-    table: `[ranks]` int64 on the device, where each rank's begins.
-    stop: one int32 that the host can set while a kernel waits: a rank is gone.
+    table: `[ranks]` int64 on the device, the address at which each rank's buffer begins.
+    stop: int32 `[1]` in pinned memory; the host sets it to 1 to end the waits of kernels when a rank is
+        lost.
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
@@ -63,7 +67,7 @@ MOST = 512 << 10
 
 
 class SymmetricMemoryReducer(Reducer):
-    """Adds up over shared memory, up to so many bytes."""
+    """Sums over ranks by `all_reduce_kernel` up to `most` bytes; larger sums, and other dtypes, go to NCCL."""
 
     def __init__(
         self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST
@@ -115,5 +119,5 @@ class SymmetricMemoryReducer(Reducer):
         return out
 
     def stop(self) -> None:
-        """Let no kernel wait any more."""
+        """End the wait of every kernel of this rank, because another rank is lost."""
         self.shared.stop.fill_(1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forward.model import Model
 from phases.appendix.latency.layers import LatencyBlock, LatencyKernel
 from phases.appendix.latency.single_request import SingleRequestSplits
-from phases.appendix.latency.small_batch import FEW_TOKENS
+from phases.appendix.latency.small_batch import MAX_SMALL_BATCH
 from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
@@ -164,16 +164,16 @@ def columns(
     norm: NormWeights | None = None,
     gate: str | None = None,
     residual: Tensor | None = None,  # [T, N]
-    run_ahead: bool = True,
+    trigger_early: bool = True,
 ) -> Tensor:
     """`residual + act(weight @ norm(x))` of a matrix that has a shape, each part if it is given: `[T, N]`."""
     tokens, size = x.shape
-    assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
+    assert tokens <= MAX_SMALL_BATCH, f"x has {tokens} tokens, but may have {MAX_SMALL_BATCH}"
     outputs = weight.shape[0] // (1 if gate is None else 2)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     call = kernel(
         x.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=norm is not None,
-        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead,
+        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, TRIGGER_EARLY=trigger_early,
         SPLITS=0,
     )  # fmt: skip
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
@@ -201,7 +201,7 @@ def project_heads_in_columns(
     call = kernel(
         residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0,
         ONE_PLUS=0, GATED=0,
-        ADD=1, AHEAD=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
+        ADD=1, TRIGGER_EARLY=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
         CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n,
         WINDOW=layer.sliding_window or 0,
     )  # fmt: skip
@@ -236,14 +236,17 @@ class Columns:
     fewest: tokens that are; if that is one, a lone token is a column, too.
     """
 
-    def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
+    def __init__(self, linear: nn.Linear, *, fewest: int, trigger_early: bool) -> None:
         self.linear = linear
         self.fewest = fewest
-        self.run_ahead = run_ahead
+        self.trigger_early = trigger_early
 
     def supports(self, tokens: int, gate: str | None) -> bool:
         """See `Way.supports`."""
-        return self.fewest <= tokens <= FEW_TOKENS and shape_for(self.linear, gate) is not None
+        return (
+            self.fewest <= tokens <= MAX_SMALL_BATCH
+            and shape_for(self.linear, gate) is not None
+        )
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
@@ -258,7 +261,7 @@ class Columns:
             norm=norm,
             gate=gate,
             residual=residual,
-            run_ahead=self.run_ahead,
+            trigger_early=self.trigger_early,
         )
 
 
@@ -270,7 +273,7 @@ def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
     for kernel in fused.kernels:
         if isinstance(kernel, LatencyKernel) and _can(kernel.linear):
             fused.kernels.insert(
-                0, Columns(kernel.linear, fewest=fewest, run_ahead=kernel.run_ahead)
+                0, Columns(kernel.linear, fewest=fewest, trigger_early=kernel.trigger_early)
             )
             break
     return fused
@@ -303,10 +306,10 @@ def install(model: Model, *, fewest: int = 2) -> None:
                 continue
             for fused in layers:
                 by_columns(fused, fewest=fewest)
-            direct.few = True
+            direct.small_batch = True
             if (
                 attend.o_proj.total is None
                 and shape
                 and attend.spec.head_dim % shape.part == 0
             ):
-                direct.few_heads = partial(project_heads_in_columns, linear, shape)
+                direct.small_batch_heads = partial(project_heads_in_columns, linear, shape)

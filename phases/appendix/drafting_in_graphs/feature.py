@@ -56,9 +56,9 @@ class GraphDrafting(Feature):
         )
 
         length, models = speculate.length, 2 if isinstance(source, HeadSource) else 1
-        ahead = GraphDrafter(speculator, length)
-        builder.decorate(self, drafter=lambda plain: ahead)
-        builder.loops["in graph"] = lambda engine: GraphDraftingLoop(engine, ahead)
+        drafter = GraphDrafter(speculator, length)
+        builder.decorate(self, drafter=lambda plain: drafter)
+        builder.loops["in graph"] = lambda engine: GraphDraftingLoop(engine, drafter)
         builder.reserve.append(
             lambda whole: drafting_graph_bytes(
                 whole.model, whole.size("max_rows"), length, models=models

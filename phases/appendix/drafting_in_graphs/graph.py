@@ -137,7 +137,7 @@ class DraftingGraph:
         self.drafts = drafts
         self.given = given
         self.plan = SamplingMetadata(kind, (), None).for_any_rows()
-        device, places = given.device, size * (drafts + 1)
+        device, tokens = given.device, size * (drafts + 1)
 
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -145,10 +145,10 @@ class DraftingGraph:
         self.batch, self.small_batch = (
             fixed_batch(size, 1, device, drafts + 1) for _ in range(2)
         )
-        here, there = ([ints(size), ints(places), ints(places)] for _ in range(2))
+        here, there = ([ints(size), ints(tokens), ints(tokens)] for _ in range(2))
         lens, small_lens = self.batch.context_lens, self.small_batch.context_lens
-        self.places = StepPositions._make(
-            [ints(size), *here, ints(places), lens, *there, small_lens]
+        self.positions = StepPositions._make(
+            [ints(size), *here, ints(tokens), lens, *there, small_lens]
         )
         count = (drafts - 1) * size
         contexts = ints(count, dtype=torch.int32)
@@ -173,7 +173,7 @@ class DraftingGraph:
         pair = self.pair
         large = pair.large
         batch = self.batch
-        places = self.places
+        positions = self.positions
         # Made anew: where nothing is captured, the host reads it after the next step has run.
         self.host_output = self.newest.new_empty(self.size, 2 * self.drafts + 2)
         step = Step(
@@ -181,18 +181,20 @@ class DraftingGraph:
             large.rows.tokens,
             pair.next_at,
             self.host_output,
-            places,
+            positions,
             self.later,
             self.drafts,
         )
         step.find_positions()
-        large.gather(places.token_rows, places.token_at, batch)
-        large.attention.begin(replace(batch, block_tables=large.tables.data[places.rows]))
+        large.gather(positions.token_rows, positions.token_at, batch)
+        large.attention.begin(replace(batch, block_tables=large.tables.data[positions.rows]))
         hidden = large.model(
             batch.input_ids, batch.positions, large.attention
         )  # [places, hidden]
         logits = narrow_logits(large.model, hidden)
-        chosen = large.sampler.sample(logits, places.token_rows, (), places.steps, self.plan)
+        chosen = large.sampler.sample(
+            logits, positions.token_rows, (), positions.steps, self.plan
+        )
         step.accept(chosen.tokens, batch.input_ids)
         self.host_output[:, 1 : self.drafts + 2] = chosen.for_host.view(self.size, -1)
         if self.drafter is None:
@@ -204,14 +206,14 @@ class DraftingGraph:
         """The head catches up with what was sampled, and writes ahead from the last right place."""
         small = drafter.on
         batch = self.small_batch
-        places = self.places
+        positions = self.positions
         later = self.later
-        tables = small.tables.data[places.small_rows]
-        small.gather(places.small_token_rows, places.small_at, batch)
+        tables = small.tables.data[positions.small_rows]
+        small.gather(positions.small_token_rows, positions.small_at, batch)
         small.attention.begin(replace(batch, block_tables=tables))
         out = drafter.catch_up(sampled, hidden, batch.positions, small.attention)
         last = out[later.picked]  # [size, hidden]
-        self._hand_on(step, drafter, last, 0)
+        self._choose_drafts(step, drafter, last, 0)
         if not self.chain:
             return
         small.gather(later.rows, later.at, self.drafted)
@@ -221,8 +223,10 @@ class DraftingGraph:
         for number, decodes in enumerate(self.chain):
             small.attention.begin(replace(decodes, block_tables=tables))
             last = drafter.step(self.newest, last, (cos[number], sin[number]), small.attention)
-            self._hand_on(step, drafter, last, number + 1)
+            self._choose_drafts(step, drafter, last, number + 1)
 
-    def _hand_on(self, step: Step, drafter: HeadDrafts, last: Tensor, number: int) -> None:
-        made = drafter.choose(last, self.places.small_rows, self.later.draft_steps[number])
-        step.hand_on(made, number, drafter.names, drafter.on.rows.tokens, self.newest)
+    def _choose_drafts(
+        self, step: Step, drafter: HeadDrafts, last: Tensor, number: int
+    ) -> None:
+        made = drafter.choose(last, self.positions.small_rows, self.later.draft_steps[number])
+        step.write_drafts(made, number, drafter.names, drafter.on.rows.tokens, self.newest)

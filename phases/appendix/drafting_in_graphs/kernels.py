@@ -214,7 +214,7 @@ class Step(NamedTuple):
     tokens: Tensor  # [R, max_len] int64
     next_at: Tensor  # [R] int64, the position of the newest token of each row
     host_output: Tensor  # [B, 2 * K + 2] int64
-    places: StepPositions
+    positions: StepPositions
     chain: Chain
     drafts: int
 
@@ -222,7 +222,7 @@ class Step(NamedTuple):
         """Fill in the places."""
         size = self.given.shape[1]
         positions_kernel[(size,)](
-            self.given, self.next_at, *self.places, size, K=self.drafts, num_warps=1
+            self.given, self.next_at, *self.positions, size, K=self.drafts, num_warps=1
         )
 
     def accept(self, sampled: Tensor, ids: Tensor) -> None:
@@ -230,14 +230,14 @@ class Step(NamedTuple):
 
         sampled, ids: `[B * (K + 1)]` int64; ids are the newest token of each request and its drafts.
         """
-        places, size = self.places, len(self.places.at)
+        positions, size = self.positions, len(self.positions.at)
         accept_kernel[(size,)](
-            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at,
+            sampled, ids, positions.at, positions.rows, self.given, self.tokens, self.next_at,
             self.host_output,
             *self.chain, self.tokens.shape[1], size, K=self.drafts, num_warps=1,
         )  # fmt: skip
 
-    def hand_on(
+    def write_drafts(
         self,
         made: Tensor,
         number: int,
@@ -251,7 +251,7 @@ class Step(NamedTuple):
         small_tokens: `[R, max_len]` int64, the drafter's. newest: `[B]` int64, the drafts' token ids.
         """
         next_inputs_kernel[(len(made),)](
-            made, made if names is None else names, self.places.at, self.places.rows,
+            made, made if names is None else names, self.positions.at, self.positions.rows,
             self.given, self.tokens,
             self.next_at, self.host_output, small_tokens, newest, self.tokens.shape[1],
             small_tokens.shape[1],
@@ -265,8 +265,8 @@ class Step(NamedTuple):
         no n-gram is found, the newest token is repeated there, and `host_output` says -1. Positions
         are below 2^24.
         """
-        look_up_kernel[(len(self.places.at),)](
-            self.places.at, self.places.rows, self.tokens, self.next_at, self.host_output,
+        look_up_kernel[(len(self.positions.at),)](
+            self.positions.at, self.positions.rows, self.tokens, self.next_at, self.host_output,
             self.tokens.shape[1], K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS,
             num_warps=8,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from speculative.head import HeadSource
 from speculative.loops import HostDrafter, needs_finished_step
 from speculative.speculation import SpeculativeRunner
 
-FEW_LOOKED_UP = 4
+MAX_NGRAM_REQUESTS = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
 at its start, and few have texts that repeat themselves."""
 
@@ -48,13 +48,13 @@ class DraftedStep(Pending):
     ) -> None:
         super().__init__(works, None)
         self.drafts = drafts
-        self._told = host_output
+        self._host_output = host_output
         self.blank = blank
         self.made: dict[int, list[int]] = {}
 
     def get(self) -> list[list[Token]]:
         """See `Pending.get`. All tokens before this step are known now, and so is where it began."""
-        numbers = [number for number, _ in self._told.get()]
+        numbers = [number for number, _ in self._host_output.get()]
         k, width = self.drafts, 2 * self.drafts + 2
         works, found = list[Work](), list[list[Token]]()
         for place, given in enumerate(self.works):
@@ -250,7 +250,7 @@ class GraphDrafter(HostDrafter):
             and self.source.cache.reserve(shadow.request, last)
         )
 
-    def _stage(self, running: Sequence[Request], size: int, ahead: int) -> None:
+    def _stage(self, running: Sequence[Request], size: int, unconfirmed: int) -> None:
         owns = (
             running
             if self.source is None
@@ -262,7 +262,10 @@ class GraphDrafter(HostDrafter):
             [len(r.tokens) - len(own.tokens) for r, own in zip(running, owns, strict=True)]
         )
         longest = (
-            max(len(request.tokens) for request in running) + ahead + self.lengths[-1] + 1
+            max(len(request.tokens) for request in running)
+            + unconfirmed
+            + self.lengths[-1]
+            + 1
         )
         for runner, some in zip(self.runners, (rows, small_rows), strict=False):
             runner.tables.update(
@@ -301,7 +304,7 @@ def draft_lengths(most: int) -> list[int]:
 
 def request_sizes(rows: int, *, models: int) -> list[int]:
     """Requests for which there are graphs, of engines with so many rows."""
-    return decode_sizes(min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows))
+    return decode_sizes(min(SMALL_BATCH if models > 1 else MAX_NGRAM_REQUESTS, rows))
 
 
 def drafting_graph_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
@@ -322,39 +325,39 @@ class GraphDraftingLoop:
     ahead: launches such steps. flight: the newest of them.
     """
 
-    flight: DraftedStep | None = None
+    in_flight: DraftedStep | None = None
 
-    def __init__(self, engine: PagedEngine, ahead: GraphDrafter) -> None:
-        self.inner, self.ahead = engine.loop, ahead
-        ahead.attach(engine)
+    def __init__(self, engine: PagedEngine, drafter: GraphDrafter) -> None:
+        self.inner, self.drafter = engine.loop, drafter
+        drafter.attach(engine)
 
     @property
     def idle(self) -> bool:
         """True if no step of either kind is under way."""
-        return self.inner.idle and self.flight is None
+        return self.inner.idle and self.in_flight is None
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step that drafts and collect the one before; or advance the inner loop."""
         if needs_finished_step(engine):
             self.inner.finish_steps(engine)
         if self.inner.idle:
-            before, self.flight = self.flight, None
-            self.flight = self.ahead.launch(before)
-            if self.flight is None and before is not None:
-                self.ahead.speculator.throttle.skip()  # two will have landed
+            before, self.in_flight = self.in_flight, None
+            self.in_flight = self.drafter.launch(before)
+            if self.in_flight is None and before is not None:
+                self.drafter.speculator.throttle.skip()  # two will have landed
             if before is not None:
                 self._collect(engine, before)
-            if self.flight is not None or (before is not None and engine.scheduler.idle):
+            if self.in_flight is not None or (before is not None and engine.scheduler.idle):
                 return
         self.inner.advance(engine)
 
     def finish_steps(self, engine: Engine) -> None:
         """Collect what is under way."""
-        landing, self.flight = self.flight, None
-        if landing is not None:
-            self._collect(engine, landing)
+        step, self.in_flight = self.in_flight, None
+        if step is not None:
+            self._collect(engine, step)
         self.inner.finish_steps(engine)
 
-    def _collect(self, engine: Engine, flight: DraftedStep) -> None:
-        self.ahead.made = flight.made
-        engine.collect(flight)
+    def _collect(self, engine: Engine, step: DraftedStep) -> None:
+        self.drafter.made = step.made
+        engine.collect(step)
