@@ -67,7 +67,9 @@ MOST = 512 << 10
 
 
 class SymmetricMemoryReducer(Reducer):
-    """Sums over ranks by `all_reduce_kernel` up to `most` bytes; larger sums, and other dtypes, go to NCCL."""
+    """Sums over ranks by `all_reduce_kernel` up to `most` bytes; larger sums, and other dtypes,
+    go to NCCL.
+    """
 
     def __init__(
         self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST

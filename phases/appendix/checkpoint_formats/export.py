@@ -106,8 +106,8 @@ def export(model: Model, source: Path, folder: Path) -> None:
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all of a model's tensors by their names in a checkpoint; those that are not quantized in
-    `dtype`.
+    """Return all of a model's tensors by their names in a checkpoint; those that are not
+    quantized in `dtype`.
     """
     found: dict[str, Tensor] = {}
     tied = model.TIED if model.config.tie_word_embeddings else {}
@@ -146,7 +146,9 @@ def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def configuration(model: Model) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a model: a group for each scheme, with the names of its layers."""
+    """Return the ``quantization_config`` of a model: a group for each scheme, with the names of
+    its layers.
+    """
     layers = {
         name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)
     }

@@ -18,7 +18,9 @@ from quant.loading import Quantize, plain_layers, replace_layer
 
 
 class ReadFormats(Quantize):
-    """`Quantize` that keeps the layers that the checkpoint has quantized; `Quantize` may quantize the others."""
+    """`Quantize` that keeps the layers that the checkpoint has quantized; `Quantize` may
+    quantize the others.
+    """
 
     def expect(self, model: Model) -> None:
         """See `WeightLoader.expect`."""

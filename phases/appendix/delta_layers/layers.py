@@ -130,7 +130,9 @@ class FusedGatedAttention(FusedAttention):
 
 
 class FusedHybridBlock(nn.Module):
-    """A `Qwen35Block` that leaves its last addition to the next norm; with one token the projections add it."""
+    """A `Qwen35Block` that leaves its last addition to the next norm; with one token the
+    projections add it.
+    """
 
     input_layernorm: FusedRMSNorm
     post_attention_layernorm: FusedRMSNorm

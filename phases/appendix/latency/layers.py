@@ -257,7 +257,9 @@ def install(model: Model) -> Model:
 
 
 def whole(block: FusedBlock) -> bool:
-    """Return True if all layers of a block are kernels of phase 06, or a mixture of experts replaces the MLP."""
+    """Return True if all layers of a block are kernels of phase 06, or a mixture of experts
+    replaces the MLP.
+    """
     attend, mlp = block.self_attn, block.mlp
     inside = (
         (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) and mlp.fused else ()

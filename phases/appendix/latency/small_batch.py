@@ -168,7 +168,9 @@ def small_batch_attention_kernel(
 
 
 def fits(tokens: int, layer: LayerSpec) -> bool:
-    """Return True if `tokens` tokens of a request, one of them or more, fit this kernel's tile for `layer`."""
+    """Return True if `tokens` tokens of a request, one of them or more, fit this kernel's tile
+    for `layer`.
+    """
     rows = triton.next_power_of_2(tokens) * (layer.num_heads // layer.num_kv_heads)
     return tokens <= MAX_SMALL_BATCH and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 

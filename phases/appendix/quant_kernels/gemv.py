@@ -52,8 +52,8 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
 
 @triton.jit
 def power_scale(top):
-    """Return the largest power of two that is not above `top`, and its inverse; dividing by it rounds
-    nothing.
+    """Return the largest power of two that is not above `top`, and its inverse; dividing by it
+    rounds nothing.
     """
     bits = tl.maximum(top, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -310,7 +310,9 @@ def gemv8_kernel(
 
 
 def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators]) -> Tensor:
-    """Return `latency.gemv` with a weight of eight bits whose scales are by channel or by block: `[..., N]`."""
+    """Return `latency.gemv` with a weight of eight bits whose scales are by channel or by
+    block: `[..., N]`.
+    """
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, (
         "not a form that this kernel reads"

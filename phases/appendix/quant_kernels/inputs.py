@@ -23,7 +23,9 @@ from triton_paged_attention.linear import KINDS, activate
 
 @triton.jit
 def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: tl.constexpr):
-    """Load numbers of a token as float32; with PENDING, multiplied by the token's and the channels' scales."""
+    """Load numbers of a token as float32; with PENDING, multiplied by the token's and the
+    channels' scales.
+    """
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
     if PENDING:
         x = (
@@ -115,7 +117,9 @@ def _warps(padded: int) -> int:
 
 
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
-    """Allocate output `[T, size]`: in the format `kind` with scales `[T]`, or in `x`'s dtype if kind is None."""
+    """Allocate output `[T, size]`: in the format `kind` with scales `[T]`, or in `x`'s dtype if
+    kind is None.
+    """
     tokens = x.numel() // x.shape[-1]
     dtype = x.dtype if kind is None else DTYPES[kind]
     shape = (*x.shape[:-1], size) if kind is None else (tokens, size)

@@ -211,8 +211,8 @@ def add_kernels(block: FusedBlock) -> None:
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return the format of a block's activations if all its projections multiply eight-bit numbers, else
-    None.
+    """Return the format of a block's activations if all its projections multiply eight-bit
+    numbers, else None.
     """
     attend, mlp = block.self_attn, block.mlp
     if not (
