@@ -145,7 +145,7 @@ PHASES = tuple(
 
 
 def find_phase(text: str) -> Phase | None:
-    """The phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
+    """Return the phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
     wanted = text.strip().lower().replace("-", "_").removeprefix("phase_")
     for phase in PHASES:
         # Compared as text: a number of thousands of digits is none that int() takes.

@@ -103,7 +103,7 @@ def signals() -> Iterator[list[int]]:
 
 
 def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
-    """The exit code and the line for what a command raised, or None for a defect."""
+    """Return the exit code and the line for what a command raised, or None for a defect."""
     if caught == signal.SIGTERM:
         return TERMINATED, ""
     if caught == signal.SIGINT or isinstance(error, KeyboardInterrupt):

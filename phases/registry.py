@@ -48,7 +48,7 @@ def missing_for(phase: Phase, device: torch.device) -> str:
 
 
 def features() -> dict[str, type[Feature]]:
-    """Every feature there is, by name, in the order of their phases."""
+    """Return every feature there is, by name, in the order of their phases."""
     found: dict[str, type[Feature]] = {}
     for phase in PHASES:
         if phase.number > BLOCKS:
@@ -66,7 +66,7 @@ def preset(phase: Phase) -> Preset:
 
 
 def first_phases() -> dict[str, int]:
-    """Every option of an engine and every feature's switch, with the first phase that has it."""
+    """Return every option of an engine and every feature's switch, with the first phase that has it."""
     found = {name: BLOCKS for name in names(PagedSizes)} | {
         name: ROWS for name in names(Sizes)
     }
@@ -120,7 +120,7 @@ def load_engine(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Streams:
-    """A phase's engine for a model's name or a loaded model: everything that runs one comes here.
+    """Return a phase's engine for a model's name or a loaded model: everything that runs one comes here.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase; or see `check_model`.

@@ -15,7 +15,7 @@ course_app = typer.Typer(
 
 
 def flag(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """An option in a group of the help; without `names` it is spelled as its parameter."""
+    """Return an option in a group of the help; without `names` it is spelled as its parameter."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 

@@ -186,11 +186,11 @@ def plot(given: SimpleNamespace) -> int:
 
 
 def _named(text: str) -> str:
-    """The name of the phase or the extra benchmark that a person means."""
+    """Return the name of the phase or the extra benchmark that a person means."""
     return text if text in EXTRAS else phase_named(text, *EXTRAS).name
 
 
 def _module(name: str) -> ModuleType:
-    """The file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
+    """Return the file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
     name = MADE_BY.get(name, name)
     return import_module(EXTRAS.get(name, f"phases.{name}.bench"))

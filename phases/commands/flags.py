@@ -77,7 +77,7 @@ def all_flags() -> list[Flag]:
 
 
 def _key() -> list[str | int]:
-    """The checkout, and the number and the times of the files that a flag may come from."""
+    """Return the checkout, and the number and the times of the files that a flag may come from."""
     changes = [path.stat().st_mtime_ns for path in (ROOT / "phases").rglob("*.py")]
     return [str(ROOT), len(changes), sum(changes)]
 

@@ -114,7 +114,7 @@ def engine_options(phase: Phase, model: Model, batch: int, tokens: int) -> dict[
 
 
 def kernel_table(steps: StepTable, on_device: bool) -> Table:
-    """The kernels of one kind of step, longest time first."""
+    """Return the kernels of one kind of step, longest time first."""
     title = f"{steps.kind}: {'kernel' if on_device else 'operator'}"
     shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
     total = sum(row.seconds for row in steps.rows) or 1.0
@@ -130,7 +130,7 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
 
 
 def summary(table: StepTable, on_device: bool) -> str:
-    """One line: steps, kernels a step, how long a step takes and how much of that the device works."""
+    """Return one line: steps, kernels a step, how long a step takes and how much of that the device works."""
     launches = table.launches / table.steps
     wall = table.wall / table.steps * 1e3
     share = table.busy / table.wall if table.wall else 0.0

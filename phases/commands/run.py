@@ -121,7 +121,7 @@ def _exit_code(served: Served) -> int:
 def to_json(
     phase: Phase, model: str, prompts: Sequence[str], served: Served
 ) -> dict[str, object]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     return {
         "phase": phase.name,
         "model": model,
@@ -143,7 +143,7 @@ def to_json(
 
 
 def describe(served: Served) -> str:
-    """One line about what was generated and how fast."""
+    """Return one line about what was generated and how fast."""
     first = (
         ""
         if served.first_token is None
@@ -182,5 +182,5 @@ class TokenHighlighter:
         stats.marks = self.marks = dict[tuple[int, int], set[int]]()
 
     def __call__(self, text: str, index: int, place: int) -> str:
-        """The text that came with output token `place` of a prompt."""
+        """Return the text that came with output token `place` of a prompt."""
         return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text

@@ -86,7 +86,7 @@ def _folder_of(model: str) -> Path:
 def make_app(
     given: SimpleNamespace, phase: Phase, options: dict[str, Any], server: Mapping[str, Any]
 ) -> App:
-    """The application with an engine that is yet to be started.
+    """Return the application with an engine that is yet to be started.
 
     options: of the engine.
     server: what `whole_app` takes.
@@ -115,7 +115,7 @@ def make_engine(
 
 
 def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
-    """The keys that are taken: `--api-key`, or the environment's, which `ps` does not show."""
+    """Return the keys that are taken: `--api-key`, or the environment's, which `ps` does not show."""
     given = os.environ.get(KEY) if api_key is None else joined(api_key)
     if given is None:
         return ()

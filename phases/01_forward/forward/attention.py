@@ -36,7 +36,7 @@ class Attention(Protocol):
     """Maps one layer's queries, keys and values to its outputs. Every phase brings its own."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` -> ``[..., H, D]``."""
+        """Return ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` -> ``[..., H, D]``."""
 
 
 def causal_mask(
@@ -100,7 +100,7 @@ class RecomputeAttention:
     """Causal attention over the whole sequence, with no memory between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]``: the sequence is dimension -3."""
+        """Return ``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]``: the sequence is dimension -3."""
         positions = torch.arange(q.shape[-3], device=q.device)
         mask = causal_mask(positions, positions, layer.sliding_window).unsqueeze(
             -3

@@ -29,7 +29,7 @@ class FlippedLinear(nn.Linear):
     """`nn.Linear` that computes ``(W x^T)^T`` when there are few rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` -> ``[..., out]``."""
+        """Return ``[..., in]`` -> ``[..., out]``."""
         rows = x.numel() // self.in_features
         if not 0 < rows <= MOST_FLIPPED_ROWS:
             return F.linear(x, self.weight, self.bias)

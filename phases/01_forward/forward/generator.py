@@ -107,7 +107,7 @@ class Generator:
         """Prepare for a request of ``prompt_len`` tokens and at most ``limit`` more."""
 
     def last_hidden(self, tokens: list[int]) -> Tensor:
-        """The last token's hidden state ``[1, hidden]``: here, by computing all of them."""
+        """Return the last token's hidden state ``[1, hidden]``: here, by computing all of them."""
         ids = torch.tensor(tokens, device=self.model.device)  # [S]
         positions = torch.arange(len(tokens), device=self.model.device)
         return self.model(ids, positions, RecomputeAttention())[-1:]

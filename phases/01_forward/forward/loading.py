@@ -34,7 +34,7 @@ class WeightLoader(Protocol):
         """Put a tensor of a checkpoint, or something made of it, where `name` says."""
 
     def finish(self, model: Model) -> Model:
-        """The model, now that all weights are there, every layer in the form in which it will work."""
+        """Return the model, now that all weights are there, every layer in the form in which it will work."""
 
     def changes(self, model: Model) -> bool:
         """Return True if `finish` would replace layers of a model that was loaded before."""
@@ -136,7 +136,7 @@ def refuse_quantized(config: ModelConfig, folder: Path) -> None:
 def random_model(
     config: ModelConfig, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0
 ) -> Model:
-    """A model of random weights: matrices of variance 1 / inputs keep activations near size 1."""
+    """Return a model of random weights: matrices of variance 1 / inputs keep activations near size 1."""
     where = torch.device(device)
     model = skeleton(config)
     for name, value in random_tensors(model, where, dtype, seed):
@@ -169,7 +169,7 @@ def skeleton(config: ModelConfig) -> Model:
 
 
 def finish(model: Model, device: torch.device) -> Model:
-    """A model whose weights are all in place, ready for inference on a device."""
+    """Return a model whose weights are all in place, ready for inference on a device."""
     if device.type == "cpu" and model.dtype == torch.float32 and flipping_is_faster():
         flip_linears(model)
     # The weights are in place: this moves only the small tables that are computed, not loaded.

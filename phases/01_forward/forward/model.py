@@ -48,7 +48,7 @@ class Model(nn.Module, ABC):
         """``input_ids [...]``, ``positions [...]`` (0 for a sequence's first token) -> ``[..., hidden]``."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., V]`` float32. Call it on the rows that are sampled, not on all.
+        """Return ``[..., hidden]`` -> ``[..., V]`` float32. Call it on the rows that are sampled, not on all.
 
         ``final_soft_cap = c`` replaces each logit ``l`` by ``c * tanh(l / c)``, in float32 too.
         """

@@ -8,6 +8,6 @@ from forward.model import Model
 
 
 def clone(model: Model) -> Model:
-    """A copy of the modules that shares every parameter and buffer with the original."""
+    """Return a copy of the modules that shares every parameter and buffer with the original."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)

@@ -25,7 +25,7 @@ class CachedAttention:
         self._masks.clear()
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [B, S, H, D]``, ``k`` and ``v [B, S, KH, D]`` -> ``[B, S, H, D]``."""
+        """Return ``q [B, S, H, D]``, ``k`` and ``v [B, S, KH, D]`` -> ``[B, S, H, D]``."""
         q, k, v = (
             x.transpose(1, 2) for x in (q, k, v)
         )  # heads before tokens, as the cache has them

@@ -92,7 +92,7 @@ class TritonPagedAttention(PagedAttention):
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The requests for the decode kernel, and the query tiles `[n, 4]` of the others."""
+        """Return the requests for the decode kernel, and the query tiles `[n, 4]` of the others."""
         short = host.query_lens <= self.most_queries
         return np.flatnonzero(short), self._cut(host, ~short)
 

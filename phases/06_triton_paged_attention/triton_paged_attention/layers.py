@@ -45,7 +45,7 @@ class FusedRMSNorm(nn.Module):
         self.one_plus = isinstance(norm, Gemma3RMSNorm)
 
     def forward(self, x: Tensor | Stream) -> Tensor:
-        """`[..., size]` -> `[..., size]`."""
+        """Return `[..., size]` -> `[..., size]`."""
         return self.both(x)[1]
 
     @property
@@ -63,7 +63,7 @@ class FusedRMSNorm(nn.Module):
 def _projections(
     parts: tuple[nn.Module, ...], out: nn.Module, by_torch: Collection[str]
 ) -> tuple[FusedLinear, FusedLinear]:
-    """The projections into a layer, of one input, as one; and the projection out of it."""
+    """Return the projections into a layer, of one input, as one; and the projection out of it."""
     if "projections" in by_torch:
         return FusedLinear(FusedProjection(*parts)), FusedLinear(FusedProjection(out))
     return join(*parts), join(out)
@@ -103,7 +103,7 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """All between the projections: `[..., (H + 2 KH) D]` -> `[..., H D]`.
+        """Return all between the projections: `[..., (H + 2 KH) D]` -> `[..., H D]`.
 
         With this phase's attention, keys and values go straight to the pool. `pending`: see `norm_rope`.
         """
@@ -123,7 +123,7 @@ class FusedAttention(nn.Module):
     def _apart(
         self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """`attend` by phase 01's norms and RoPE."""
+        """Return `attend` by phase 01's norms and RoPE."""
         spec = self.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         parts = qkv.split([n * spec.head_dim for n in heads], dim=-1)
@@ -148,7 +148,7 @@ class FusedMLP(nn.Module):
         self.fused = "activation" not in by_torch
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., hidden]`."""
+        """Return `[..., hidden]` -> `[..., hidden]`."""
         if self.fused:
             return self.down_proj(self.gate_up_proj(x, gate=self.kind))
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)

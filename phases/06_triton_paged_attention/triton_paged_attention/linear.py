@@ -45,7 +45,7 @@ def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl
 
 
 def gated(gate_up: Tensor, kind: str) -> Tensor:
-    """`[..., 2 * I]` (gates, then ups) -> `[..., I]`; `kind` is a key of `KINDS`."""
+    """Return `[..., 2 * I]` (gates, then ups) -> `[..., I]`; `kind` is a key of `KINDS`."""
     size = gate_up.shape[-1] // 2
     gate_up = gate_up.contiguous()
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
@@ -90,7 +90,7 @@ class FusedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """`residual + act(linear(norm(x)))`, each part if it is given: `[..., in]` -> `[..., out]`.
+        """Return `residual + act(linear(norm(x)))`, each part if it is given: `[..., in]` -> `[..., out]`.
 
         norm: of the input. gate: an activation, a key of `KINDS`; then the outputs are gates and
         as many ups, and `act(gates) * ups [..., out / 2]` comes back.
@@ -111,7 +111,7 @@ class FusedLinear(nn.Module):
     def _library(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Each part by itself."""
+        """Return each part by itself."""
         out: Tensor = self.linear(x if norm is None else rms_norm(x, *norm))
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
@@ -166,5 +166,5 @@ class FusedProjection(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
+        """Return `[..., in]` -> `[..., out]`."""
         return torch.cat([part(x) for part in self.parts], dim=-1)

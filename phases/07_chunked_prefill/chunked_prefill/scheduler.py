@@ -72,7 +72,7 @@ class ChunkedScheduler(PagedScheduler):
         return decodes + prompts
 
     def reserved_for_decodes(self, later: int) -> int:
-        """The quarter for prompts is not to be guessed with either."""
+        """Return the quarter for prompts is not to be guessed with either."""
         return later + self._kept
 
     def _newcomer(self) -> bool:
@@ -81,14 +81,14 @@ class ChunkedScheduler(PagedScheduler):
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """A prompt that has begun lets one of lower rank begin and pass it."""
+        """Return a prompt that has begun lets one of lower rank begin and pass it."""
         if not request.prefilling:
             return False
         head = self._head()
         return head is not None and head.rank < request.rank
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
-        """A decode's one token, or as much of a prompt as the budget and the chunk allow."""
+        """Return a decode's one token, or as much of a prompt as the budget and the chunk allow."""
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
         count = max(

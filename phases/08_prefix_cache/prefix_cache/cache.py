@@ -76,7 +76,7 @@ class PrefixCache(PagedCache):
         return self.index.match(self._keys_of(request), request.salt)
 
     def _keys_of(self, request: Request) -> list[Key]:
-        """The keys that a waiting request may share, remembered for the head of the line."""
+        """Return the keys that a waiting request may share, remembered for the head of the line."""
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
             self._keys = (
@@ -153,7 +153,7 @@ class PrefixCache(PagedCache):
         self.stats = PrefixStats()
 
     def users(self) -> list[int]:
-        """Every block once for each of its users, of which the index is one."""
+        """Return every block once for each of its users, of which the index is one."""
         return super().users() + self.index.blocks()
 
     def check(self) -> None:

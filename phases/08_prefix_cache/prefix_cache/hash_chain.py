@@ -132,7 +132,7 @@ class HashIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Every block in the table."""
+        """Return every block in the table."""
         return [entry.block for entry in self._entries.values()]
 
     def _walk(self, keys: list[Key], salt: str) -> list[Entry]:

@@ -13,7 +13,7 @@ Key = bytes
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """The keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
+    """Return the keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
@@ -39,7 +39,7 @@ class PrefixIndex(Protocol):
         """The number of blocks that `evict` could free."""
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """The longest known beginning. Changes nothing."""
+        """Return the longest known beginning. Changes nothing."""
 
     def attach(self, keys: list[Key], salt: str) -> object:
         """Pin `keys`, all of which `match` has found, and return the cursor at their end."""
@@ -60,7 +60,7 @@ class PrefixIndex(Protocol):
         """
 
     def fork(self, cursor: object) -> object:
-        """A second cursor at the same place, with pins of its own."""
+        """Return a second cursor at the same place, with pins of its own."""
 
     def detach(self, cursor: object) -> None:
         """Unpin everything on the way to the cursor, which is used up."""
@@ -69,4 +69,4 @@ class PrefixIndex(Protocol):
         """Forget at most `count` blocks without a user, least recently used first, and return them."""
 
     def blocks(self) -> list[int]:
-        """Every block in the index."""
+        """Return every block in the index."""

@@ -96,7 +96,7 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """A cursor is a node, and a node counts its cursors."""
+        """Return a cursor is a node, and a node counts its cursors."""
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
@@ -128,7 +128,7 @@ class RadixIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Every block in every tree."""
+        """Return every block in every tree."""
         found: list[int] = []
         todo = self.roots
         while todo:

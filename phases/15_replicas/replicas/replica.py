@@ -128,7 +128,7 @@ class BufferedBody:
         self._receive = receive
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """The body, then what comes."""
+        """Return the body, then what comes."""
         if self._body is None:
             return await self._receive()
         body, self._body = self._body, None

@@ -18,7 +18,7 @@ class Policy:
     """Ranks replicas for a request; what is sent where only matters to those that remember it."""
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """The names in `loads`, best first; the others are for when the best refuses.
+        """Return the names in `loads`, best first; the others are for when the best refuses.
 
         chain: see `prefixes.chain_of`.
         """
@@ -132,7 +132,7 @@ class PrefixAware(Policy):
 
 
 def make_policy(route: str, imbalance: int) -> Policy:
-    """The policy of `ReplicaOptions.route`."""
+    """Return the policy of `ReplicaOptions.route`."""
     if route == "prefix":
         return PrefixAware(imbalance)
     return LeastLoaded() if route == "least-loaded" else RoundRobin()
@@ -162,7 +162,7 @@ class InFlight:
             self._loads[replica] -= 1
 
     def of(self, replica: str) -> int:
-        """The replica's load."""
+        """Return the replica's load."""
         return self._loads.get(replica, 0)
 
     def keep(self, replicas: Collection[str]) -> None:

@@ -57,7 +57,7 @@ class Gemma3Block(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``[..., hidden]`` -> ``[..., hidden]``."""
         x = x + self.post_attention_layernorm(
             self.self_attn(self.input_layernorm(x), cos_sin, attention)
         )

@@ -22,7 +22,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``[..., hidden]`` -> ``[..., hidden]``."""
         heads = (self.spec.num_heads, self.spec.head_dim)
         q, k, v = (
             part.unflatten(-1, heads) for part in self.c_attn(x).chunk(3, dim=-1)
@@ -40,7 +40,7 @@ class GPT2MLP(nn.Module):
         self.act = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``[..., hidden]`` -> ``[..., hidden]``."""
         return self.c_proj(self.act(self.c_fc(x)))
 
 
@@ -55,7 +55,7 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(config)
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``[..., hidden]`` -> ``[..., hidden]``."""
         x = x + self.attn(self.ln_1(x), attention)
         return x + self.mlp(self.ln_2(x))
 

@@ -30,7 +30,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[..., hidden]`` -> ``q [..., H, D]``, ``k`` and ``v [..., KH, D]``, not yet rotated."""
+        """Return ``[..., hidden]`` -> ``q [..., H, D]``, ``k`` and ``v [..., KH, D]``, not yet rotated."""
         q = self.q_proj(x).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim))
@@ -39,7 +39,7 @@ class LlamaAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``attention``.
+        """Return ``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``attention``.
 
         Queries and keys are rotated after `project`, which families override; values are not.
         """
@@ -65,7 +65,7 @@ class LlamaBlock(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``; what is added back is added to `x` as it came."""
+        """Return ``[..., hidden]`` -> ``[..., hidden]``; what is added back is added to `x` as it came."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 

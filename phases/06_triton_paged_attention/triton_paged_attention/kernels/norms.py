@@ -84,5 +84,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as when added apart."""
+    """Return `(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as when added apart."""
     return _launch(x, delta, weight, eps, one_plus)
