@@ -37,7 +37,7 @@ class ReplicaOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Raise `UserError` for a value out of its limits."""
         integer("replicas", self.replicas, low=0, high=MOST_REPLICAS)
         if self.max_replicas is not None:
             integer(
@@ -58,5 +58,5 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be at once."""
+        """Most replicas at a time."""
         return self.max_replicas or self.replicas

@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 LAST_WORDS = 1.0
-"""Seconds in which streams of an engine that has died may say so."""
+"""Most seconds for which a replica whose engine has died waits for its streams to send their errors."""
 
 
 class Replica:
-    """An ASGI application that answers with an engine, and ends with it.
+    """An ASGI application around phase 13's, whose process ends when its engine dies.
 
-    A server of its own starts an engine again that has died. A replica does not: the others serve meanwhile,
-    and Ray starts replicas, on another machine if need be. A replica without an engine would
-    answer errors sooner than any other could answer, and so get all the work.
+    A server of its own restarts an engine that has died. A replica does not: the others serve meanwhile,
+    and Ray restarts replicas, on another machine if need be. A replica without an engine would send errors
+    sooner than any other could respond, and so get all the work.
 
     Args:
         app: phase 13's application.
@@ -121,14 +121,16 @@ class Replica:
 
 
 class BufferedBody:
-    """`receive` of a request whose body is here already; after that only that the client has left."""
+    """ASGI `receive` of a request whose body was read before; afterwards it only reports that the client has
+    left.
+    """
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
         self._receive = receive
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the body, then what comes."""
+        """Return the stored body as a message at the first call, later the next message of the connection."""
         if self._body is None:
             return await self._receive()
         body, self._body = self._body, None
