@@ -58,10 +58,10 @@ EXTRAS_HELP = ", ".join(EXTRAS)
 
 
 def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
-    """Make a command of a function that is no more than its arguments and its help.
+    """Return a decorator that makes a command of a function that has only arguments and a docstring.
 
-    target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as
-        one object, after what can be refused without PyTorch has been (`early`). Their `options` are flags of
+    target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as one
+        object, after `early` has refused what can be refused without PyTorch. Their `options` are flags of
         an engine, which `main` adds when such a command is called: they are made from what all phases have.
     """
 

@@ -1,6 +1,6 @@
-"""The surroundings of every command: signals, the standard streams, and one line for an error.
+"""The main function of every command: signals, standard streams, and one line for an error.
 
-The codes that a command ends with:
+The exit codes:
 
     0    done; also when the reader of its output, such as `head`, has seen enough
     1    not done: its output or a file cannot be written, or a request failed
@@ -8,7 +8,7 @@ The codes that a command ends with:
     130  Ctrl-C
     143  SIGTERM
 
-Anything else is a defect and keeps its traceback.
+Any other error is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common.errors import EngineLost, UserError, one_line
 
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
-"""Characters of an error; a longer one loses its middle."""
+"""Characters of an error message; a longer one loses its middle."""
 CANNOT_WRITE = {
     errno.EACCES,
     errno.EDQUOT,
@@ -41,7 +41,7 @@ CANNOT_WRITE = {
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and tell what went wrong in one line on standard error; returns the code to end with."""
+    """Run a command, print an error as one line on standard error, and return the exit code."""
     with signals() as caught:
         streams: tuple[Any, ...] = ()
         try:
@@ -69,10 +69,11 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """In this block SIGTERM unwinds like Ctrl-C, so that children and half-written files are cleaned up.
+    """Let SIGTERM unwind a block like Ctrl-C, so that children and half-written files are cleaned up.
 
-    Yields those of the two signals that came. What was interrupted may have made another error of one:
-    importing PyTorch does. One that has a handler or is ignored, as under `nohup` and `&`, is left alone.
+    Yields the list of those of the two signals that came, since an interrupted import may turn one into
+    another error, as PyTorch's does. A signal that has a handler or is ignored, as under `nohup` and `&`,
+    is left alone.
     """
     caught: list[int] = []
 
@@ -103,7 +104,10 @@ def signals() -> Iterator[list[int]]:
 
 
 def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
-    """Return the exit code and the line for what a command raised, or None for a defect."""
+    """Return the exit code and the line for an exception, or None for a defect.
+
+    caught: number of the last signal, 0 if none came.
+    """
     if caught == signal.SIGTERM:
         return TERMINATED, ""
     if caught == signal.SIGINT or isinstance(error, KeyboardInterrupt):
@@ -135,7 +139,7 @@ def _say(line: str) -> None:
 
 
 def _flush(streams: tuple[Any, ...]) -> None:
-    """Write what is left now, because Python complains where it cannot when it shuts down."""
+    """Flush the streams now; Python would print an error if it could not at its shutdown."""
     for stream in filter(None, streams):  # there is none where it was closed
         try:
             stream.flush()

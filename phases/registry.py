@@ -1,4 +1,4 @@
-"""A phase as the command line and the benchmarks see it: name, requirements, options, engine."""
+"""What the command line and the benchmarks need of a phase: name, requirements, options, engine."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from phases import PHASES, Phase, appendix, check_phase, own_options
 from phases import phase_named as phase_named
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
-"""What every phase's `load` takes beside options."""
+"""Parameters of every phase's `load` that are not options."""
 ROWS = 4
 BLOCKS = 5
 STATES = 17
-"""The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
+"""First phases with rows of requests, with blocks and features, and with layers that have a state."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
-    """Import the phase's package, none of which needs Triton: its kernels are imported when installed."""
+    """Import a phase's package. None needs Triton: kernels are imported when a feature is installed."""
     return importlib.import_module(phase.package)
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:
-    """Return the name of what `phase` needs and lacks here; empty if it runs natively on `device`."""
+    """Return what `phase` needs and this machine lacks, such as a CUDA device; empty if it runs natively on
+    `device`.
+    """
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
@@ -48,7 +50,7 @@ def missing_for(phase: Phase, device: torch.device) -> str:
 
 
 def features() -> dict[str, type[Feature]]:
-    """Return every feature there is, by name, in the order of their phases."""
+    """Return every feature by name, in the order of their phases."""
     found: dict[str, type[Feature]] = {}
     for phase in PHASES:
         if phase.number > BLOCKS:
@@ -66,7 +68,7 @@ def preset(phase: Phase) -> Preset:
 
 
 def first_phases() -> dict[str, int]:
-    """Return every option of an engine and every feature's switch, with the first phase that has it."""
+    """Return every option of an engine and every feature's switch -> the first phase that has it."""
     found = {name: BLOCKS for name in names(PagedSizes)} | {
         name: ROWS for name in names(Sizes)
     }
@@ -76,7 +78,7 @@ def first_phases() -> dict[str, int]:
 
 
 def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Chosen:
-    """Return the sizes and features that options mean for a phase from 05 on.
+    """Return the sizes and features that these options give for a phase from 05 on.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase.
@@ -88,7 +90,7 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
 def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> None:
     """Raise `UserError` for options that a phase does not have, or that are out of their limits.
 
-    A switch of a later phase is none of this one's, even where it is off.
+    A switch of a later phase is refused even if it is off.
     """
     check_phase(phase, options, first_phases())
     if phase.number >= BLOCKS:
@@ -103,7 +105,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
 
 
 def check_model(phase: Phase, model: Any) -> None:
-    """Raise `UserError` for a model, or the name of one, with layers that a phase cannot compute."""
+    """Raise `UserError` if a model, loaded or given by its name, has layers that the phase cannot compute."""
     if facts_of(model).delta is not None and 1 < phase.number < STATES:
         raise UserError(
             f"the model has layers of Gated DeltaNet, which keep a state: phases from {STATES} on have room "
@@ -120,7 +122,7 @@ def load_engine(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Streams:
-    """Return a phase's engine for a model's name or a loaded model: everything that runs one comes here.
+    """Return a phase's engine for a model's name or a loaded model.
 
     Raises:
         UserError: an option is unknown, out of its limits, or of a later phase; or see `check_model`.

@@ -22,7 +22,7 @@ from phases.course.nursery import Nursery
 
 WIDEST = 100
 LOOK = 0.5
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files' times."""
 STYLES: dict[State, str] = {
     "not started": "dim",
     "refused": "red",
@@ -74,7 +74,9 @@ def check(
 
 
 def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
-    """The exercises meant by `05.3`, by `05`, or by nothing. Raises `UserError`."""
+    """Return the exercises meant by `05.3`, by `05`, or by None (all). Raises `UserError` if
+    there is none.
+    """
     if wanted is None:
         return list(copy.exercises)
     chosen = [
@@ -87,7 +89,7 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
 
 
 def show(verdict: Verdict) -> None:
-    """Print a line for an exercise, and some for its failure."""
+    """Print the state of an exercise, and the lines of its failure if there is one."""
     one = verdict.exercise
     style = STYLES[verdict.state]
     out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
@@ -97,9 +99,10 @@ def show(verdict: Verdict) -> None:
 
 
 def failure_lines(failure: Failure) -> list[str]:
-    """Return what was given, expected and got, where, and the trap it resembles.
+    """Return lines with the given, the expected and the actual values of a failure, where it was, and its
+    trap.
 
-    What is given is whole, to be pasted and tried; of everything else a line is cut at `WIDEST`.
+    The given lines are whole, to be pasted and tried; every other line is cut at `WIDEST` characters.
     """
     given = failure.setup.strip().splitlines() + failure.call.splitlines()
     named = [("test", failure.test), ("expected", failure.expected), ("got", failure.got)]
@@ -206,7 +209,7 @@ def watch() -> int:
 
 
 def _saved(copy: making.Copy) -> dict[str, int]:
-    """When each file was saved that is there."""
+    """Return the modification time, in nanoseconds, of each exercise's file that exists."""
     found = {}
     for file in {one.file for one in copy.exercises}:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""`ladder demo`: one real model climbs the ladder, and a table says what each rung was worth."""
+"""`ladder demo`: run the same questions through every phase, and print a table of what each changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RULES = (
     "numbers and places. Answer in one short and friendly sentence, with no list, no explanation and nothing "
     "that was not asked for."
 )
-"""Before every question: what all prompts begin with is what phase 08 computes once."""
+"""Text before every question: the common beginning of all prompts, which phase 08 computes once."""
 QUESTION = "What is the capital of France? Answer in one sentence."
 OTHERS = (
     "What is the largest planet in the solar system?",
@@ -49,7 +49,7 @@ OTHERS = (
 )
 MAX_TOKENS = 20
 MAX_LEN = 192
-"""Tokens of a request that a row of phase 04 has room for: a question and its answer take half."""
+"""Tokens of a request that a row of phase 04 has room for; a question and its completion take half."""
 MEMORY_ROWS = 2
 """Rows of a batch in phase 03, and of the cache that every phase from 04 on has."""
 CHUNK = 64
@@ -59,9 +59,11 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Show:
-    """One rung: what it adds in a sentence, the count of `COUNTS` that shows it, and what makes it visible.
+    """What the demo says of one phase.
 
-    option: a pair of an option's name and its value.
+    why: what it adds, in a sentence.
+    count: the entry of `COUNTS` that shows it.
+    option: name and value of an option that makes it visible, or None.
     """
 
     why: str
@@ -76,7 +78,7 @@ COUNTS = {
     "at_once": "requests at once, in the same memory",
     "weights": "MiB of weights",
 }
-"""Of answering all questions, by the name in `counted`."""
+"""Name in `counted` -> its words in the table."""
 SHOWS = {
     1: Show("Every new token computes all tokens before it again.", "computed"),
     2: Show("Keys and values are kept, so every step computes one token.", "computed"),
@@ -102,9 +104,9 @@ SHOWS = {
         ("speculate", True),
     ),
 }
-"""By number of the phase. Others are for something that questions and answers do not show."""
+"""Number of a phase -> what the demo shows of it. Phases for which questions show nothing are missing."""
 ROUNDS = 10
-"""The phase whose answers may be others: its weights are rounded."""
+"""The phase whose completions may differ, since its weights are rounded."""
 ELSEWHERE = {
     12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
     14: "ladder run 14 --tensor-parallel 3",
@@ -115,7 +117,7 @@ ELSEWHERE = {
 
 
 def run(given: SimpleNamespace) -> int:
-    """Fetch the model, answer the same questions with every phase that runs here, print the table."""
+    """Fetch the model, complete the same questions with every phase that runs here, and print the table."""
     begun, model = usage(), given.model
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
@@ -173,7 +175,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _show_first(index: int, text: str) -> None:
-    """Write the first answer as it comes."""
+    """Print a piece of the first completion as it comes."""
     if index == 0:
         out.file.write(text)
         out.file.flush()
@@ -200,7 +202,7 @@ def _summary(
 
 
 def _over_http(model: str, device: str, dtype: str) -> None:
-    """Start the server, ask it as `curl` would, and say where its page is."""
+    """Start the server, send it a request as `curl` would, and print where its page is."""
     out.print(Rule("and over HTTP", align="left", style="dim"))
     with Server(model, device=device, dtype=dtype) as server:
         url = f"http://{server.target.host}:{server.target.port}"
@@ -225,7 +227,7 @@ def _over_http(model: str, device: str, dtype: str) -> None:
 
 
 def load(phase: Phase, model: Model) -> Any:
-    """Make the rung's engine, with little memory: from phase 04 on as much as two rows of phase 04 take."""
+    """Return a phase's engine with little memory: from phase 04 on as much as two rows of phase 04 take."""
     option = SHOWS[phase.number].option
     options: dict[str, Any] = {} if option is None else dict([option])
     if phase.number == ROWS - 1:
@@ -244,7 +246,9 @@ def load(phase: Phase, model: Model) -> Any:
 
 @contextmanager
 def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
-    """Count an engine's work inside a block: what is yielded has all of `COUNTS` when the block ends."""
+    """Count an engine's work inside a block; the yielded dictionary has all of `COUNTS` when
+    the block ends.
+    """
     model: Model = engine.runner.model if phase.number >= ROWS else engine.model
     work = {
         "computed": 0,
@@ -275,7 +279,10 @@ def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
 
 
 def change(phase: Phase, before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
+    """Return what a phase has changed, such as `tokens computed: 9,812 to 642 (15× fewer)`, or an empty text.
+
+    before, now: counts of the phase before and of this one, by the names of `COUNTS`.
+    """
     name = SHOWS[phase.number].count
     if not name:
         return ""

@@ -1,7 +1,7 @@
-"""Flags of an engine, made from the dataclasses that hold its options: none is written down twice.
+"""Command-line flags for engines, made from the dataclasses that hold the options: none is written twice.
 
-The classes are in packages that import PyTorch: two seconds, for a list of names. So the list is
-kept in the cache folder, and made again when a file of a phase has changed.
+The classes are in packages that import PyTorch, which takes two seconds for a list of names. So the list is
+stored in the cache folder, and made again when a file of a phase has changed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 class Flag(NamedTuple):
-    """One flag.
+    """One flag of an engine or a server.
 
-    kind: the name of its type.
+    name: with underscores. kind: the name of its type. help: one line. panel: its group in the help.
     first: the first phase whose engine has it; 0 for one of a server.
     """
 
@@ -40,9 +40,9 @@ class Flag(NamedTuple):
 
 
 def add_engine_flags(command: Command, *, server: bool = False) -> None:
-    """Give a command a flag for each option of an engine. What is given arrives in its `**options`.
+    """Add a flag to a command for each option of an engine; their values arrive in its `**options`.
 
-    server: and one for each limit of a server, and for its replicas.
+    server: also add one for each limit of a server, and for its replicas.
     """
     signature = inspect.signature(command)
     flags = [
@@ -60,8 +60,8 @@ def add_engine_flags(command: Command, *, server: bool = False) -> None:
 def all_flags() -> list[Flag]:
     """Return every flag: those of a server first, then the phases' in order.
 
-    They are read from the cache, unless a phase has changed since, or the registry is imported anyway and may
-    know of features that no file has.
+    They are read from the cache, unless a phase has changed since, or the registry is imported anyway and
+    may know of features that no file has.
     """
     if "phases.registry" in sys.modules:
         return _made()
@@ -77,7 +77,7 @@ def all_flags() -> list[Flag]:
 
 
 def _key() -> list[str | int]:
-    """Return the checkout, and the number and the times of the files that a flag may come from."""
+    """Return what the cached list depends on: the checkout, and the number and times of the phases' files."""
     changes = [path.stat().st_mtime_ns for path in (ROOT / "phases").rglob("*.py")]
     return [str(ROOT), len(changes), sum(changes)]
 

@@ -20,12 +20,12 @@ from quant.formats import SCHEMES
 from quant.methods import quantize_model
 
 TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
-"""What is calibrated on unless the caller has something nearer to what the model will read."""
+"""The default calibration text."""
 LONGEST_TEXT = 1 << 24
 
 
 def run(given: SimpleNamespace) -> int:
-    """Quantize a model and write it to a folder, as the arguments say; then say what it takes."""
+    """Quantize a model, write it to a folder, and print the size; return the exit code."""
     model, folder = given.model, given.folder
     wanted = SCHEMES[given.scheme]
     if wanted.scales == "group":

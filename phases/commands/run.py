@@ -23,11 +23,11 @@ from phases.commands.grammars import check_grammar, show_trace
 from phases.registry import check_options, load_engine, missing_for
 
 SPECULATES = 11
-"""The phase that guesses."""
+"""The first phase that drafts tokens."""
 
 
 def run(given: SimpleNamespace) -> int:
-    """Generate and print.
+    """Generate text and print it.
 
     given: the arguments of the command line; `said` are those of sampling, `options` those of the engine.
 
@@ -109,7 +109,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _exit_code(served: Served) -> int:
-    """Return 1 after naming the prompts whose requests failed inside the engine, or 0."""
+    """Print the prompts whose requests failed inside the engine, and return 1; return 0 if none failed."""
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(
@@ -121,7 +121,7 @@ def _exit_code(served: Served) -> int:
 def to_json(
     phase: Phase, model: str, prompts: Sequence[str], served: Served
 ) -> dict[str, object]:
-    """Return the object that `--json` prints."""
+    """Return the object that `--json` prints: phase, model, completions, and counts of tokens."""
     return {
         "phase": phase.name,
         "model": model,
@@ -143,7 +143,7 @@ def to_json(
 
 
 def describe(served: Served) -> str:
-    """Return one line about what was generated and how fast."""
+    """Return one line about the number of generated tokens and the speed."""
     first = (
         ""
         if served.first_token is None
@@ -156,7 +156,7 @@ def describe(served: Served) -> str:
 
 
 def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
-    """Return what writes completions as they come, in the order of their prompts: several under headings."""
+    """Return a function that prints pieces of text, given a prompt's index; several prompts get headings."""
     shown = -1
 
     def show(index: int, text: str) -> None:
@@ -176,11 +176,14 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
 
 
 class TokenHighlighter:
-    """Colours the text of tokens that were guessed and accepted."""
+    """Colours the text of tokens that were drafted and accepted.
+
+    marks: (prompt index, sample) -> positions of these tokens in the output.
+    """
 
     def __init__(self, stats: Any) -> None:
         stats.marks = self.marks = dict[tuple[int, int], set[int]]()
 
     def __call__(self, text: str, index: int, place: int) -> str:
-        """Return the text that came with output token `place` of a prompt."""
+        """Return the text of output token `place` of prompt `index`, in green if it was an accepted draft."""
         return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text
