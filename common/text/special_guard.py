@@ -20,7 +20,7 @@ class SpecialGuard:
 
     Tokenizers look for special tokens in the whole rendered conversation, and cannot distinguish a
     template's from a user's. So one character of each special token in a message is replaced by a stand-in
-    before the template is rendered; the template trims and joins the text like any other. The rendered text
+    before the template is rendered; the template treats them like any other text. The rendered text
     is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back into
     characters after it has looked for special tokens. Everything behind that (words, merges, prefixes) is
     as if the user's special token had been an ordinary word.

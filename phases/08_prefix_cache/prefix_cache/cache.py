@@ -95,7 +95,7 @@ class PrefixCache(PagedCache):
     def grow(self, request: Request, upto: int) -> bool:
         """Reserve blocks for tokens up to `upto`; at a request's first call, attach its cached blocks before.
 
-        Returns False if there are too few free blocks.
+        Returns False if there are not enough free blocks.
         """
         row = request.row
         if self._cursors[row] is None:
@@ -114,7 +114,7 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Take `count` free blocks; evict the least recently used cached ones if there are too few."""
+        """Take `count` free blocks; evict the least recently used cached ones if there are not enough."""
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)

@@ -30,7 +30,7 @@ def address_of(table, peer, offset, kind: tl.constexpr):
     """Return the address of byte `offset` of rank `peer`'s memory, as a pointer of type `kind`.
 
     table: `[RANKS]` int64, where each rank's memory begins. The start is read from memory, so the compiler
-        has to be told that it is aligned to 16 bytes, or numbers would go over NVLink one by one.
+        must know that it is aligned to 16 bytes, or numbers would go over NVLink one by one.
     """
     return tl.multiple_of((tl.load(table + peer) + offset).to(kind), 16)
 

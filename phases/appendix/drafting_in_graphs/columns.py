@@ -146,7 +146,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> ColumnS
     """Return the partition of a matrix `[rows, size]` (gated: gate rows above up rows); None: no kernel fits
     it.
 
-    There are as many programs as may run side by side, and as few tiles in each as that allows.
+    There are as many programs as run side by side, and no more tiles in each than that needs.
     """
     part = next(
         (part for part in PARTS if size % part == 0 and size // part <= MOST_WARPS), None
