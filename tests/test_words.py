@@ -75,7 +75,7 @@ def identifiers(node: ast.AST) -> Iterator[str]:
 
 
 def texts(node: ast.AST) -> Iterator[str]:
-    """Docstrings, of attributes too, and help texts; names in backticks are checked where they are defined."""
+    """Docstrings and help texts of a node; names in backticks are checked where they are defined."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         yield re.sub(r"`+[^`]*`+", "", str(node.value.value))
     if isinstance(node, ast.Call):
@@ -130,7 +130,9 @@ def test_the_product_says_what_the_glossary_says() -> None:
 )
 def test_an_avoided_word_is_found(source: str, word: str) -> None:
     (fault,) = faults(source, "phases/room.py")
-    assert fault.endswith(f": {word!r}; say {avoided()[word]}"), "the fault names word and cure"
+    assert fault.endswith(f": {word!r}; say {avoided()[word]}"), (
+        "the fault names word and cure"
+    )
 
 
 def test_a_file_name_is_checked_and_longer_words_are_not() -> None:

@@ -17,7 +17,9 @@ from common.errors import UserError, brief
 from common.files import read_bytes
 
 MOST_BYTES = 1 << 24
-"""A `config.json` has a few thousand bytes, the index of the largest published checkpoint nine million."""
+"""Most bytes of a JSON file. A `config.json` has some thousand, the index of the largest published checkpoint
+nine million.
+"""
 
 _REQUIRED = object()
 _KINDS = {

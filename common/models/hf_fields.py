@@ -38,7 +38,7 @@ _BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=Fal
 
 
 def _defaults(**values: Any) -> dict[str, Field]:
-    """Return fields of `_BIASED` with a family's own defaults."""
+    """Return the fields called `values`, with these values as the family's defaults."""
     return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
 
 

@@ -289,7 +289,11 @@ class Sampler(SamplerRows):
         return weights
 
     def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
-        """Return `weigh` without truncation, float32 `[B, V]`, given the `largest` logits `[B, 1]`."""
+        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN for the largest logit of a
+        greedy row.
+
+        logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`.
+        """
         # Where a logit is NaN it alone shall stay NaN.
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
         # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.

@@ -287,7 +287,7 @@ class Tokenizer:
 
 
 _JOINED = 4
-"""Most characters that a Unicode normalizer joins into one: letters with their accents."""
+"""Most characters that a Unicode normalizer makes one of: letters with their accents."""
 
 
 class _Brief(msgspec.Struct):

@@ -74,9 +74,11 @@ def paged_decode_v2(
     soft_cap: float | None = None,
     block_n: int = 64,
 ) -> Tensor:
-    """Return attention of one new token per request: `q [B, H, D]` -> `[B, H, D]`. Arguments: see
-    `paged_decode`.
+    """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
+    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
+    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     block_n: tokens of a tile.
     """
     batch, heads, d = q.shape

@@ -114,9 +114,11 @@ def paged_decode_v3(
     splits: int = 8,
     block_n: int = 64,
 ) -> Tensor:
-    """Return attention of one new token per request: `q [B, H, D]` -> `[B, H, D]`. Arguments: see
-    `paged_decode`.
+    """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
+    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
+    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     splits: programs that share the keys of a request and head. block_n: tokens of a tile.
     """
     batch, heads, d = q.shape

@@ -5,7 +5,7 @@ tokens of one request times the query heads that share one key/value head. The h
 knows the query lengths), longest first, so that the short ones fill the gaps at the end: under a causal
 mask the last tile of a prompt reads everything and the first almost nothing.
 
-Of the keys a tile reads, all but the last tiles are visible to every row. They need no mask; only the tiles on
+Of the keys a tile reads, all but the last tiles are visible to every row. They need no mask: only tiles on
 the diagonal pay for one, and keys after the diagonal are never touched (early exit).
 """
 

@@ -86,7 +86,11 @@ class HashIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Cursor, list[int], list[int]]:
-        """Insert block by block, see `PrefixIndex.extend`; after a collision no more blocks are inserted."""
+        """Insert `blocks` behind the cursor, one by one; after a hash collision no more blocks are inserted.
+
+        Returns the new cursor, the block in the index for each key, and those of `blocks` that were
+        inserted.
+        """
         assert isinstance(cursor, Cursor)
         held, new = list[int](), list[int]()
         for key, block in zip(keys, blocks, strict=True):

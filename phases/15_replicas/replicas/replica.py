@@ -39,13 +39,14 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or start and end: `_live`, for a scope of the type `lifespan`.
+        """Respond to one request; for a scope of the type `lifespan`, start or end by `_live`.
 
-        While the engine is not `ready`, the answer is a 503 with the headers `NAME` (this replica's name) and
-        `GONE` (`1`), in that order, and an empty body: another replica is asked then. Else the application
-        answers, and its start gets the header `NAME` behind its own, and then `GONE` where it is a 503 and
-        the engine has died meanwhile: nothing of an answer has gone out. What the gate has put under `KEY`
-        does not stay in the scope; where there is some, its `body` is received first (`BufferedBody`).
+        While the engine is not `ready`, the response is a 503 with the headers `NAME` (this replica's name)
+        and `GONE` (`1`), in that order, and an empty body: the proxy then asks another replica. Else the
+        application responds; its start message gets the header `NAME` behind its own, and then `GONE` if it
+        is a 503 and the engine has died meanwhile, since no part of a response has been sent. What the
+        proxy has put under `KEY` is removed from the scope; if there is some, its `body` is received first
+        (`BufferedBody`).
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)

@@ -123,11 +123,11 @@ class PrefixAware(Policy):
         return order
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """See `Policy`."""
+        """Record that the cache of `replica` will hold the blocks of this chain."""
         self.memory(replica).learn(chain)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """See `Policy`."""
+        """Forget the blocks of every replica but these."""
         self._memory = {
             name: memory for name, memory in self._memory.items() if name in replicas
         }

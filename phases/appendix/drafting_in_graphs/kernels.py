@@ -234,7 +234,9 @@ class Step(NamedTuple):
     drafts: int
 
     def find_positions(self) -> None:
-        """Fill in `positions` from `given` and `next_at`."""
+        """Compute each token's row and position on the device, from `given` and `next_at`, into
+        `positions`.
+        """
         size = self.given.shape[1]
         positions_kernel[(size,)](
             self.given, self.next_at, *self.positions, size, K=self.drafts, num_warps=1

@@ -34,8 +34,8 @@ from speculative.loops import HostDrafter, needs_finished_step
 from speculative.speculation import SpeculativeRunner
 
 MAX_NGRAM_REQUESTS = 4
-"""Most requests in a graph that looks n-grams up. Every engine pays for these graphs with memory and start
-time, and most texts repeat nothing.
+"""Most requests in a graph that looks n-grams up. These graphs cost every engine memory and start time, and
+most texts repeat nothing.
 """
 
 

@@ -254,7 +254,7 @@ def angles_kernel(
 
 
 class FusedRope(nn.Module):
-    """`forward.rope.Rope` in one kernel instead of eight."""
+    """Computes the cosines and sines of positions in one kernel; `forward.rope.Rope` takes eight."""
 
     inverse_frequencies: Tensor
 
