@@ -16,7 +16,7 @@ NO_ROW = -1
 
 @dataclass(
     eq=False, slots=True
-)  # eq=False: a request is itself, however alike another may look
+)  # eq=False: two requests are never equal, even with equal fields
 class Request:
     """One completion of one prompt.
 

@@ -48,7 +48,7 @@ def exit_code(command: Callable[[], int]) -> int:
             streams = (
                 sys.stdout,
                 sys.stderr,
-            )  # Typer puts others in their places when a pipe breaks
+            )  # Typer replaces them when a pipe breaks
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="replace")  # `?` for what the output cannot show
             code = command()

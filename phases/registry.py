@@ -1,4 +1,4 @@
-"""What the command line and the benchmarks need of a phase: name, requirements, options, engine."""
+"""Facts about a phase for the command line and the benchmarks: name, requirements, options, engine."""
 
 from __future__ import annotations
 

@@ -248,7 +248,14 @@ def delta(capability: int) -> Iterator[Kernel]:
         "states": "*fp32",
         "totals": "*fp32",
     }
-    tables = ("tables", "page_tables", "context_lens", "blocks", "states", "tails")
+    tables = (
+        "tables",
+        "page_tables",
+        "context_lens",
+        "blocks",
+        "states",
+        "tokens_after_snapshot",
+    )
     numbers = dict.fromkeys(("requests", "tokens", "width", "pages", "null"), "i32") | {
         "page_slots": "*i64"
     }

@@ -27,7 +27,7 @@ _FOREVER: Final = (1 << 63) - 1
 
 
 class SamplingFlags(enum.IntFlag):
-    """What a row needs beyond the argmax."""
+    """Needs of a row beyond the argmax."""
 
     RANDOM = enum.auto()  # a temperature above 0
     EDITS = enum.auto()  # logit_bias or min_tokens
@@ -73,7 +73,7 @@ class Edits(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """What one batch needs of the sampler, decided on the host; sampling branches on nothing else.
+    """The sampler's work for one batch, decided on the host; sampling branches on nothing else.
 
     features: the union over the rows of the batch.
     draws: all positions of the batch, in parts; empty when all rows are greedy.

@@ -199,7 +199,7 @@ def watch() -> int:
             time.sleep(LOOK)
             now = _saved(copy)
             for one in copy.exercises:
-                # A file that is gone comes back: editors write a new one and rename it.
+                # A missing file comes back: editors write a new one and rename it.
                 if one.file in now and now[one.file] != seen.get(one.file):
                     status.update(f"{one.id} {one.title}")
                     show(check_file(copy.folder, one, fork_server))

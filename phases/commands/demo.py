@@ -59,9 +59,9 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Show:
-    """What the demo says of one phase.
+    """The demo's text about one phase.
 
-    why: what it adds, in a sentence.
+    why: what the phase adds, in a sentence.
     count: the entry of `COUNTS` that shows it.
     option: name and value of an option that makes it visible, or None.
     """

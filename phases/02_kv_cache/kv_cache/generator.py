@@ -31,9 +31,7 @@ class CachedGenerator(Generator):
         self.attention = CachedAttention(self.cache)
 
     def last_hidden(self, tokens: list[int]) -> Tensor:
-        """Compute the tokens that are not in the cache yet, and return the last one's hidden state ``[1,
-        hidden]``.
-        """
+        """Compute the tokens that are not in the cache yet; return the last hidden state ``[1, hidden]``."""
         start, device = self.cache.length, self.model.device
         ids = torch.tensor([tokens[start:]], device=device)  # [1, S]
         positions = torch.arange(start, len(tokens), device=device).unsqueeze(0)  # [1, S]

@@ -58,7 +58,7 @@ class TritonPagedAttention(PagedAttention):
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
         self._prefill_config = prefill_default(d_pad, pool.data.element_size(), device)
-        # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
+        # Only launches with little work split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
         rows = self.most_queries * self._group
         self._workspace = Workspace(pairs * rows, d_pad, device)

@@ -103,7 +103,7 @@ class ChunkedScheduler(PagedScheduler):
         behind = known - request.num_computed_tokens
         count = max(
             0, min(behind, budget, self.chunk_tokens)
-        )  # drafts on their way put it ahead
+        )  # drafts in flight may make it negative
         if request.siblings and request.in_flight and count == behind:
             return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:

@@ -19,21 +19,21 @@ class ReplicaOptions:
     replicas: int = option(
         0, "copies of the server, run by Ray Serve; 0: one server, without Ray"
     )
-    max_replicas: int | None = option(None, "add replicas up to so many while requests queue")
-    queue: float = option(
-        16.0, "requests of each replica beyond which there should be another"
+    max_replicas: int | None = option(
+        None, "most replicas; they are added while requests queue"
     )
+    queue: float = option(16.0, "requests per replica above which another replica is added")
     patience: float = option(
-        30.0, "seconds of too much or too little load before the number changes"
+        30.0, "seconds of high or low load before replicas are added or removed"
     )
     route: Literal["prefix", "least-loaded", "round-robin"] = option(
-        "prefix", "choice of a replica"
+        "prefix", "how a request's replica is chosen"
     )
     imbalance: int = option(
-        8, "requests that a replica may have more than the least loaded, for a prefix"
+        8, "requests that the replica with the prefix may have more than the least loaded"
     )
     cluster: str | None = option(
-        None, "address of a Ray cluster of several machines; none: this one alone"
+        None, "address of a Ray cluster of several machines; none: this machine alone"
     )
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ def barrier(
         if looks % LOOK == 0:
             stopped = tl.atomic_add(
                 stop, 0, sem="acquire", scope="sys"
-            )  # for all threads alike
+            )  # every thread reads the same
     tl.debug_barrier()
 
 

@@ -204,7 +204,7 @@ class DraftingGraph:
         large.attention.begin(replace(batch, block_tables=large.tables.data[positions.rows]))
         hidden = large.model(
             batch.input_ids, batch.positions, large.attention
-        )  # [places, hidden]
+        )  # [tokens, hidden]
         logits = narrow_logits(large.model, hidden)
         chosen = large.sampler.sample(
             logits, positions.token_rows, (), positions.steps, self.plan

@@ -212,7 +212,7 @@ class StepPositions(NamedTuple):
 class Chain(NamedTuple):
     """Inputs of the drafter for the drafts behind the first; the last three fields are `[(K - 1) * B]`."""
 
-    picked: Tensor  # [B] int64, where among the places the last right one is
+    picked: Tensor  # [B] int64, index of the last accepted token
     draft_steps: Tensor  # [K, B] int64, the step number of each draft
     rows: Tensor  # int64
     at: Tensor  # int64, where the drafter computes the draft before it; -1: padding

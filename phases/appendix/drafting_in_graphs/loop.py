@@ -371,7 +371,7 @@ class GraphDraftingLoop:
             before, self.in_flight = self.in_flight, None
             self.in_flight = self.drafter.launch(before)
             if self.in_flight is None and before is not None:
-                self.drafter.speculator.throttle.skip()  # two will have landed
+                self.drafter.speculator.throttle.skip()  # two steps will be finished
             if before is not None:
                 self._collect(engine, before)
             if self.in_flight is not None or (before is not None and engine.scheduler.idle):

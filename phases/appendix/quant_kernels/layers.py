@@ -162,7 +162,7 @@ class PendingScalesNorm(FusedRMSNorm):
 
     def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
         """See `FusedRMSNorm.both`."""
-        if isinstance(x, Tensor):  # of a lone token, to which all has been added
+        if isinstance(x, Tensor):  # of a single token: nothing is pending
             return super().both(x)
         total, normed = norm_rows(*x, self.weights, None)
         assert isinstance(normed, Tensor)
