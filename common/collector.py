@@ -10,7 +10,7 @@ SELDOM = 1000
 """Collections of the middle generation between two full collections, at least; Python's default is 10."""
 
 
-def keep_out() -> None:
+def freeze_collector() -> None:
     """Freeze all objects that exist now, and let full garbage collections come less often from now on.
 
     A reference count of zero frees nearly everything. The collector is for cycles, and looks for them
@@ -24,7 +24,7 @@ def keep_out() -> None:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Turn the garbage collector off in a block, where freeing an object would do harm."""
     enabled = gc.isenabled()
     gc.disable()

@@ -187,7 +187,7 @@ def drafting(capability: int) -> Iterator[Kernel]:
         1,
         numbers,
     )
-    yield "side_by_side", ahead.side_by_side_kernel, around, 4, 1, {"ids": "*i64"}
+    yield "side_by_side", ahead.normalize_and_concatenate_kernel, around, 4, 1, {"ids": "*i64"}
     looks = {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}
     yield "look_up", look_up_kernel, looks, 8, 1, numbers
 
@@ -283,7 +283,7 @@ def delta(capability: int) -> Iterator[Kernel]:
         ),
         ("scan", delta_layers.scan_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 8, types),
         ("begin", delta_layers.begin_kernel, {"P": 64, "KINDS": 6, "BLOCK": 128}, 1, numbers),
-        ("gate", delta_layers.under_gate_kernel, gate, 4, {"stride": "i32"}),
+        ("gate", delta_layers.apply_gate_kernel, gate, 4, {"stride": "i32"}),
     ):
         own = {key: value for key, value in constants.items() if key in kernel.arg_names}
         yield name, kernel, own, warps, 1, more

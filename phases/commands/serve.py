@@ -13,7 +13,7 @@ import uvloop
 
 from benchmarks.made_up import RANDOM, made_up_tokenizer
 from benchmarks.one_at_a_time import OneAtATime
-from common.collector import keep_out
+from common.collector import freeze_collector
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import EngineLost, UserError
@@ -167,7 +167,7 @@ def _serve(app: App, given: SimpleNamespace, keyed: bool, begun: Usage | None) -
 
 def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> None:
     """Print the memory plan, how to call the server, and what other programs have taken since `begun`."""
-    keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
+    freeze_collector()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
     if ready is not None and ready.memory_plan:
         err.print(f"[dim]{ready.memory_plan}[/dim]")

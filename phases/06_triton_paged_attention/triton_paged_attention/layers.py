@@ -49,14 +49,14 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor | Stream) -> Tensor:
         """Return `x [..., size]`, or the sum of a `Stream`, normalized."""
-        return self.both(x)[1]
+        return self.add_and_normalize(x)[1]
 
     @property
     def weights(self) -> NormWeights:
         """The norm's weights, for a kernel that normalizes its own input."""
         return NormWeights(self.weight, self.eps, self.one_plus)
 
-    def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
         """Return the residual stream, its pending addition done, and the same normalized:
         `[..., size]` each.
         """
@@ -90,7 +90,7 @@ class FusedAttention(nn.Module):
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
         """See `LlamaAttention.forward`."""
-        attend = self.attend if self.fused else self._apart
+        attend = self.attend if self.fused else self._attend_unfused
         return self.o_proj(attend(self.qkv_proj(x), cos_sin, attention))
 
     @property
@@ -126,7 +126,7 @@ class FusedAttention(nn.Module):
             out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotate()))
         return out.reshape(*qkv.shape[:-1], -1)
 
-    def _apart(
+    def _attend_unfused(
         self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
         """Compute everything between the projections by phase 01's norms and RoPE."""
@@ -202,9 +202,9 @@ class FusedBlock(nn.Module):
         for kernel in self.kernels:
             if kernel.supports(x, attention):
                 return kernel(self, x, cos_sin, attention)
-        total, normed = self.input_layernorm.both(x)
+        total, normed = self.input_layernorm.add_and_normalize(x)
         x = Stream(total, self.self_attn(normed, cos_sin, attention))
-        total, normed = self.post_attention_layernorm.both(x)
+        total, normed = self.post_attention_layernorm.add_and_normalize(x)
         return Stream(total, self.mlp(normed))
 
 

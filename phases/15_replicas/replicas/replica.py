@@ -15,7 +15,7 @@ from serving.http.exchange import Receive, Scope, Send
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
-LAST_WORDS = 1.0
+ERROR_SECONDS = 1.0
 """Most seconds for which a replica whose engine has died waits for its streams to send their errors."""
 
 
@@ -108,12 +108,12 @@ class Replica:
         """Wait while the engine is `ready`, and then end this process with status 1.
 
         Before that, streams may say that the engine has died: it waits while the application has exchanges,
-        for `LAST_WORDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
+        for `ERROR_SECONDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
         """
         while self.app.engine.state == "ready":
             await asyncio.sleep(LOOK_SECONDS)
         log.error("the engine has ended, and so does this replica")
-        rounds = int(LAST_WORDS / LOOK_SECONDS)
+        rounds = int(ERROR_SECONDS / LOOK_SECONDS)
         while self.app.exchanges and rounds:
             await asyncio.sleep(LOOK_SECONDS)
             rounds -= 1

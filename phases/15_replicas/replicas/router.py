@@ -39,7 +39,7 @@ class Router(RequestRouter):  # type: ignore[misc]
         """Return replicas in the order to try: Ray tries the next if one has as many requests as it takes."""
         if pending_request is None:
             return [candidate_replicas]
-        said = said_in(pending_request)
+        said = routing_fields(pending_request)
         by_name = {name_of(replica.replica_id): replica for replica in candidate_replicas}
         by_name = {
             name: by_name[name] for name in by_name.keys() - set(said["avoid"])
@@ -63,7 +63,9 @@ class Router(RequestRouter):  # type: ignore[misc]
     ) -> None:
         """Record which replica has accepted a request, if it is not the one that was tried first."""
         if self._unsent.pop(id_of(pending_request), None) is not None:
-            self._give(pending_request, said_in(pending_request)["chain"], name_of(replica_id))
+            self._give(
+                pending_request, routing_fields(pending_request)["chain"], name_of(replica_id)
+            )
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Forget a request that has ended, whether well or not."""
@@ -98,7 +100,7 @@ def name_of(replica: ReplicaID) -> str:
     return str(replica.unique_id)
 
 
-def said_in(request: PendingRequest) -> dict[str, Any]:
+def routing_fields(request: PendingRequest) -> dict[str, Any]:
     """Return the fields that the proxy has added to a request, such as `chain`, `avoid` and `wanted`."""
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):

@@ -37,7 +37,7 @@ def address_of(table, peer, offset, kind: tl.constexpr):
 
 @triton.jit
 def barrier(
-    counter, table, meeting, stop,
+    counter, table, barrier_number, stop,
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, LOOK: tl.constexpr = 256,
 ):  # fmt: skip
     """Wait until the program of this number has reached the barrier on every rank; their writes are then
@@ -64,7 +64,7 @@ def barrier(
     come = tl.atomic_add(
         own, 0, sem="acquire", scope="sys"
     )  # adding nothing is compiled to a load
-    while (come < meeting * (RANKS - 1)) & (stopped == 0):
+    while (come < barrier_number * (RANKS - 1)) & (stopped == 0):
         come = tl.atomic_add(own, 0, sem="acquire", scope="sys")
         looks += 1
         if looks % LOOK == 0:
@@ -76,10 +76,10 @@ def barrier(
 
 @triton.jit
 def all_reduce_kernel(
-    out, part, residual, table, meetings, stop, rows,
+    out, part, residual, table, barriers_passed, stop, rows,
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
-    PLACE: tl.constexpr, HALF: tl.constexpr, COUNTERS: tl.constexpr,
+    SLOT: tl.constexpr, HALF: tl.constexpr, COUNTERS: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of all ranks' `part [rows, SIZE]`, plus `residual` with ADD, to `out`: rows `b`, `b +
@@ -97,8 +97,8 @@ def all_reduce_kernel(
         gdc_wait()
     i = tl.arange(0, SIZE_PAD)
     inside = i < SIZE
-    meeting = tl.load(meetings + program) + 1
-    parts = (meeting % 2) * HALF + program.to(tl.int64) * PLACE
+    barrier_number = tl.load(barriers_passed + program) + 1
+    parts = (barrier_number % 2) * HALF + program.to(tl.int64) * SLOT
     kind: tl.constexpr = tl.pointer_type(part.dtype.element_ty)
     mine = address_of(table, RANK, parts, kind)
     count = tl.cdiv(rows - program, programs)
@@ -107,7 +107,13 @@ def all_reduce_kernel(
         value = tl.load(part + row.to(tl.int64) * SIZE + i, mask=inside, other=0.0)
         tl.store(mine + number * SIZE + i, value, mask=inside)
     barrier(
-        COUNTERS + program.to(tl.int64) * ALIGN, table, meeting, stop, RANK, RANKS, RANKS_PAD
+        COUNTERS + program.to(tl.int64) * ALIGN,
+        table,
+        barrier_number,
+        stop,
+        RANK,
+        RANKS,
+        RANKS_PAD,
     )
     for number in range(count):
         value = tl.zeros([SIZE_PAD], tl.float32)
@@ -120,4 +126,4 @@ def all_reduce_kernel(
         if ADD:
             value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-    tl.store(meetings + program, meeting)
+    tl.store(barriers_passed + program, barrier_number)

@@ -23,8 +23,8 @@ DEPENDENT_ROWS = 8
 """Rows up to which the kernels around start before the last one ends (programmatic dependent launch)."""
 
 
-_met = 0
-"""Number of times that this process has made a `Shared`."""
+_buffers_made = 0
+"""Number of times that this process has made a `SymmetricBuffer`."""
 
 
 class OtherRanks(UserError):
@@ -35,7 +35,7 @@ class OtherRanks(UserError):
     """
 
 
-class Shared:
+class SymmetricBuffer:
     """A buffer of every rank, mapped into the address spaces of all ranks.
 
     table: `[ranks]` int64 on the device, the address at which each rank's buffer begins.
@@ -44,11 +44,11 @@ class Shared:
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
-        global _met
-        counts = ranks.gather(torch.tensor([_met], device=ranks.device))
+        global _buffers_made
+        counts = ranks.gather(torch.tensor([_buffers_made], device=ranks.device))
         if bool((counts != counts[0]).any()):
             raise OtherRanks("symmetric memory is for the first ranks of a process")
-        _met += 1
+        _buffers_made += 1
         self._own: Any = symmetric.empty(size, dtype=torch.uint8, device=ranks.device)
         self._own.zero_()
         torch.cuda.synchronize(ranks.device)
@@ -80,8 +80,8 @@ class SymmetricMemoryReducer(Reducer):
         each = -(-self.most_rows // PROGRAMS)
         self.place = -(-each * row // ALIGN.value) * ALIGN.value
         self.half = self.place * PROGRAMS
-        self.shared = Shared(ranks, 2 * self.half + PROGRAMS * ALIGN.value)
-        self.meetings = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
+        self.shared = SymmetricBuffer(ranks, 2 * self.half + PROGRAMS * ALIGN.value)
+        self.barriers_passed = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
 
     def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
         """See `Reducer.sum`."""
@@ -110,9 +110,9 @@ class SymmetricMemoryReducer(Reducer):
         early = rows <= DEPENDENT_ROWS and dependent_launch(part.device)
         all_reduce_kernel[(min(rows, PROGRAMS),)](
             out, part, part if residual is None else residual,
-            self.shared.table, self.meetings, self.shared.stop, rows,
+            self.shared.table, self.barriers_passed, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
-            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half,
+            SIZE=size, SIZE_PAD=padded, SLOT=self.place, HALF=self.half,
             COUNTERS=2 * self.half,
             ADD=residual is not None, PDL=early,
             num_warps=min(16, max(1, padded // 256)),

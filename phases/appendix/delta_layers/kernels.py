@@ -279,7 +279,7 @@ def scan(
 
 
 @triton.jit
-def under_gate_kernel(
+def apply_gate_kernel(
     out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Write `x * sigmoid(gate)` for part of a row. The next kernel may start early: it reads only weights
@@ -299,11 +299,11 @@ def under_gate_kernel(
     )
 
 
-def under_gate(x: Tensor, gate: Tensor) -> Tensor:
+def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return `x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may have any stride."""
     out, size = torch.empty_like(x), x.shape[-1]
     early = len(x) == 1 and dependent_launch(x.device)
-    under_gate_kernel[len(x), triton.cdiv(size, 1024)](
+    apply_gate_kernel[len(x), triton.cdiv(size, 1024)](
         out, x, gate, gate.stride(0),
         SIZE=size, BLOCK=1024, PDL=early, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

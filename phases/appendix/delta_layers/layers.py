@@ -18,7 +18,7 @@ from forward.attention import Attention
 from hybrid_cache.kernels import FusedDelta, GroupedTriton
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
-from phases.appendix.delta_layers.kernels import scan, under_gate
+from phases.appendix.delta_layers.kernels import apply_gate, scan
 from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
 from phases.appendix.latency.tables import single_request_default
 from triton_paged_attention.decode import Workspace
@@ -94,7 +94,7 @@ class FusedGatedAttention(FusedAttention):
             mixed = self.single_request(qkv, cos_sin, attention)
         else:
             mixed = self.attend(qkv, cos_sin, attention)
-        return self.o_proj(under_gate(mixed, gate), residual=residual)
+        return self.o_proj(apply_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
         """Return True if `single_request` computes the step: one token, and a cache without scales."""
@@ -165,8 +165,8 @@ class FusedHybridBlock(nn.Module):
             return mlp.down_proj(
                 mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x
             )
-        total, normed = self.input_layernorm.both(x)
-        total, normed = behind.both(Stream(total, layer(normed)))
+        total, normed = self.input_layernorm.add_and_normalize(x)
+        total, normed = behind.add_and_normalize(Stream(total, layer(normed)))
         return Stream(total, mlp(normed))
 
 

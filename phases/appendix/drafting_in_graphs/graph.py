@@ -24,7 +24,12 @@ from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from forward.attention import Attention
 from phases.appendix.drafting_in_graphs.columns import by_columns
-from phases.appendix.drafting_in_graphs.kernels import Chain, Step, StepPositions, side_by_side
+from phases.appendix.drafting_in_graphs.kernels import (
+    Chain,
+    Step,
+    StepPositions,
+    normalize_and_concatenate,
+)
 from phases.appendix.latency.layers import add_kernel
 from speculative.head import Head, ReducedHead
 from triton_paged_attention.linear import FusedLinear
@@ -49,11 +54,13 @@ class HeadDrafts:
         self.kept = kept
         self.plan = plan
         self._mix, self._fuse, self._logits = (
-            _quick(weight)
+            _small_batch_projection(weight)
             for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
         )
-        self._state_norms = _stacked(*head.state_norms, head.norm)  # the last is not used
-        self._input_norms = _stacked(head.token_norm, head.feature_norm)
+        self._state_norms = _stack_weights(
+            *head.state_norms, head.norm
+        )  # the last is not used
+        self._input_norms = _stack_weights(head.token_norm, head.feature_norm)
         if plan.features == SamplingFlags(
             0
         ):  # noise belongs to token ids, the largest logit to none
@@ -66,7 +73,9 @@ class HeadDrafts:
 
         ids: `[T]` int64, the tokens sampled there. hidden: `[T, h]`, the large model's last hidden states.
         """
-        states = side_by_side(self.kept, hidden, self._state_norms, self.head.config.norm_eps)
+        states = normalize_and_concatenate(
+            self.kept, hidden, self._state_norms, self.head.config.norm_eps
+        )
         return self.step(ids, self._mix(states), self.head.rope(positions), attention)
 
     def choose(self, last: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
@@ -87,11 +96,13 @@ class HeadDrafts:
     ) -> Tensor:
         """Run the head on tokens `ids [T]` and the hidden states before them, `features [T, h]`: `[T, h]`."""
         table, eps = self.head.embed_tokens.weight, self.head.config.norm_eps
-        given = side_by_side(table, features, self._input_norms, eps, ids=ids, norm_last=True)
+        given = normalize_and_concatenate(
+            table, features, self._input_norms, eps, ids=ids, norm_last=True
+        )
         return self.head.through(self._fuse(given), cos_sin, attention)
 
 
-def _quick(weight: Tensor) -> FusedLinear:
+def _small_batch_projection(weight: Tensor) -> FusedLinear:
     """Return a projection that shares `weight`, with kernels for one token and for two to eight."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -100,7 +111,7 @@ def _quick(weight: Tensor) -> FusedLinear:
     return by_columns(fused, fewest=1)
 
 
-def _stacked(*norms: nn.Module) -> Tensor:
+def _stack_weights(*norms: nn.Module) -> Tensor:
     """Return the norms' weights as one tensor `[len(norms), h]`."""
     return torch.stack([norm.get_parameter("weight") for norm in norms])
 

@@ -118,7 +118,7 @@ def next_inputs_kernel(
 
 
 @triton.jit
-def side_by_side_kernel(
+def normalize_and_concatenate_kernel(
     out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     INDEXED: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
@@ -294,7 +294,7 @@ class Step(NamedTuple):
         )  # fmt: skip
 
 
-def side_by_side(
+def normalize_and_concatenate(
     first: Tensor,  # [rows, (parts - 1) * h]
     second: Tensor,  # [T, h]
     weights: Tensor,  # [parts, h]
@@ -312,7 +312,7 @@ def side_by_side(
     (tokens, size), parts = second.shape, len(weights)
     out = torch.empty(tokens, parts * size, dtype=second.dtype, device=second.device)
     early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
-    side_by_side_kernel[(tokens, parts)](
+    normalize_and_concatenate_kernel[(tokens, parts)](
         out, first, second.contiguous(), weights, out if ids is None else ids, eps,
         PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last,
         PDL=early,

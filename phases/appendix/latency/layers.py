@@ -152,11 +152,11 @@ def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
     return kernel
 
 
-CombinesHeads = Callable[[SingleRequestSplits, Tensor], Tensor]
+HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
 """Maps attention's splits and a residual `[T, hidden]` to residual plus output projection `[T, hidden]`."""
 
 
-def heads_of(linear: nn.Module) -> CombinesHeads | None:
+def heads_of(linear: nn.Module) -> HeadCombiner | None:
     """Return the function that combines attention's splits in this output projection.
 
     None: the layer is quantized, or attention combines them faster.
@@ -176,9 +176,9 @@ class LatencyBlock:
     """
 
     small_batch = False
-    small_batch_heads: CombinesHeads | None = None
+    small_batch_heads: HeadCombiner | None = None
 
-    def __init__(self, heads: CombinesHeads | None = None) -> None:
+    def __init__(self, heads: HeadCombiner | None = None) -> None:
         self.heads = heads
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:

@@ -28,7 +28,12 @@ from paged_cache.pool import LayerBlocks
 from phases.appendix.latency.tables import SingleRequestConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
+from triton_paged_attention.kernels.rope import (
+    HeadNorms,
+    apply_norm_weight,
+    norm_scale,
+    rotate,
+)
 from triton_paged_attention.tiles import (
     attend,
     combine,
@@ -72,7 +77,7 @@ def norm_and_turn(
         scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
         x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
         y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
-    return turn(x, y, cos, sin)
+    return rotate(x, y, cos, sin)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 This is `single_request.py` for more than one token, where a step is as much a chain of kernels as with one.
 The keys of the new tokens are a tile of their own, which comes from registers; keys in the cache do not
 depend on them and are loaded before the wait. The splits are combined as those of one token are: by every
-program of the output projection (a `CombinesHeads`), or by the last split to arrive.
+program of the output projection (a `HeadCombiner`), or by the last split to arrive.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def attend_small_batch(
     Launch it behind a projection with `trigger_early=False`, unless `starts_early` is True for the layer.
 
     wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for a
-        `CombinesHeads`.
+        `HeadCombiner`.
     """
     layer, count = given.layer, len(given.qkv)
     assert fits(count, layer), (

@@ -60,14 +60,14 @@ def power_scale(top):
 
 
 @triton.jit
-def pair(low, high):
+def float16_pair(low, high):
     """Return two numbers as float16 in one int32 word, `low` in the lower half."""
     low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
-def four(x):
+def split_four(x):
     """Split `x [A, B, 4]` into four tensors `[A, B]`."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     first, third = tl.split(even)
@@ -168,14 +168,14 @@ OPERANDS = tl.constexpr("=r" + ",r" * 12)
 
 
 @triton.jit
-def sixteen(w, x, WORDS: tl.constexpr):
+def sum_sixteen_products(w, x, WORDS: tl.constexpr):
     """Multiply a tile with its inputs `[Q, 16]`, and sum sixteen products at a time: `[ROWS, Q]`."""
     if WORDS != "":
-        w0, w1, w2, w3 = four(w)
+        w0, w1, w2, w3 = split_four(w)
         low, high = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
-        even, odd = tl.split(tl.reshape(pair(low, high), [1, x.shape[0], 4, 2]))
-        a0, a1, a2, a3 = four(even)
-        b0, b1, b2, b3 = four(odd)
+        even, odd = tl.split(tl.reshape(float16_pair(low, high), [1, x.shape[0], 4, 2]))
+        a0, a1, a2, a3 = split_four(even)
+        b0, b1, b2, b3 = split_four(odd)
         total = tl.inline_asm_elementwise(
             FP8_WORDS if WORDS == "fp8" else INT8_WORDS, OPERANDS,
             [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3],
@@ -294,7 +294,7 @@ def gemv8_kernel(
         for matrix in tl.static_range(MATRICES):
             product = tl.zeros([ROWS, BLOCK_K // 16], tl.float32)
             for i in tl.static_range(PARTS):
-                sums = sixteen(weights[i * MATRICES + matrix], vectors[i], WORDS)
+                sums = sum_sixteen_products(weights[i * MATRICES + matrix], vectors[i], WORDS)
                 product += sums * scales[i * MATRICES + matrix] if SIDE > 0 else sums
             total = tl.sum(product, axis=1) * scale
             if SIDE == 0:

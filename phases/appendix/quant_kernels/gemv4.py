@@ -21,11 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phases.appendix.latency.gemv import FusedOperators, launch
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import (
-    four,
+    float16_pair,
     input_scales,
     load_addends,
-    pair,
     power_scale,
+    split_four,
     tile_origin,
 )
 from quant.products import SPAN
@@ -127,11 +127,11 @@ def sums(
     PART: tl.constexpr = tile // MATRICES
     FIRST: tl.constexpr = PART * 4
     if ASM:
-        w0, w1, w2, w3 = four(words[tile])
-        a0, a1, a2, a3 = four(pairs[FIRST][None, :, :])
-        b0, b1, b2, b3 = four(pairs[FIRST + 1][None, :, :])
-        c0, c1, c2, c3 = four(pairs[FIRST + 2][None, :, :])
-        d0, d1, d2, d3 = four(pairs[FIRST + 3][None, :, :])
+        w0, w1, w2, w3 = split_four(words[tile])
+        a0, a1, a2, a3 = split_four(pairs[FIRST][None, :, :])
+        b0, b1, b2, b3 = split_four(pairs[FIRST + 1][None, :, :])
+        c0, c1, c2, c3 = split_four(pairs[FIRST + 2][None, :, :])
+        d0, d1, d2, d3 = split_four(pairs[FIRST + 3][None, :, :])
         total = tl.inline_asm_elementwise(
             FOUR_WORDS, OPERANDS,
             [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
@@ -213,7 +213,7 @@ def gemv4_kernel(
         lows += (low,)  # type: ignore[assignment]
         highs += (high,)  # type: ignore[assignment]
         large = LARGE / 16 if i % 2 == 1 else LARGE
-        pairs += (pair(low * large, high * large),)  # type: ignore[assignment]
+        pairs += (float16_pair(low * large, high * large),)  # type: ignore[assignment]
     for i in tl.static_range(PARTS):
         every = lows[4 * i] + highs[4 * i]  # type: ignore[var-annotated]
         for part in tl.static_range(1, 4):

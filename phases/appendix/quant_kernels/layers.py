@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from forward.attention import Attention
 from forward.model import Model
-from phases.appendix.latency.layers import CombinesHeads, LatencyBlock, LatencyKernel
+from phases.appendix.latency.layers import HeadCombiner, LatencyBlock, LatencyKernel
 from phases.appendix.latency.output_projection import Rounding, project_heads
 from phases.appendix.latency.single_request import SingleRequestSplits, starts_early
 from phases.appendix.latency.tables import fused_heads_are_faster
@@ -65,7 +65,7 @@ class QuantLatencyKernel(LatencyKernel):
         return gemv8(x, linear.stored, **how)
 
 
-def heads_of(linear: KernelLinear) -> CombinesHeads | None:
+def heads_of(linear: KernelLinear) -> HeadCombiner | None:
     """Return the function that combines attention's splits in an output projection of 8-bit weights.
 
     None: its scales are not by channel, it has act-order, or attention combines the splits faster.
@@ -160,10 +160,10 @@ class PendingScalesNorm(FusedRMSNorm):
         self.eps = norm.eps
         self.one_plus = norm.one_plus
 
-    def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """See `FusedRMSNorm.both`."""
+    def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+        """See `FusedRMSNorm.add_and_normalize`."""
         if isinstance(x, Tensor):  # of a single token: nothing is pending
-            return super().both(x)
+            return super().add_and_normalize(x)
         total, normed = norm_rows(*x, self.weights, None)
         assert isinstance(normed, Tensor)
         return total, normed

@@ -59,7 +59,7 @@ def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
 
 
 @triton.jit
-def turn(x, y, cos, sin):
+def rotate(x, y, cos, sin):
     """Return one half `x` of rotated pairs, given the other half `y`. The minus sign is in the first half's
     `sin`.
     """
@@ -159,7 +159,7 @@ def norm_rope_kernel(
             )
         c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
-        turned_x, turned_y = turn(x, y, c, -s), turn(y, x, c, s)
+        turned_x, turned_y = rotate(x, y, c, -s), rotate(y, x, c, s)
         if is_query:
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
