@@ -21,7 +21,10 @@ class CachedAttention:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def begin(self, count: int) -> None:
-        """Start a step of ``count`` new columns. Raises `UserError` if the cache has no room for them."""
+        """Start a step of ``count`` new columns, and forget the last step's masks.
+
+        Raises `UserError` if the cache has no room for them.
+        """
         self.cache.reserve(count)
         start, device = self.cache.length, self.cache.layers[0].keys.device
         self.columns = torch.arange(start, start + count, device=device)  # [S]

@@ -55,6 +55,7 @@ class KVCache:
 
     ``layers`` has a `LayerCache` for each layer. ``length`` is how many columns are filled. The loop
     advances it after a step, never a layer: within a step every layer must see the same value.
+    ``bytes_needed`` says what they take.
     """
 
     def __init__(
