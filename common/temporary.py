@@ -9,13 +9,15 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-PATTERN = "ladder-*-*"
+NAME = re.compile(r"inference-ladder-\d+-[a-z0-9_]{8}")
+"""The name of a temporary folder: no other folder that a user has is called so."""
 _locks: dict[Path, int] = {}
 """Folders of this process -> descriptors that hold their locks."""
 
@@ -27,9 +29,9 @@ def temporary_folder() -> Path:
     Raises:
         OSError: it cannot be created.
     """
-    sweep(Path(tempfile.gettempdir()).glob(PATTERN))
+    sweep(_temporary_folders())
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"ladder-{os.getpid()}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"inference-ladder-{os.getpid()}-"))
         lock = lock_path(folder)
         if lock is not None and folder.exists():  # not swept before it was locked
             _locks[folder] = lock
@@ -66,6 +68,13 @@ def lock_path(path: Path, *, wait: bool = True) -> int | None:
     return descriptor
 
 
+def _temporary_folders() -> list[Path]:
+    """Return the temporary folders of all processes that there are or were."""
+    return [
+        path for path in Path(tempfile.gettempdir()).iterdir() if NAME.fullmatch(path.name)
+    ]
+
+
 def sweep(paths: Iterable[Path]) -> None:
     """Delete the files and folders among `paths` that belong to this user and are not locked by a process."""
     for path in paths:
@@ -84,4 +93,4 @@ def _delete_all() -> None:
     for folder in list(_locks):
         delete_folder(folder)
     with suppress(OSError):
-        sweep(Path(tempfile.gettempdir()).glob(PATTERN))
+        sweep(_temporary_folders())

@@ -46,9 +46,11 @@ def chain_of(body: bytes) -> list[int]:
 
 
 def chain(blocks: list[bytes], salt: bytes) -> list[int]:
-    """Return a 64-bit hash for each block, over the block and all blocks before it.
+    """Return a number below 2^64 for each beginning that ends with a block, by a 64-bit hash of `xxhash`.
 
-    blocks: bytes, such as keys of `prefix_cache.index`. salt: hashed before the first block.
+    The hash of the salt begins; each number is the hash of the one before (8 bytes) and the block. Any good
+    hash will do that is the same in every process, which `hash` of bytes is not. Keys of
+    `prefix_cache.index` do as blocks, too.
     """
     digest, found = xxhash.xxh3_64_intdigest(salt), []
     for block in blocks:
