@@ -59,7 +59,9 @@ def usage() -> Usage:
 
 
 def share(before: Usage, after: Usage) -> float:
-    """Return the others' part of the processors between two readings, 0 to 1; 0 if they are too close."""
+    """Return the share 0 to 1 of the processors that others took between two readings; 0 if they are too
+    close.
+    """
     return others_share(before, after) if after.clock - before.clock >= LEAST_SECONDS else 0.0
 
 

@@ -31,7 +31,7 @@ ROWS = 4
 BLOCKS = 5
 QUANT = 10
 STATES = 17
-"""The phases that bring rows of requests, blocks with all that is a feature, few bits, and layers' states."""
+"""First phases with rows of requests, with blocks and features, with quantized weights, with layers' states."""
 BLOCKS_FOLDER = "blocks"
 """Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
 NEEDS_FLOATS = {

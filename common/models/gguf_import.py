@@ -9,7 +9,7 @@ The weights are stored as float32. Where all matrices are of the types in `BLOCK
 time as the file has them, in the folder `blocks`: a quantized checkpoint, for phase 10. A quantized weight is
 a float16 scale times an integer, plus a float16 minimum in some formats; such a product has up to 18
 significant bits, which float16 (11) and bfloat16 (8) would round. From float32 each later format is rounded
-once, and `transformers` computes in float32 unless told otherwise, which is what an oracle should do. The
+once, and `transformers` computes in float32 by default, which is what an oracle should do. The
 price is disk space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
 """
 

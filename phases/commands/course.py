@@ -227,7 +227,8 @@ def grade(
         typer.Option(help="what was asked for, such as 02-05; by default all of the copy"),
     ] = None,
     key: Annotated[
-        bool, typer.Option("--key", help="name the answers of questions, for a teacher")
+        bool,
+        typer.Option("--key", help="print the right number of each question, for a teacher"),
     ] = False,
     gradescope: Annotated[
         bool, typer.Option("--gradescope", help="as a results.json of Gradescope's autograder")

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from common.collector import keep_out
+from common.collector import freeze_collector
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import EngineLost, UserError
