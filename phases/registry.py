@@ -31,7 +31,7 @@ ROWS = 4
 BLOCKS = 5
 QUANT = 10
 STATES = 17
-"""First phases with rows of requests, with blocks and features, with quantized weights, with layers' states."""
+"""First phases with rows of requests, with blocks and features, with quantized weights, and with states."""
 BLOCKS_FOLDER = "blocks"
 """Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
 NEEDS_FLOATS = {
