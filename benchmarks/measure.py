@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.evidence import PERCENTILES, Roofline, Run, sample_metrics
 from benchmarks.workloads import Item, Workload
-from common.collector import keep_out
+from common.collector import freeze_collector
 from common.device import synchronize
 from common.events import Completion, Streams, generate
 from common.neighbours import LEAST_SECONDS, share, usage
@@ -263,7 +263,7 @@ def percentiles(name: str, values: Sequence[float]) -> Sample:
 def kept_out() -> Iterator[None]:
     """Keep the collector out as a server does, for a while."""
     before = gc.get_threshold()
-    keep_out()
+    freeze_collector()
     try:
         yield
     finally:

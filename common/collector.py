@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles, kept out of an engine's steps."""
+"""Control of Python's garbage collector of reference cycles, which would stop an engine's steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SELDOM = 1000
-"""Collections of the middle generation, at least, between two of everything; Python itself waits for 10."""
+"""Collections of the middle generation between two full collections, at least; Python's default is 10."""
 
 
-def keep_out() -> None:
-    """Never look again at what is there now, and seldom at all that comes.
+def freeze_collector() -> None:
+    """Freeze all objects that exist now, and let full garbage collections come less often from now on.
 
-    A reference count of zero frees nearly everything. The collector is for cycles, and looks for them through
-    every object of a process: 200 ms where PyTorch is imported, and still 5 ms with nothing but the thousands
-    of requests that wait in line. No request's next token should wait for that.
+    A reference count of zero frees nearly everything. The collector is for cycles, and looks for them
+    through every object of a process: 200 ms where PyTorch is imported, and still 5 ms with nothing but the
+    thousands of requests that wait in line. No request's next token should wait for that.
     """
     gc.collect()
     gc.freeze()
@@ -24,8 +24,8 @@ def keep_out() -> None:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """Collect nothing inside, where freeing an object would do harm."""
+def collector_paused() -> Iterator[None]:
+    """Turn the garbage collector off in a block, where freeing an object would do harm."""
     enabled = gc.isenabled()
     gc.disable()
     try:

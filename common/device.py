@@ -1,4 +1,4 @@
-"""Which device to compute on, in which number format, how to wait for it, and how much memory is in use."""
+"""Choose the device and the number format to compute in, wait for the device, and read its free memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from common.errors import UserError
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device called `name`: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the fastest one present.
+    """Return the device called `name`: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for the fastest one present.
 
     Raises:
-        UserError: the name is unknown, or no such device is present in this machine.
+        UserError: the name is unknown, or this machine has no such device.
     """
     kind, index = check_device(name)
     if name == "auto":
@@ -35,7 +35,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.dtype:
-    """The number format called `name`, or with `auto` the one that suits `device`.
+    """Return the number format called `name`, or with `auto` the one that suits `device`.
 
     `auto` means float32 on a CPU (not every one computes fast in half precision), bfloat16 on a CUDA device
     of compute capability 8.0 (Ampere) or later, float16 on an older one, which can only emulate bfloat16, and
@@ -55,7 +55,7 @@ def pick_dtype(name: str = "auto", device: torch.device | str = "cpu") -> torch.
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until `device` has finished everything it was given; a CPU always has."""
+    """Wait until `device` has finished all queued work; returns at once for a CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -64,7 +64,9 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def free_memory(device: torch.device | str) -> tuple[int, int]:
-    """Bytes that are free and bytes in all; what PyTorch keeps of a GPU's memory for later is free."""
+    """Return the free bytes and all bytes of the device's memory; what PyTorch caches of a GPU
+    counts as free.
+    """
     if torch.device(device).type != "cuda":
         memory = psutil.virtual_memory()
         return memory.available, memory.total
@@ -74,10 +76,10 @@ def free_memory(device: torch.device | str) -> tuple[int, int]:
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of the GPU, or of the processor.
+    """Return the vendor's name of the GPU, or of the processor.
 
-    A virtual machine's processor often hides its generation behind a bare "AMD EPYC", so its family and model
-    are told as well.
+    A virtual machine's processor often hides its generation behind a bare "AMD EPYC", so its family and
+    model numbers are appended.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Names of devices and number formats: what can be refused before PyTorch is imported."""
+"""Names of devices and number formats, checked without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_device(name: str) -> tuple[str, str]:
-    """Split a device's name into its kind and its index, either of which may be all there is.
+    """Split a device's name into its kind and its index: `cuda:1` -> `("cuda", "1")`, `cpu` -> `("cpu", "")`.
 
     Raises:
         UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.
@@ -31,7 +31,11 @@ def check_dtype(name: str) -> str:
 
 
 def device_folder(device: str, name: str) -> str:
-    """Return `cpu`, or a GPU's short name: `NVIDIA H200` -> `h200`."""
+    """Return the name of a device's folder of evidence: `cpu`, or a GPU's short name: `NVIDIA H200` ->
+    `h200`.
+
+    device: `cpu` or `cuda`. name: the vendor's name.
+    """
     if device == "cpu":
         return "cpu"
     short = re.sub(r"\b(nvidia|geforce|amd|apple|graphics)\b", "", name.lower())

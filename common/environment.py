@@ -1,4 +1,5 @@
-"""Settings that libraries read while PyTorch is imported: made here, once, before that. The user's own win.
+"""Environment variables that libraries read while PyTorch is imported, set before that; the user's values
+win.
 
 PyTorch's threads come from GNU's OpenMP. A thread that waits for others spins before it sleeps, by default
 for 300,000 turns (some 1 to 10 ms): alone that is the fastest way to begin the next operator, but beside
@@ -16,7 +17,7 @@ from pathlib import Path
 from common.neighbours import others_share, processors, usage
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}
-"""The profiler's own log: `ladder profile` prints what it found, not when it began."""
+"""Turns off the profiler's own log, which says when it began and ended."""
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 """Turns that a thread spins where it is measured how fast something can be."""
 SHORT_SPIN = {"GOMP_SPINCOUNT": "1000"}

@@ -1,4 +1,4 @@
-"""The one exception for input that a person can correct, and the checks that most fields need."""
+"""Exceptions for what is no defect of the program, and the checks that most fields need."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from typing import SupportsFloat, SupportsIndex
 
 
 class UserError(ValueError):
-    """Input that cannot be used, told in one sentence that names the field, its value and the limit.
+    """Raised for input that cannot be used, with one sentence that names the field, its value and the limit.
 
-    The command line prints the sentence alone and exits with status 2; the server answers with status 400.
-    Everything else that is raised is a defect of the program and keeps its traceback.
+    The command line prints the sentence alone and exits with status 2; the server responds with status 400.
+    Any other exception is a defect of the program and keeps its traceback.
     """
 
 
 class NotANumber(ArithmeticError):
-    """The logits of a request are NaN, which says nothing of its next token.
+    """Raised for a request whose logits are NaN, so that no token can be chosen.
 
-    It ends that request alone: weights, a scale or a number format are wrong, and its prompt shows it.
+    It ends that request alone. The cause is a wrong weight, scale or number format, which this prompt makes
+    visible.
     """
 
 
 class EngineLost(RuntimeError):
-    """A process or a device that an engine needs is gone, through no fault of the program.
+    """Raised if a process or a device that an engine needs has ended, through no fault of the program.
 
     The command line prints the sentence alone and exits with status 1.
     """
 
 
 def shown(value: object, write: Callable[[object], str] = repr) -> str:
-    """`repr(value)`; Python writes out no integer of more than 4,300 digits, so these go by their size."""
+    """Return `write(value)`, or the size of an integer that Python refuses to print (more than
+    4,300 digits).
+    """
     try:
         return write(value)
     except ValueError:
@@ -43,7 +46,7 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
 
 
 def brief(value: object) -> str:
-    """`shown` in at most 80 characters: the middle of long texts and the end of long lists are left out."""
+    """Return `repr(value)` in at most 80 characters: long texts lose their middle, long lists their end."""
     whole = isinstance(value, str) and len(value) <= 60
     text = shown(value, repr if whole else reprlib.repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -62,10 +65,10 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 
 
 def one_line(message: str) -> str:
-    """Return an error that a library wrote over several lines as one line that says where.
+    """Return a library's error message of several lines as one line that says where the error is.
 
-    Rust's libraries draw: they repeat the source, and put `^` under the place. Here the place is a number,
-    such as `unclosed group at character 3 of 'ab('`, or `line 2, character 4:` in a grammar; the first is 1.
+    Libraries in Rust repeat the source and put `^` under the character. In its place comes a number, such
+    as `unclosed group at character 3 of 'ab('`, or `line 2, character 4:` in a grammar; both count from 1.
     """
 
     def place(found: re.Match[str]) -> str:
@@ -78,10 +81,11 @@ def one_line(message: str) -> str:
 def integer(
     name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
 ) -> int:
-    """`value` as an int, numpy's included.
+    """Return `value` as an int; numpy's integers are accepted. name: of the field, for the error.
 
     Raises:
-        UserError: it is no integer (a bool is none, `max_tokens=True` is a mistake), or out of its limits.
+        UserError: it is not an integer (nor is a bool, since `max_tokens=True` is a mistake), or not in low
+            .. high.
     """
     if low is None:
         limit = "an integer"
@@ -102,10 +106,10 @@ def integer(
 def number(
     name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False
 ) -> float:
-    """`value` as a float between `low` and `high`; with `above_low`, `low` itself is too small.
+    """Return `value` as a float from `low` to `high`; with `above_low`, `low` itself is too small.
 
     Raises:
-        UserError: it is no number (nor is a bool or a string), or out of its limits, as NaN always is.
+        UserError: it is no number (nor is a bool or a string), or out of these limits, as NaN always is.
     """
     limit = (
         f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
@@ -122,13 +126,15 @@ def number(
 
 
 def near(value: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'this'?)` for the nearest of the known texts, or nothing where none is near."""
+    """Return ` (did you mean 'x'?)` for the known text nearest to `value`; an empty string if
+    none is near.
+    """
     found = get_close_matches(value[:100], list(known), n=1)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def choice(name: str, value: object, allowed: Iterable[str]) -> str:
-    """`value`, which must be one of `allowed`. Raises `UserError` with the list and the nearest."""
+    """Return `value` if it is one of `allowed`. Raises `UserError` with the list and the nearest of them."""
     names = list(allowed)
     if isinstance(value, str) and value in names:
         return value
@@ -137,10 +143,10 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def boolean(name: str, value: object) -> bool:
-    """`value` itself, which is True or False.
+    """Return `value` if it is True or False.
 
     Raises:
-        UserError: it is something else, however true or false that may be: "no" is true.
+        UserError: it is anything else, truthy or not: the string "no" is truthy.
     """
     if not isinstance(value, bool):
         raise UserError(f"{name} is {brief(value)}, but must be True or False")
@@ -148,10 +154,10 @@ def boolean(name: str, value: object) -> bool:
 
 
 def text(name: str, value: str) -> str:
-    """`value`, which must be a string that has a UTF-8 form.
+    """Return `value` if it is a string that UTF-8 can encode.
 
     Raises:
-        UserError: it is something else, or holds half of a surrogate pair.
+        UserError: it is not a string, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
         raise UserError(f"{name} is {brief(value)}, but must be a string")

@@ -1,6 +1,6 @@
-"""Events, one a token, and the completions that they add up to: the output of every phase.
+"""Token events, and the completions that they add up to: the output of every phase.
 
-A phase is something with `stream`; `generate` collects its events.
+A phase's engine has a method `stream` that yields events; `generate` collects them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 context is full), "abort" (its caller gave up), "error" (its step failed)."""
 
 Params = SamplingParams | Sequence[SamplingParams]
-"""One for all prompts, or one for each."""
+"""Settings for all prompts, or one for each."""
 
 
 class Logprob(NamedTuple):
-    """Log-probabilities at one position, of the model itself: before temperature, penalties and bias.
+    """Log-probabilities of the model at one position, before temperature, penalties and bias.
 
     chosen: natural logarithm of the chosen token's probability.
     top: the most likely (token id, log-probability) pairs, best first, as many as `logprobs` asked for.
@@ -37,13 +37,13 @@ class Logprob(NamedTuple):
 class TokenEvent(NamedTuple):
     """One token of one request, or the end of a request.
 
-    index: which prompt.
-    token_id: None for an end that brings no token ("abort", "error", or max_tokens 0).
+    index: number of the prompt in the caller's list.
+    token_id: None for an end without a token ("abort", "error", or max_tokens 0).
     finish_reason: None until the completion's last event.
     time: `time.perf_counter()`, in seconds, when the host knew the token.
     logprob: None unless asked for.
-    sample: which of the prompt's n completions.
-    text: what it adds to the text, from an engine that had to look for stop strings; None: not made yet.
+    sample: number of the completion among the prompt's n, from 0.
+    text: text that the event adds, if the engine had to look for stop strings; None: not decoded yet.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
@@ -56,24 +56,30 @@ class TokenEvent(NamedTuple):
 
 
 class Streams(Protocol):
-    """The type that the `load` of every phase returns."""
+    """The interface of the engine that every phase's `load` returns."""
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for every prompt (token ids).
+        """Yield the events of a completion of every prompt (a list of token ids).
 
         The events of one completion come in order; completions may interleave. Each of a prompt's n
         completions ends with exactly one event that has a finish reason.
+
+        params: for all prompts, or one for each.
         """
 
 
 @dataclass
 class Completion:
-    """One finished (or aborted) generation.
+    """One generation, finished or still running.
 
+    index, sample: number of the prompt, and of the completion among the prompt's n.
+    prompt_ids: the prompt's token ids.
     token_ids: every generated token, the end-of-sequence or stop token that ended it included.
     text: its text without that token and cut before a stop string; empty when there was no tokenizer.
+    finish_reason: None until it ends.
     logprobs: one for each token, or None when not asked for.
-    arrival, times: `time.perf_counter()` seconds when the request was made and when each token was known.
+    arrival, times, finished: `time.perf_counter()` in seconds: when the request was made, when each token
+        was known, and when it ended (None before).
     """
 
     index: int
@@ -94,19 +100,19 @@ class Completion:
 
     @property
     def itl_ms(self) -> list[float]:
-        """Inter-token latencies, in milliseconds: one less than there are tokens."""
+        """Inter-token latencies, in milliseconds: one fewer than there are tokens."""
         return [
-            (late - early) * 1e3
-            for early, late in zip(self.times, self.times[1:], strict=False)
+            (later - earlier) * 1e3
+            for earlier, later in zip(self.times, self.times[1:], strict=False)
         ]
 
     @property
     def e2e_ms(self) -> float | None:
-        """From arrival to the last event, in milliseconds; None before it."""
+        """Milliseconds from arrival to the last event; None before it."""
         return None if self.finished is None else (self.finished - self.arrival) * 1e3
 
     def add(self, event: TokenEvent) -> None:
-        """Take in the next event of this completion."""
+        """Append the next event of this completion: token, time, log-probabilities, finish reason."""
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
             self.times.append(event.time)
@@ -120,17 +126,18 @@ class Completion:
 
 
 class TextStream:
-    """The text of one completion, from its events, in pieces that can be shown at once.
+    """The text of one completion in pieces that can be shown as soon as they are returned.
 
-    The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows it.
+    The end-of-sequence or stop token that ended it is left out, and so is a stop string with what follows
+    it.
 
-    A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is held
-    back until it is decided. The string that is completed first counts, and of several completed by the same
-    character the longest; so it does not matter how the text is cut into tokens. The text of the first
-    `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what is held
-    back, not to the text before.
+    A stop string may be spread over several tokens. Text that may turn out to be the beginning of one is
+    held back until it is decided. The string that is completed first counts, and of several completed by
+    the same character the longest; so it does not matter how the text is split into tokens. The text of the
+    first `min_tokens` tokens is not searched. A token costs time in proportion to its own text and to what
+    is held back, not to the text before.
 
-    stop: the stop string that has ended it.
+    stop: the stop string that has ended it; None: there was none.
     """
 
     stop: str | None = None
@@ -142,7 +149,11 @@ class TextStream:
         prompt: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin the text that goes on from a prompt (token ids). shown: special tokens that belong to it."""
+        """Start with an empty text that continues `prompt` (token ids).
+
+        params: its `stop`, `min_tokens` and `grammar` are used.
+        shown: ids of special tokens that stay in the text.
+        """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
@@ -152,16 +163,16 @@ class TextStream:
 
     @property
     def begins(self) -> bool:
-        """Return True if the next token begins a text: see `Detokenizer`."""
+        """True if the next token begins a text, so that some decoders drop its leading space."""
         return self._detokenizer.begins
 
     @property
     def text(self) -> str:
-        """The text shown so far; made anew each time, so ask at the end."""
+        """The text returned so far, joined anew at each call."""
         return "".join(self._shown)
 
     def push(self, event: TokenEvent) -> str:
-        """Take in the next event of the completion; returns the text to show after what was shown before."""
+        """Append the next event of the completion; return the text that it adds."""
         if event.text is None:
             return self.advance(event.token_id, event.finish_reason)[1]
         self._shown.append(event.text)
@@ -170,10 +181,11 @@ class TextStream:
     def advance(
         self, token_id: int | None, reason: FinishReason | None
     ) -> tuple[FinishReason | None, str]:
-        """Take in the next token, if there is one, and why it ends the completion, if it does.
+        """Append the next token (None: there is none) with the reason why it ends the completion (None: it
+        does not).
 
         Returns:
-            The reason, which is "stop" where the token completes a stop string, and the text to show.
+            The reason, which is "stop" if the token completes a stop string, and the text that is added.
         """
         held, new = self._held, ""
         if token_id is not None:
@@ -188,7 +200,7 @@ class TextStream:
         return reason, new
 
     def _search(self, piece: str) -> tuple[str, bool]:
-        """Return the text that is decided, and True where a stop string is complete."""
+        """Append decoded text; return what can be shown, and True if a stop string is complete."""
         if self._exempt > 0:
             self._exempt -= 1
             return piece, False
@@ -215,7 +227,7 @@ class TextStream:
 def params_per_prompt(
     prompts: Sequence[Sequence[int]], params: Params
 ) -> list[SamplingParams]:
-    """One `SamplingParams` for each prompt. Raises `UserError` when their numbers differ."""
+    """Return one `SamplingParams` for each prompt. Raises `UserError` if there is another number of them."""
     if not isinstance(prompts, Sized):
         raise UserError(f"prompts is {shown(prompts)}, but must be a list of prompts")
     if isinstance(params, SamplingParams):
@@ -239,9 +251,10 @@ def follow(
     params: Params,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[tuple[Completion, str]]:
-    """Run `engine` on `prompts` (token ids); yield, after each event, its completion and the text to show.
+    """Run `engine` on `prompts` (token ids); yield after each event its completion and the text that is
+    added.
 
-    tokenizer: makes the texts; without one they are empty. A completion has its own when it ends.
+    tokenizer: decodes the texts; without one they are empty. `Completion.text` is set when it ends.
     """
     each = params_per_prompt(prompts, params)
     arrival = time.perf_counter()
@@ -274,9 +287,9 @@ def generate(
     *,
     tokenizer: Tokenizer | None = None,
 ) -> list[Completion]:
-    """Run `engine` on `prompts` (token ids) to the end; completions in (prompt, sample) order.
+    """Run `engine` on `prompts` (token ids) to the end; return the completions in (prompt, sample) order.
 
-    tokenizer: fills in the completions' texts; without one they stay empty.
+    tokenizer: decodes the completions' texts; without one they stay empty.
     """
     found = {
         (one.index, one.sample): one for one, _ in follow(engine, prompts, params, tokenizer)

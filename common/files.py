@@ -1,4 +1,6 @@
-"""Files, written whole or not at all and read with a limit; folders, tried before long work."""
+"""Write files completely or not at all, read files with a limit of size, and test folders
+before long work.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ PROBE_BYTES = 1 << 16
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write, of the same ending: it becomes `path` when the block ends well.
+    """Yield a temporary file beside `path` to write to; it replaces `path` if the block ends without an
+    error.
 
-    Readers see the old file or the new one, never half of one. Folders are made. What processes that were
-    killed have left there of the same name is deleted.
+    Readers see the old file or the new one, never half of one. The suffix is that of `path`. Missing
+    folders are created. Temporary files that killed processes have left for the same `path` are deleted.
 
     Raises:
         UserError: it cannot be written.
@@ -45,9 +48,9 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def check_folder(folder: Path, name: str = "") -> None:
-    """Make a folder and try to write there.
+    """Create a folder and write a temporary file of 64 KB to it.
 
-    name: what the person gave it as, such as `--output`.
+    name: the option that it was given by, such as `--output`.
 
     Raises:
         UserError: files cannot be written there.
@@ -63,15 +66,13 @@ def check_folder(folder: Path, name: str = "") -> None:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file, such as one that came with a model.
+    """Return the content of a regular file of at most `most` bytes, or of a symbolic link to one.
 
-    It may be a symbolic link. A pipe or a device is refused, since reading one may never end.
-
-    most: bytes that the file may have. No more are read of one that grows.
+    A pipe or a device is refused, since reading one may never end.
 
     Raises:
-        OSError: it cannot be read; `FileNotFoundError` where there is none.
-        UserError: it is larger, or no regular file.
+        OSError: it cannot be read; `FileNotFoundError` if it does not exist.
+        UserError: it is larger, or not a regular file.
     """
     with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
@@ -89,10 +90,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_text(path: Path, flag: str, most: int) -> str:
-    """Return the text of a file that a person has given, without a byte order mark of Windows' editors.
+    """Return the text of a file that the user has named, without a byte order mark.
 
-    flag: what it was given as, such as `--json-schema`.
-    most: bytes that it may have. No more are read, so that a pipe without end is refused as well.
+    flag: the option that it was given by, such as `--json-schema`.
+    most: bytes that it may have. No more are read, so that an endless pipe is refused as well.
 
     Raises:
         UserError: it cannot be read, is larger, or is not UTF-8.
@@ -108,7 +109,9 @@ def read_text(path: Path, flag: str, most: int) -> str:
 
 
 def decoded(raw: bytes, name: str) -> str:
-    """Return bytes as text, without a byte order mark. Raises `UserError` if they are not UTF-8."""
+    """Return UTF-8 bytes as text, without a byte order mark. Raises `UserError`, which begins with `name`,
+    for others.
+    """
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:

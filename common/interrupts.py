@@ -1,4 +1,4 @@
-"""Ctrl-C waits until what must not be left half done is done."""
+"""Delay Ctrl-C until an operation that must not be interrupted halfway is complete."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold SIGINT back in a block; what it would have raised is raised at the block's end.
+    """Delay SIGINT while a block runs; its handler runs when the block has ended.
 
-    Python raises KeyboardInterrupt between any two operations of the main thread, so books that take several
-    operations would not balance. A second Ctrl-C does not wait: the block may hang. Other threads are never
-    interrupted.
+    Python raises KeyboardInterrupt between any two operations of the main thread, so a count that is
+    updated in several operations could become wrong. A second Ctrl-C does not wait: the block may hang.
+    Threads other than the main one are never interrupted.
     """
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None

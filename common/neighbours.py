@@ -1,11 +1,11 @@
-"""Processor time that other programs take, which a speed measured beside them says nothing without.
+"""Measure the processor time that other programs take, since it makes a measured speed too low.
 
     before = usage()
     ...                                # load, generate
     share(before, usage())             # of the processors that this process may use
 
-Neural networks on a CPU lose more than that: every operator waits for its slowest thread, and threads that
-wait spin meanwhile on what the neighbour could have used (`common.environment`).
+Neural networks on a CPU lose more than that share: every operator waits for its slowest thread, and threads
+that wait spin meanwhile on the processor that the other program could have used (`common.environment`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ import psutil
 from common.console import err
 
 MOST = 1 / 3
-"""Share of the processors beyond which a person is told."""
+"""Share of the processors, taken by other programs, above which a warning is printed."""
 LEAST_SECONDS = 0.2
-"""The counters tick every 10 ms on each processor: less than a few ticks is no information."""
+"""Shortest interval to measure. The counters tick every 10 ms on each processor: a handful of ticks is no
+information.
+"""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds up to now: of the clock, of the processors we may use, and of this process and its children."""
+    """A reading of counters, all in seconds since some fixed time.
+
+    clock: wall time. machine: time that the usable processors were busy. ours: time of this process and its
+        children.
+    """
 
     clock: float
     machine: float = 0.0
@@ -42,7 +48,7 @@ def processors() -> list[int]:
 
 
 def usage() -> Usage:
-    """Read the counters. Where they cannot be read, nothing is ever used."""
+    """Read the counters. On systems without them the result says that the processors are idle."""
     now = time.perf_counter()
     try:
         times = psutil.cpu_times(percpu=True)
@@ -53,7 +59,9 @@ def usage() -> Usage:
 
 
 def share(before: Usage, after: Usage) -> float:
-    """Return the others' part of the processors between two readings, 0 to 1; 0 if they are too close."""
+    """Return the share 0 to 1 of the processors that others took between two readings; 0 if they are too
+    close.
+    """
     return others_share(before, after) if after.clock - before.clock >= LEAST_SECONDS else 0.0
 
 
@@ -65,7 +73,7 @@ def others_share(before: Usage, after: Usage) -> float:
 
 
 def warn(before: Usage) -> None:
-    """Say on standard error what others have taken since `before`, if more than `MOST`, and what helps."""
+    """Print a warning on standard error if other programs have taken more than `MOST` since `before`."""
     part = share(before, usage())
     if part > MOST:
         err.print(
@@ -92,7 +100,7 @@ def _busy(times: object) -> float:
 
 
 def _ours() -> float:
-    """This process, what became of its children, and those that live."""
+    """Return the processor seconds of this process, its ended children, and its live ones."""
     own, total = psutil.Process(), 0.0
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error):  # ended meanwhile: it is among those that were

@@ -1,4 +1,4 @@
-"""Options are fields of dataclasses: each has a default and a line of help, and every front reads them here.
+"""Options as fields of dataclasses: each has a default and a line of help.
 
 The same field is a keyword of `load`, a flag of the command line and a key of a configuration file.
 """
@@ -14,7 +14,7 @@ from common.errors import UserError
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a dataclass of options.
+    """Return a dataclass field with a default and a help text.
 
     help: one line, in the words of a user who wants to set it.
     """
@@ -22,7 +22,7 @@ def option(default: Any, help: str) -> Any:
 
 
 def names(kind: type) -> tuple[str, ...]:
-    """The options of a class, in order."""
+    """Return the names of a dataclass's options, in order."""
     return tuple(item.name for item in fields(kind))
 
 
@@ -43,18 +43,18 @@ def described(kind: type) -> Iterator[tuple[str, str, str]]:
 def route(
     options: Mapping[str, Any], kinds: Sequence[type], others: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Deal options out to the classes that have them.
+    """Distribute options over the dataclasses that define them.
 
     Args:
-        options: by name.
-        kinds: classes of options; no two may have an option of the same name.
-        others: names that the caller takes as well; they are in none of the results.
+        options: values by name.
+        kinds: dataclasses of options; no two may define the same name.
+        others: names that the caller handles itself; they are in none of the results.
 
     Returns:
-        For each class, its own options.
+        For each dataclass, its own options.
 
     Raises:
-        UserError: no kind has an option of that name. It names the near ones.
+        UserError: no class has an option of that name; the message has the nearest names.
     """
     owner: dict[str, int] = {}
     for place, kind in enumerate(kinds):
@@ -74,7 +74,9 @@ def route(
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """Return the error message for an option that does not exist."""
+    """Return the error message for the option `name`, which does not exist; it suggests the nearest of
+    `known`.
+    """
     near = get_close_matches(name, known, n=3)
     what = (
         f"did you mean {' or '.join(near)}?"

@@ -14,7 +14,9 @@ def cache_home() -> Path:
 
 
 def expand(name: str, path: str | Path) -> Path:
-    """`path` with a leading `~` or `~person` replaced; `name` is what the person gave it as.
+    """Return `path` with a leading `~` or `~user` replaced by the home folder.
+
+    name: the option or variable that it was given by, for the error.
 
     Raises:
         UserError: there is no such home folder.

@@ -1,4 +1,4 @@
-"""A bar on standard error for what takes seconds."""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.console import err
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar of `total` parts. Call what it gives when a part begins, with a word for it.
+    """Show a progress bar of `total` parts; yield a function to call with a label when a part begins.
 
     Nothing is shown unless standard error is a terminal.
     """

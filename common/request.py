@@ -1,4 +1,4 @@
-"""One generation as the engine sees it, from `add` to its last token."""
+"""The state of one request in an engine, from `add` to its last token."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ NO_ROW = -1
 
 @dataclass(
     eq=False, slots=True
-)  # eq=False: a request is itself, however alike another may look
+)  # eq=False: two requests are never equal, even with equal fields
 class Request:
     """One completion of one prompt.
 
     It waits, runs (it has a row), and finishes (it has a finish reason); preemption makes it wait again.
-    Three counts tell how far it is, and the scheduler needs nothing else:
+    Three counts describe its progress, and the scheduler needs nothing else:
 
     - `len(tokens)`: tokens whose value the host knows: the prompt and the output so far.
     - `placeholders`: tokens that are being sampled on the device and whose value the host has yet to see.
-    - `num_computed_tokens`: tokens whose keys and values are in the cache, or will be once the steps that are
-      already scheduled have run. It advances when work is scheduled, so that the next step can be scheduled
-      while this one runs. All a request ever needs is for this count to catch up with the other two.
+    - `num_computed_tokens`: tokens whose keys and values are in the cache, or will be once the steps that
+    are already scheduled have run. It advances when work is scheduled, so that the next step can be
+    scheduled while this one runs. All a request ever needs is for this count to catch up with the other
+    two.
 
     id: order of arrival.
+    tokens: token ids of the prompt and the output so far.
+    prompt_len: tokens of the prompt.
     limit: it ends with "length" when it has this many tokens, the prompt included.
-    seed: of its random numbers, kept here so that a preempted request continues with the same ones.
-    index, sample: which prompt of its caller, and which of the prompt's n completions.
+    params: its sampling settings.
+    seed: of its random numbers, stored here so that a preempted request continues with the same ones.
+    index, sample: number of the prompt in its caller's list, and of the completion among the prompt's n.
     priority: read by the priority policy; lower goes first.
     salt: requests share cached prefixes only with requests of the same salt (read by the prefix cache).
-    text: made while it is generated, for a request with stop strings.
-    constraint: where it stands in its grammar; the engine's masks put it here, and they alone read it.
+    text: decoder of the output, for a request with stop strings; None otherwise.
+    constraint: its position in its grammar; the engine's grammar code sets it, and it alone reads it.
     siblings: completions of the same prompt that wait for this one to compute it (`n > 1`).
-    rank: where it stands in line, set by the scheduler's policy; smaller goes first.
-    in_flight: scheduled steps that the host has not seen the end of.
+    rank: its position in the waiting line, set by the scheduler's policy; smaller goes first.
+    in_flight: number of scheduled steps whose result the host has not seen.
     cached_tokens: tokens that its last admission found in the prefix cache and did not compute.
-    numbers: its prompt as an array, for `ids`.
+    numbers: its prompt as an array, cached for `ids`.
     """
 
     id: int
@@ -72,9 +76,9 @@ class Request:
     numbers: NDArray[np.int64] | None = field(default=None, repr=False)
 
     def ids(self, start: int, end: int) -> NDArray[np.int64]:
-        """Its known tokens from `start` to `end` as an array, which is not to be changed.
+        """Return its known tokens from `start` to `end` as an int64 array, which must not be changed.
 
-        A list of a thousand takes as long to become one as a step to be scheduled: those of the prompt do it
+        Converting a list of a thousand tokens takes as long as scheduling a step: the prompt is converted
         once, for all callers.
         """
         prompt_len = self.prompt_len
@@ -92,5 +96,7 @@ class Request:
 
     @property
     def prefilling(self) -> bool:
-        """True if its known tokens are not all computed; otherwise it is one token behind, and decodes."""
+        """True if more than its newest token is to be computed; a request with one token to
+        compute decodes.
+        """
         return self.num_computed_tokens + 1 < len(self.tokens) + self.placeholders

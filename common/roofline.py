@@ -116,7 +116,7 @@ def _state_layers(config: ModelConfig) -> int:
 
 
 def experts_read(config: ModelConfig, tokens: float) -> float | None:
-    """Return how many of a layer's experts some tokens choose on average, if all are chosen alike."""
+    """Return how many of a layer's experts some tokens choose on average, if all are equally likely."""
     if config.experts is None:
         return None
     return config.experts.count * (

@@ -29,15 +29,16 @@ def check_prompt(
 ) -> NDArray[np.int64]:
     """Raise `UserError` for a request that no phase can serve; every phase calls this before it computes.
 
-    The rule for lengths is vLLM's: prompt and output together never exceed `max_context` tokens, and a prompt
-    must leave room for one, so a prompt has at most `max_context - 1` tokens. `max_tokens` may ask for more
-    than there is room for; the request then ends with "length" when the context is full (`output_limit`).
+    The rule for lengths is vLLM's: prompt and output together never exceed `max_context` tokens, and a
+    prompt must leave room for one, so a prompt has at most `max_context - 1` tokens. `max_tokens` may ask
+    for more than there is room for; the request then ends with "length" when the context is full
+    (`output_limit`).
 
     has_tokenizer: False for an engine that sees only token ids and so cannot look for stop strings.
-    continuous: True for the engine of phase 04 and later, which says itself which grammars it takes.
+    continuous: True for the engine of phase 04 and later, which checks grammars itself.
 
     Returns:
-        The prompt as numbers, `[P]` int64.
+        The prompt's token ids, int64 `[P]`.
     """
     last = vocab_size - 1
     if not isinstance(params, SamplingParams):
@@ -81,7 +82,7 @@ def check_prompt(
 
 
 def _numbers_of(ids: list[int]) -> NDArray[np.int64]:
-    """Token ids as numbers. Raises `UserError` for what is none."""
+    """Return token ids as an array, int64 `[P]`. Raises `UserError` for an element that is not an integer."""
     with suppress(TypeError, OverflowError):
         numbers = np.frombuffer(array("q", ids), np.int64)  # half the time of looking at each
         doubtful = np.flatnonzero(numbers <= 1).tolist()  # True and False pass for 1 and 0
@@ -93,7 +94,7 @@ def _numbers_of(ids: list[int]) -> NDArray[np.int64]:
 
 
 def output_limit(prompt_len: int, params: SamplingParams, max_context: int) -> int:
-    """Return the most tokens a request can generate: `max_tokens`, or what the context has room for."""
+    """Return the most tokens a request can generate: `max_tokens`, or what `max_context` leaves room for."""
     return min(params.max_tokens, max_context - prompt_len)
 
 
@@ -104,15 +105,15 @@ def finish_reason(
     eos_ids: Collection[int],
     limit: int | None = None,
 ) -> FinishReason | None:
-    """Why `token` ends its request, or None: the one finish rule of all phases.
+    """Return why `token` ends its request, or None: the one finish rule of all phases.
 
     token: the newest generated token, number `output_len` of the output (counted from 1).
     limit: `output_limit(...)`; None means `params.max_tokens`.
 
     A stop token beyond the first `min_tokens` tokens is "stop", even as the last one allowed; so is an
-    end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated here
-    for tokens that did not come from it.) Stop strings need text: see `TextStream`.
-    Under a grammar an end-of-sequence token stands only where the output may end, so it always ends it.
+    end-of-sequence token, unless `ignore_eos`. (The sampler masks them before that; the rule is repeated
+    here for tokens that did not come from it.) Stop strings need text: see `TextStream`. Under a grammar an
+    end-of-sequence token is allowed only where the output may end, so it always ends it.
     """
     if params.grammar is not None and token in eos_ids:
         return "stop"

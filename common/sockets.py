@@ -1,4 +1,4 @@
-"""Sockets that listen."""
+"""Make listening sockets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import socket
 from common.errors import UserError
 
 BACKLOG = 4096
-"""Connections that may wait to be taken."""
+"""Connections that may wait to be accepted."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there; port 0 is any that is free. Raises `UserError`."""
+    """Return a socket that listens at `host` and `port`; port 0 takes any free one. Raises `UserError` if it
+    cannot.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)

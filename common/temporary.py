@@ -1,7 +1,7 @@
 """Temporary folders and files that are deleted in any case: by their process, or by the next one.
 
-A process that is killed deletes nothing. The system then releases its locks, so what no process has locked
-is swept. Process numbers would not do: containers that share a folder count their own.
+A process that is killed deletes nothing. The system then releases its locks, so the next process deletes
+what no process has locked. Process ids would not do: containers that share a folder count their own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from pathlib import Path
 NAME = re.compile(r"inference-ladder-\d+-[a-z0-9_]{8}")
 """The name of a temporary folder: no other folder that a user has is called so."""
 _locks: dict[Path, int] = {}
-"""The folders of this process, and the descriptors that hold their locks."""
+"""Folders of this process -> descriptors that hold their locks."""
 
 
 def temporary_folder() -> Path:
-    """Make a folder that only this user may enter. It is deleted when the process ends, or before.
+    """Create a folder that only this user may enter; it is deleted when the process ends, or by
+    `delete_folder`.
 
     Raises:
-        OSError: there is no place for it.
+        OSError: it cannot be created.
     """
     sweep(_temporary_folders())
     while True:
@@ -38,7 +39,7 @@ def temporary_folder() -> Path:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder of `temporary_folder`."""
+    """Delete a folder that `temporary_folder` made, and release its lock."""
     lock = _locks.pop(folder, None)
     if lock is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -46,12 +47,12 @@ def delete_folder(folder: Path) -> None:
 
 
 def lock_path(path: Path, *, wait: bool = True) -> int | None:
-    """Return a descriptor that locks a file or a folder until it is closed, or its process ends.
+    """Lock a file or a folder until the returned descriptor is closed or the process ends.
 
     wait: until another process unlocks it.
 
     Returns:
-        None if there is no such path, or another process has locked it and `wait` is False.
+        A descriptor; None if there is no such path, or another process has locked it and `wait` is False.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -75,7 +76,7 @@ def _temporary_folders() -> list[Path]:
 
 
 def sweep(paths: Iterable[Path]) -> None:
-    """Delete those of this user's files and folders that no process has locked."""
+    """Delete the files and folders among `paths` that belong to this user and are not locked by a process."""
     for path in paths:
         with suppress(OSError):
             if path.lstat().st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""The phases of the ladder, in order, as data: the command line, the tests and the tables read this list."""
+"""The list of phases, in order: the command line, the tests and the tables read it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def need_checkout(command: str) -> None:
 
 @dataclass(frozen=True)
 class Phase:
-    """One rung: a folder with a lesson, and the package inside it."""
+    """One phase: a folder with a lesson, and the package inside it.
+
+    number: from 1. title: for tables. The other fields are described below.
+    """
 
     number: int
     package: str
@@ -40,15 +43,17 @@ class Phase:
     summary: str
     """What this phase adds, in one line."""
     needs: str = ""
-    """What it must have to run natively ('cuda'), or nothing when it runs on every device."""
+    """"cuda" if the phase runs natively on CUDA only; empty if it runs on every device."""
     headline: str = "output_tokens_per_s"
-    """The metric that this phase is about: its gain in tables is read from the evidence's runs."""
+    """The metric whose gain over the phase before is shown in tables."""
     headline_runs: Mapping[str, Any] = field(default_factory=dict)
-    """The runs that it is read from, where there are such: one model for all, options one would choose."""
+    """Options of the runs that the headline is read from; empty: of all runs."""
     headline_variants: tuple[str, ...] = ()
-    """And of which variants, the first that was measured, where none has just the phase's name."""
+    """Variants that the headline is read from, the first that was measured; empty: the one with the phase's
+    name.
+    """
     headline_before: tuple[str, ...] = ()
-    """What it is compared with, the first that was measured, where that is not just the phase before."""
+    """Variants that the headline is compared with, the first that was measured; empty: the phase before."""
 
     @property
     def name(self) -> str:
@@ -153,7 +158,7 @@ _MORE: dict[int, dict[str, Any]] = {
     },
     17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
 }
-"""What else is to be said of some, by number: the fields of `Phase`."""
+"""Number of a phase -> other fields of its `Phase`."""
 PHASES = tuple(
     Phase(n, *names, **_MORE.get(n, {})) for n, names in enumerate(_CONTENTS, start=1)
 )
@@ -161,7 +166,7 @@ PHASES = tuple(
 
 
 def find_phase(text: str) -> Phase | None:
-    """The phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
+    """Return the phase meant by `1`, `01`, `forward` or `01_forward`, or None."""
     wanted = text.strip().lower().replace("-", "_").removeprefix("phase_")
     for phase in PHASES:
         # Compared as text: a number of thousands of digits is none that int() takes.
@@ -171,10 +176,11 @@ def find_phase(text: str) -> Phase | None:
 
 
 def phase_named(text: str, *others: str) -> Phase:
-    """Find the phase meant by `1`, `01`, `forward` or `01_forward`.
+    """Return the phase meant by `1`, `01`, `forward` or `01_forward`.
 
     Raises:
-        UserError: there is none. It names the phases and the `others` that the caller takes as well.
+        UserError: there is none. The message names the phases and the `others` that the caller accepts as
+            well.
     """
     phase = find_phase(text)
     if phase is None:
@@ -220,6 +226,8 @@ def own_options(
 ) -> dict[str, Any]:
     """Return options without switches of later phases that are off, for comparisons of several phases.
 
+    first: name of an option -> number of the first phase that has it.
+
     Raises:
         UserError: another option is of a later phase; see `check_phase`.
     """
@@ -235,7 +243,7 @@ def own_options(
 def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
     """Raise `UserError` for an option of a later phase, a switch that is off included.
 
-    first: the first phase that has an option.
+    first: name of an option -> number of the first phase that has it.
     """
     for name, value in options.items():
         if first.get(name, 0) > phase.number:

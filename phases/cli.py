@@ -66,8 +66,8 @@ def command(
 ) -> Callable[[Callable[..., None]], Callable[..., int]]:
     """Make a command of a function that is no more than its arguments and its help.
 
-    target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as
-        one object, after what can be refused without PyTorch has been (`early`). Their `options` are flags of
+    target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as one
+        object, after `early` has refused what can be refused without PyTorch. Their `options` are flags of
         an engine, which `main` adds when such a command is called: they are made from what all phases have.
     checkout: it needs lessons, benchmarks or evidence, which are files of a checkout.
     """
@@ -135,48 +135,59 @@ def run(
     model: a.Model = "smollm2",
     prompt: Annotated[
         list[str] | None,
-        asking("text to continue; several times: several requests", metavar="TEXT"),
+        asking("text to continue; repeat the option for several requests", metavar="TEXT"),
     ] = None,
     prompts_file: Annotated[Path | None, asking("file with one prompt a line")] = None,
-    chat: Annotated[bool, asking("put prompts into the model's chat form", "--chat")] = False,
+    chat: Annotated[
+        bool, asking("format prompts as chats, by the model's template", "--chat")
+    ] = False,
     max_tokens: Annotated[int, drawing("most tokens to generate")] = 128,
     temperature: Annotated[
-        float | None, drawing("0 takes the most likely token each time", show_default="0")
+        float | None,
+        drawing("randomness of the choice; 0: always the most likely token", show_default="0"),
     ] = None,
     top_k: Annotated[
         int | None, drawing("sample among the k most likely tokens; 0: all", show_default="0")
     ] = None,
     top_p: Annotated[
         float | None,
-        drawing("sample among the most likely tokens up to this share", show_default="1"),
+        drawing(
+            "sample among the most likely tokens whose probabilities reach this sum",
+            show_default="1",
+        ),
     ] = None,
     generation_config: Annotated[str, drawing(a.DEFAULTS_HELP)] = "neutral",
-    seed: Annotated[int | None, drawing("makes sampling repeatable; -1: none")] = None,
-    json_schema: Annotated[
-        Path | None, masking("file with a JSON schema that it obeys")
+    seed: Annotated[
+        int | None,
+        drawing("seed of the random numbers, which makes sampling repeatable; -1: none"),
     ] = None,
-    regex: Annotated[str | None, masking("regular expression that it matches")] = None,
+    json_schema: Annotated[
+        Path | None, masking("file with a JSON schema that the output must obey")
+    ] = None,
+    regex: Annotated[
+        str | None, masking("regular expression that the whole output must match")
+    ] = None,
     choice: Annotated[
         list[str] | None,
         masking(
-            "texts between commas, one of which it is; may be given several times",
+            "texts with commas between them, of which the output is one; may be repeated",
             metavar="TEXTS",
         ),
     ] = None,
     grammar: Annotated[
-        Path | None, masking("file with a Lark or GBNF grammar that derives it")
+        Path | None, masking("file with a Lark or GBNF grammar of the output")
     ] = None,
     trace: Annotated[
-        bool, masking("show each step's mask, and what the model would have said", "--trace")
+        bool, masking("show each step's mask, and the model's most likely tokens", "--trace")
     ] = False,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     as_json: Annotated[bool, printing("one JSON object instead of text", "--json")] = False,
     stats: Annotated[
-        bool, printing("also how many guesses were right, from phase 11 on", "--stats")
+        bool, printing("also how many drafts were accepted, from phase 11 on", "--stats")
     ] = False,
     verbose: Annotated[
-        bool, printing("also where the memory goes", "--verbose", "-v")
+        bool, printing("also how the memory is divided", "--verbose", "-v")
     ] = False,
     **options: Any,
 ) -> None:
@@ -192,11 +203,12 @@ def quantize(
     scheme: Annotated[str, flag(", ".join(SCHEMES))] = "int4",
     method: Annotated[str, flag("rtn (nearest), gptq, or for int4 awq")] = "rtn",
     calibration: Annotated[
-        Path | None, flag("text that gptq and awq see; by default one that is here")
+        Path | None,
+        flag("calibration text for gptq and awq; by default one from this checkout"),
     ] = None,
     group_size: Annotated[int, flag("inputs that share a scale in int4")] = 128,
-    pieces: Annotated[int, flag("pieces of the text that are read, from its end")] = 32,
-    length: Annotated[int, flag("tokens in a piece")] = 512,
+    pieces: Annotated[int, flag("pieces of the calibration text, taken from its end")] = 32,
+    length: Annotated[int, flag("tokens of each piece")] = 512,
     device: a.DeviceName = "auto",
 ) -> None:
     """Write a model's checkpoint anew in 8 or 4 bits, as compressed-tensors."""
@@ -212,15 +224,15 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         flag(
-            "key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps",
+            "key that clients must send; several with commas; LADDER_API_KEY is not shown by ps",
             metavar="KEY",
         ),
     ] = None,
-    name: Annotated[str | None, flag("what clients call the model")] = None,
+    name: Annotated[str | None, flag("name by which clients call the model")] = None,
     allowed_origins: Annotated[
         list[str] | None,
         flag(
-            "whose web pages may ask from a browser, such as https://example.org; several with commas; "
+            "origin whose web pages may send requests, such as https://example.org; several with commas; "
             "*: any",
             metavar="ORIGIN",
         ),
@@ -233,9 +245,12 @@ def serve(
             metavar="HOST",
         ),
     ] = None,
-    access_log: Annotated[str, flag("a file for a line of JSON a request, - or none")] = "-",
+    access_log: Annotated[
+        str,
+        flag("file that gets a line of JSON for each request; -: standard output; or none"),
+    ] = "-",
     generation_config: Annotated[str, flag(a.DEFAULTS_HELP)] = "model",
-    phase: Annotated[str, flag(f"whose engine: {PHASE_HELP}")] = "13",
+    phase: Annotated[str, flag(f"phase of the engine: {PHASE_HELP}")] = "13",
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     **options: Any,
@@ -248,21 +263,28 @@ def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     users: Annotated[
         list[str] | None,
-        flag("so many at a time, each waits for its answer; several with commas"),
+        flag("number of users, each with one request at a time; several numbers with commas"),
     ] = None,
-    rate: Annotated[float | None, flag("requests a second, whether answered or not")] = None,
+    rate: Annotated[
+        float | None, flag("requests a second, sent without waiting for responses")
+    ] = None,
     workload: Annotated[
-        str, flag("what to ask; see benchmarks/workloads.py")
+        str, flag("name of the workload; see benchmarks/workloads.py")
     ] = "continuous_batching-small",
     requests: Annotated[
-        int | None, flag("how many; or all of the workload, or twice the users")
+        int | None,
+        flag("number of requests; by default all of the workload, or twice the users"),
     ] = None,
     vocab: Annotated[int, flag("token ids of the prompts are below this")] = 10_000,
     processes: Annotated[int, flag("client processes")] = 4,
     api_key: Annotated[str, flag("the server's key")] = "",
-    first_ms: Annotated[float, flag("a good request's first token comes within")] = 2000.0,
-    gap_ms: Annotated[float, flag("and 99 % of its gaps are below")] = 100.0,
-    json: Annotated[Path | None, flag("file for the numbers", "--json")] = None,
+    first_ms: Annotated[
+        float, flag("milliseconds within which a good request's first token comes")
+    ] = 2000.0,
+    gap_ms: Annotated[
+        float, flag("milliseconds that 99 % of a good request's token gaps do not exceed")
+    ] = 100.0,
+    json: Annotated[Path | None, flag("file for the results, as JSON", "--json")] = None,
 ) -> None:
     """Ask a server from many users, and say what they had to wait for."""
 
@@ -303,7 +325,9 @@ def profile(
     batch: Annotated[int | None, flag("prompts at a time")] = None,
     context: Annotated[int | None, flag("tokens of each prompt")] = None,
     steps: Annotated[int | None, flag("decode steps after the prefill")] = None,
-    output: Annotated[Path | None, flag("folder for the trace, or build/profile")] = None,
+    output: Annotated[
+        Path | None, flag("folder for the trace; by default build/profile")
+    ] = None,
 ) -> None:
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
 

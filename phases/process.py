@@ -1,6 +1,6 @@
-"""The surroundings of every command: signals, the standard streams, and one line for an error.
+"""The main function of every command: signals, standard streams, and one line for an error.
 
-The codes that a command ends with:
+The exit codes:
 
     0    done; also when the reader of its output, such as `head`, has seen enough
     1    not done: its output or a file cannot be written, or a request failed
@@ -8,7 +8,7 @@ The codes that a command ends with:
     130  Ctrl-C
     143  SIGTERM
 
-Anything else is a defect and keeps its traceback.
+Any other error is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from common.errors import EngineLost, UserError, one_line
 
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
-"""Characters of an error; a longer one loses its middle."""
+"""Characters of an error message; a longer one loses its middle."""
 CANNOT_WRITE = {
     errno.EACCES,
     errno.EDQUOT,
@@ -41,14 +41,14 @@ CANNOT_WRITE = {
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and tell what went wrong in one line on standard error; returns the code to end with."""
+    """Run a command, print an error as one line on standard error, and return the exit code."""
     with signals() as caught:
         streams: tuple[Any, ...] = ()
         try:
             streams = (
                 sys.stdout,
                 sys.stderr,
-            )  # Typer puts others in their places when a pipe breaks
+            )  # Typer replaces them when a pipe breaks
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="replace")  # `?` for what the output cannot show
             code = command()
@@ -69,10 +69,11 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """In this block SIGTERM unwinds like Ctrl-C, so that children and half-written files are cleaned up.
+    """Let SIGTERM unwind a block like Ctrl-C, so that children and half-written files are cleaned up.
 
-    Yields those of the two signals that came. What was interrupted may have made another error of one:
-    importing PyTorch does. One that has a handler or is ignored, as under `nohup` and `&`, is left alone.
+    Yields the list of those of the two signals that came, since an interrupted import may turn one into
+    another error, as PyTorch's does. A signal that has a handler or is ignored, as under `nohup` and `&`,
+    is left alone.
     """
     caught: list[int] = []
 
@@ -83,14 +84,14 @@ def signals() -> Iterator[list[int]]:
             raise SystemExit(TERMINATED)
         raise KeyboardInterrupt
 
-    usual: dict[int, Any] = {
+    default_handlers: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
     }
     main = threading.current_thread() is threading.main_thread()
     taken = [
         number
-        for number, handler in usual.items()
+        for number, handler in default_handlers.items()
         if main and signal.getsignal(number) == handler
     ]
     try:
@@ -99,11 +100,14 @@ def signals() -> Iterator[list[int]]:
         yield caught
     finally:
         for number in taken:
-            signal.signal(number, usual[number])
+            signal.signal(number, default_handlers[number])
 
 
 def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
-    """The exit code and the line for what a command raised, or None for a defect."""
+    """Return the exit code and the line for an exception, or None for a defect.
+
+    caught: number of the last signal, 0 if none came.
+    """
     if caught == signal.SIGTERM:
         return TERMINATED, ""
     if caught == signal.SIGINT or isinstance(error, KeyboardInterrupt):
@@ -135,7 +139,7 @@ def _say(line: str) -> None:
 
 
 def _flush(streams: tuple[Any, ...]) -> None:
-    """Write what is left now, because Python complains where it cannot when it shuts down."""
+    """Flush the streams now; Python would print an error if it could not at its shutdown."""
     for stream in filter(None, streams):  # there is none where it was closed
         try:
             stream.flush()

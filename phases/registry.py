@@ -1,4 +1,4 @@
-"""A phase as the command line and the benchmarks see it: name, requirements, options, engine."""
+"""Facts about a phase for the command line and the benchmarks: name, requirements, options, engine."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from paged_cache.recipe import Feature
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
-"""What every phase's `load` takes beside options."""
+"""Parameters of every phase's `load` that are not options."""
 ROWS = 4
 BLOCKS = 5
 QUANT = 10
 STATES = 17
-"""The phases that bring rows of requests, blocks with all that is a feature, few bits, and layers' states."""
+"""First phases with rows of requests, with blocks and features, with quantized weights, and with states."""
 BLOCKS_FOLDER = "blocks"
 """Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
 NEEDS_FLOATS = {
@@ -47,12 +47,14 @@ NEEDS_FLOATS = {
 
 
 def import_phase(phase: Phase) -> ModuleType:
-    """Import the phase's package, none of which needs Triton: its kernels are imported when installed."""
+    """Import a phase's package. None needs Triton: kernels are imported when a feature is installed."""
     return importlib.import_module(phase.package)
 
 
 def missing_for(phase: Phase, device: torch.device) -> str:
-    """Return the name of what `phase` needs and lacks here; empty if it runs natively on `device`."""
+    """Return what `phase` needs and this machine lacks, such as a CUDA device; empty if it runs natively on
+    `device`.
+    """
     if phase.needs == "cuda" and device.type != "cuda":
         return "a CUDA device" if not torch.cuda.is_available() else "--device cuda"
     return ""
@@ -112,7 +114,7 @@ def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device
 
 
 def check_model(phase: Phase, model: Any) -> None:
-    """Raise `UserError` for a model, or the name of one, with layers that a phase cannot compute."""
+    """Raise `UserError` if a model, loaded or given by its name, has layers that the phase cannot compute."""
     if facts_of(model).delta is not None and 1 < phase.number < STATES:
         raise UserError(
             f"the model has layers of Gated DeltaNet, which keep a state: phases from {STATES} on have room "

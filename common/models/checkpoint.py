@@ -103,7 +103,7 @@ def stores_once(
     tied: Mapping[str, str],
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> bool:
-    """Tell whether a checkpoint has one matrix for each pair of `tied`, under either name or under both.
+    """Return True if the checkpoint has one matrix for each pair of `tied`, under either name or under both.
 
     Args:
         folder, rename: see `load_weights`.
@@ -124,13 +124,15 @@ def stores_once(
 
 
 def _same_tensor(*stored: tuple[Any, str]) -> bool:
-    """Compare two matrices, which are mapped and not copied; of those that differ little is read."""
+    """Return True if two tensors, given as (open file, name), are equal; they are
+    memory-mapped, not copied.
+    """
     one, other = (file.get_tensor(name) for file, name in stored)
     return one.dtype == other.dtype in _FLOATS and torch.equal(one, other)
 
 
 def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of each of a checkpoint's tensors; `stack` closes them."""
+    """Return the open safetensors file of each of a checkpoint's tensors; `stack` closes the files."""
     stored: dict[str, Any] = {}
     for file in [_open(path, stack) for path in _files(folder)]:
         for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -143,7 +145,7 @@ def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The safetensors files that make up the checkpoint in `folder`."""
+    """Yield the safetensors files that make up the checkpoint in `folder`."""
     if (folder / _SINGLE).exists():
         yield folder / _SINGLE
         return
@@ -189,7 +191,9 @@ def _match(
     transform: Callable[[str, Tensor], Tensor],
     tied: Mapping[str, str],
 ) -> dict[str, str]:
-    """The checkpoint's name for each of the model's tensors; raises one error that names every mismatch."""
+    """Return the checkpoint's name for each of the model's tensors. Raises one `UserError` with every
+    mismatch.
+    """
     sources: dict[str, str] = {}
     unexpected = []
     misshapen = []
@@ -236,7 +240,7 @@ def _match(
 
 
 def _other_format(expected: torch.dtype, stored: torch.dtype) -> str:
-    """Why a tensor `stored` in that format cannot be what the model has as `expected`, or nothing."""
+    """Return why a tensor of dtype `stored` cannot become one of `expected`; an empty string if it can."""
     fits = stored in _FLOATS if expected in _FLOATS else stored == expected
     wanted = "floating point" if expected in _FLOATS else expected
     return "" if fits else f"of type {str(stored).removeprefix('torch.')} instead of {wanted}"
@@ -250,12 +254,12 @@ def _some(names: list[str]) -> str:
 
 
 def _printable(name: str) -> str:
-    """A name from a file, fit for one line."""
+    """Return a tensor's name as one line: quoted and shortened if it is long or not printable."""
     return name if name.isprintable() and len(name) < 200 else brief(name)[1:-1]
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` where the parameter or buffer `name` was."""
+    """Replace the parameter or buffer `name` of `model`, such as `layers.0.norm.weight`, by `tensor`."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:

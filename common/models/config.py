@@ -1,7 +1,8 @@
-"""The facts of a checkpoint's ``config.json`` about its model, in one vocabulary for all families.
+"""Read a checkpoint's ``config.json`` into one set of field names for all families.
 
 Hugging Face spells the same fact in several ways (``n_embd`` and ``hidden_size``, ``rope_theta`` and
-``rope_parameters``). This module and its tables, `hf_fields`, are the only place that knows those spellings.
+``rope_parameters``). This module and its tables, `hf_fields`, are the only place that knows those
+spellings.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
     ``kind`` is ``default``, ``linear`` (every frequency divided by ``factor``), or the scaling of a longer
-    context ``llama3`` or ``yarn``; fields have the names of ``config.json``. Without an ``attention_factor``
-    it follows from the other fields. ``share`` is the part of a head's dimensions, the first ones, that turn.
+    context ``llama3`` or ``yarn``; fields have the names of ``config.json``. Without an
+    ``attention_factor`` it follows from the other fields. ``share`` is the fraction of a head's dimensions,
+    the first ones, that rotate.
     """
 
     theta: float = 10_000.0
@@ -42,7 +44,7 @@ class RopeConfig:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what a ramp between two bands of frequencies would divide by zero for."""
+        """Raise `UserError` for a ramp between two bands of frequencies that would divide by zero."""
         if self.kind == "yarn" and self.theta <= 1:
             raise UserError(
                 f"rope_theta is {self.theta}, but must be above 1 for the rope_type 'yarn'"
@@ -56,11 +58,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """A layer whose MLP is a mixture of experts.
+    """Sizes of a mixture of experts, which replaces the MLP of a layer.
 
+    ``count`` experts, of which a token uses ``top_k``; each has an inner size of ``intermediate_size``.
     ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
-    the weight 1. ``shared_size`` is the inside of the expert that every token goes through, 0 where there is
-    none. ``dense_layers`` have a plain MLP.
+    the weight 1. ``shared_size`` is the inner size of the expert that every token uses, 0 where there is
+    none. ``dense_layers`` are the numbers of layers with a plain MLP.
     """
 
     count: int
@@ -72,7 +75,7 @@ class ExpertConfig:
     dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Refuse to choose more experts than there are."""
+        """Raise `UserError` for more experts a token than there are."""
         if self.top_k > self.count:
             raise UserError(
                 f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts"
@@ -96,7 +99,7 @@ class DeltaConfig:
     layers: tuple[bool, ...]
 
     def __post_init__(self) -> None:
-        """Refuse heads that cannot be grouped."""
+        """Raise `UserError` for value heads that the key heads do not divide."""
         if self.value_heads % self.key_heads:
             raise UserError(
                 f"linear_num_value_heads is {self.value_heads}, which is not a multiple of "
@@ -109,29 +112,28 @@ class DeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token that the convolution mixes: queries, keys and values."""
+        """Numbers of a token that the convolution mixes: those of its queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """A matrix for each value head: the state of a request in a layer."""
+        """Shape of a request's state in a layer, ``[value heads, DK, DV]``: a matrix for each value head."""
         return self.value_heads, self.key_dim, self.value_dim
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """And the inputs that the next token's convolution sees."""
+        """Shape of the past inputs that the next token's convolution sees, ``[conv_width - 1, channels]``."""
         return self.conv_width - 1, self.channels
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer.
+    """The shape of a decoder-only transformer; sizes count numbers, heads or layers.
 
-    ``sliding_windows[i]`` is layer ``i``'s window in tokens, the query's own position included, or
-    ``None`` for full attention. ``rope_local`` is the embedding of the sliding-window layers where a
-    family gives them one of their own (Gemma 3). ``delta`` says which layers have no attention, if any.
-    ``quantization`` is what the checkpoint says of the form of its weights, as it says it, or ``None`` where
-    they are plain numbers.
+    ``sliding_windows[i]`` is layer ``i``'s window in tokens, the query's own position included, or ``None``
+    for full attention. ``rope_local`` is the embedding of the sliding-window layers where a family gives
+    them one of their own (Gemma 3). ``delta`` says which layers have no attention, if any. ``quantization``
+    is the checkpoint's ``quantization_config``, unread, or ``None`` where the weights are plain numbers.
     """
 
     family: str
@@ -162,7 +164,7 @@ class ModelConfig:
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no attention layer can have."""
+        """Raise `UserError` for shapes that no attention layer can have."""
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_attention_heads is {self.num_heads}, which is not a multiple of "
@@ -205,11 +207,11 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Translate a Hugging Face configuration (the parsed ``config.json``).
+        """Return the configuration that a parsed ``config.json`` of Hugging Face describes.
 
         Raises:
-            UserError: a field is missing, of another type or out of its limits, or the fields contradict each
-                other or describe something that is not computed here.
+            UserError: a field is missing, of another type or out of its limits, or the fields contradict
+                each other or describe something that is not computed here.
         """
         model_type = hf.MODEL_TYPE.read(raw)
         family = hf.FAMILIES[model_type]
@@ -244,13 +246,13 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values; the others keep a state."""
+        """Numbers of the layers that keep keys and values; the others keep a state."""
         return tuple(
             i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
         )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token keeps, over all layers with attention (windows ignored)."""
+        """Return the bytes of keys and values of one token in all attention layers; windows are ignored."""
         return (
             2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
         )
@@ -258,7 +260,7 @@ class ModelConfig:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in what is said of its fields."""
+    """Prefix the `UserError` of a block with the file's path."""
     try:
         yield
     except UserError as error:
@@ -266,14 +268,18 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], known: Mapping[str, Any] = hf.ONLY) -> None:
-    """Refuse what would be read without an error and computed wrongly."""
+    """Raise `UserError` if a field of ``raw`` has another value than the one in ``known`` that is computed
+    here.
+    """
     for name, only in known.items():
         if raw.get(name) not in (None, only):
             raise UserError(f"{name} is {brief(raw[name])}, but only {only} is supported")
 
 
 def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The object that names a method of quantization, if there is one."""
+    """Return ``quantization_config``, or None if there is none. Raises `UserError` unless it
+    names a method.
+    """
     given = raw.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, dict) else given
     if given is not None and not (isinstance(given, dict) and isinstance(method, str)):
@@ -326,7 +332,7 @@ def _rope_family(
 
 
 def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig | None:
-    """The mixture of experts of a family that has one."""
+    """Return the mixture of experts of a model with ``layers`` layers; None for a family without experts."""
     if family not in hf.EXPERTS:
         return None
     values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
@@ -339,7 +345,7 @@ def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig |
 
 
 def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
-    """The layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
+    """Return the layers of Gated DeltaNet: those of ``layer_types``, or all but every fourth."""
     _refuse_unsupported(raw, hf.DELTA_ONLY)
     types, interval = hf.LAYER_TYPES.read(raw), hf.FULL_INTERVAL.read(raw)
     if types is None:
@@ -357,7 +363,7 @@ def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
 def _sliding_windows(
     family: str, raw: Mapping[str, Any], layers: int
 ) -> tuple[int | None, ...]:
-    """Each layer's window, from ``layer_types`` or from the older fields that imply it."""
+    """Return each layer's window, from ``layer_types`` or from the older fields that imply it."""
     if family in hf.QWEN:
         return (None,) * layers  # their files carry a window that is switched off
     window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
@@ -379,7 +385,11 @@ def _sliding_windows(
 def _ropes(
     raw: Mapping[str, Any], family: str, context: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """The global and, for Gemma 3, the local rotary embedding, from either generation of field names."""
+    """Return the global and, for Gemma 3, the local rotary embedding; either may be None.
+
+    The fields are read in their older and their newer spelling. context: longest text of the model, in
+    tokens.
+    """
     parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
     if parameters and scaling:
         raise UserError(
@@ -400,8 +410,8 @@ def _ropes(
         for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")
     }
     if not gemma:
-        usual = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
-        return _rope(usual | _merged(around, parameters or scaling), family, context), None
+        defaults = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
+        return _rope(defaults | _merged(around, parameters or scaling), family, context), None
     full, sliding = (
         Field(kind, dict).read(parameters) if parameters else {}
         for kind in hf.LAYER_TYPE.choices
@@ -425,7 +435,9 @@ def _ropes(
 
 
 def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """All that several places of a file say of one rotary embedding, in which they must agree."""
+    """Return the fields of several objects as one. Raises `UserError` if two objects give a field different
+    values.
+    """
     merged: dict[str, Any] = {}
     for name, value in (item for source in sources for item in source.items()):
         if value is not None and merged.setdefault(name, value) != value:
@@ -457,7 +469,7 @@ def _token_id(name: str, vocab_size: int) -> Field:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """One token id, several, or none; -1 is no token."""
+    """Return the ids of ``eos_token_id``, which may be a number, a list or null; -1 is no token."""
     value, field = raw.get("eos_token_id"), _token_id("eos_token_id", vocab_size)
     given = value if isinstance(value, list) else [] if value is None else [value]
     ids = [field.check(each, "eos_token_id") for each in given]

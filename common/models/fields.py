@@ -1,7 +1,7 @@
-"""JSON of other programs: read with limits, and checked field by field.
+"""Read JSON of other programs with limits, and check it field by field.
 
-A checkpoint's files come from anywhere. What is read through this module either is what its `Field` says,
-or is refused in one line; so nothing behind it has to ask again.
+A checkpoint's files come from anywhere. A value that is read through this module either is what its `Field`
+says, or is refused in one line; so no later code has to check it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from common.errors import UserError, brief
 from common.files import read_bytes
 
 MOST_BYTES = 1 << 24
-"""A `config.json` has a few thousand bytes, the index of the largest published checkpoint nine million."""
+"""Most bytes of a JSON file. A `config.json` has some thousand, the index of the largest published checkpoint
+nine million.
+"""
 
 _REQUIRED = object()
 _KINDS = {
@@ -31,11 +33,11 @@ _KINDS = {
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file ``path``.
+    """Return the JSON object in the file ``path``.
 
     Raises:
         UserError: it cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON of
-            RFC 8259 (which has no NaN and no Infinity), says the same key twice, or is no object.
+            RFC 8259 (which has no NaN and no Infinity), has the same key twice, or is no object.
     """
     try:
         content = read_bytes(path, MOST_BYTES).decode()
@@ -85,7 +87,7 @@ class Field:
     null_counts: bool = False
 
     def read(self, raw: Mapping[str, Any]) -> Any:
-        """This field's value in ``raw``.
+        """Return this field's value in the object ``raw``, or its default.
 
         Raises:
             UserError: it is missing, of another type, or out of its limits, or its spellings differ.
@@ -106,7 +108,9 @@ class Field:
         return self.default
 
     def check(self, value: Any, name: str) -> Any:
-        """``value`` itself, an integer as a float where a float is meant; raises `UserError` otherwise."""
+        """Return ``value``; an integer as a float if the field is one. Raises `UserError`, naming it
+        ``name``, if it does not fit.
+        """
         fits = isinstance(value, (int, float) if self.kind is float else self.kind)
         fits = fits and isinstance(value, bool) == (
             self.kind is bool
@@ -123,7 +127,7 @@ class Field:
 
     @property
     def limit(self) -> str:
-        """The allowed values, in words."""
+        """The allowed values as words, for an error message."""
         style = {int: ",", float: "g"}.get(self.kind)
         return _KINDS[self.kind] + (
             f" between {self.low:{style}} and {self.high:{style}}" if style else ""

@@ -1,4 +1,4 @@
-"""Turn the GGUF file of a bundled model into a folder as Hugging Face lays it out.
+"""Convert the GGUF file of a bundled model into a folder as Hugging Face lays it out.
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: one file with
 metadata, tokenizer and block-quantized weights. The bundled models come in it because that makes them small
@@ -9,7 +9,7 @@ The weights are stored as float32. Where all matrices are of the types in `BLOCK
 time as the file has them, in the folder `blocks`: a quantized checkpoint, for phase 10. A quantized weight is
 a float16 scale times an integer, plus a float16 minimum in some formats; such a product has up to 18
 significant bits, which float16 (11) and bfloat16 (8) would round. From float32 each later format is rounded
-once, and `transformers` computes in float32 unless told otherwise, which is what an oracle should do. The
+once, and `transformers` computes in float32 by default, which is what an oracle should do. The
 price is disk space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
 """
 
@@ -129,7 +129,7 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as readable JSON."""
+    """Write `content` to `path` as indented JSON."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -137,7 +137,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def model_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the model that `meta` describes, in the field names of `transformers`."""
+    """Return the `config.json` of the model that `meta` describes, in the field names of `transformers`."""
     architecture = meta["general.architecture"]
 
     def get(key: str) -> Any:
@@ -182,12 +182,12 @@ def model_config(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: GGUF's 9.999999747378752e-06 was written as 1e-05."""
+    """Return the shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """The Hugging Face name of a GGUF tensor.
+    """Return the Hugging Face name of a GGUF tensor.
 
     `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
     """
@@ -239,7 +239,7 @@ def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that the metadata describes, as Hugging Face's `tokenizers` has it."""
+    """Return the tokenizer that the metadata describes. config: the `tokenizer_config.json`."""
     tokens = meta["tokenizer.ggml.tokens"]
     types = list(zip(tokens, meta["tokenizer.ggml.token_type"], strict=True))
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -280,7 +280,9 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
 
 
 def _merges(score: dict[str, float]) -> list[tuple[str, str]]:
-    """Every pair of normal pieces whose union is one, the best union first; the text is cut at all others."""
+    """Return BPE merges for pieces with scores: every split of a piece into two pieces, the
+    best piece first.
+    """
     merges = []
     for token in sorted(score, key=lambda token: -score[token]):
         splits = [(token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1)]
@@ -289,7 +291,9 @@ def _merges(score: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """The `tokenizer_config.json`: names of the special tokens and the chat template, where there is one."""
+    """Return the `tokenizer_config.json`: names of the special tokens, and the chat template if
+    there is one.
+    """
     tokens = meta["tokenizer.ggml.tokens"]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

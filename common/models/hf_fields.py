@@ -17,7 +17,7 @@ FAMILIES = {name: name for name in _DENSE + _SPARSE} | {
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen3_5",
 }
-"""Hugging Face ``model_type`` -> our family name."""
+"""Hugging Face ``model_type`` -> family name."""
 MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
 
 _LONGEST = 1 << 24  # tokens
@@ -38,7 +38,7 @@ _BIASED = {**_SIZES, "attention_bias": Field("attention_bias", bool, default=Fal
 
 
 def _defaults(**values: Any) -> dict[str, Field]:
-    """Return fields of `_BIASED` with a family's own defaults."""
+    """Return the fields called `values`, with these values as the family's defaults."""
     return {name: replace(_BIASED[name], default=value) for name, value in values.items()}
 
 
@@ -82,7 +82,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "qwen3_5": {**_BIASED, **_defaults(head_dim=256)},
 }
-"""Of each family, the fields that are one of `ModelConfig`'s each, under its name there."""
+"""Family -> field of `ModelConfig` -> the `Field` of ``config.json`` that it is read from."""
 
 _EXPERTS = {
     "count": Field("num_experts num_local_experts", int, 1, 1 << 12),
@@ -102,7 +102,7 @@ EXPERTS = {
         "intermediate_size": _SIZES["intermediate_size"],
     },
 }
-"""Of each family of experts, the fields that are one of `ExpertConfig`'s each, under its name there."""
+"""Family with experts -> field of `ExpertConfig` -> the `Field` of ``config.json`` that it is read from."""
 SPARSE_STEP = Field("decoder_sparse_step", int, 1, 1 << 10, 1)
 DENSE_LAYERS = Field("mlp_only_layers", list, default=[])
 DENSE_LAYER = Field("mlp_only_layers", int, 0, 1 << 10)
@@ -153,7 +153,7 @@ SAME_ACTIVATIONS = {
     "gelu_python": "gelu",
     **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_pytorch_tanh"),
 }
-"""Other names of activations -> ours."""
+"""Other names of activations -> the names used here."""
 
 ONLY = {
     "use_bidirectional_attention": False,
@@ -169,6 +169,6 @@ ONLY = {
 }
 """Fields that change what is computed, and the one value that is computed here."""
 DELTA_ONLY = {"attn_output_gate": True}
-"""The same, in models with layers of Gated DeltaNet; in others the field says nothing."""
+"""As `ONLY`, for models with layers of Gated DeltaNet; in other models the field means nothing."""
 OUTSIDE = ("model_type", "tie_word_embeddings", "bos_token_id", "quantization_config")
-"""Fields of a multimodal model that say something of the language model inside."""
+"""Fields of a multimodal model's outer object that hold for the language model inside."""

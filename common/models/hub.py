@@ -14,12 +14,12 @@ _TEMPLATES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
 
 
 def model_folder(name: str | Path, *, contents: bool = False) -> Path:
-    """The folder that holds `config.json`, weights and tokenizer of the model called `name`.
+    """Return the folder with `config.json`, weights and tokenizer of the model called `name`.
 
     Args:
-        name: a bundled model (`smollm2`, `gemma3-270m`), a local folder, or a hub id like `Qwen/Qwen3-0.6B`.
-            Bundled and hub models are fetched when they are not in the cache.
-        contents: read a stored bundled model completely, to see whether it is what was stored.
+        name: a bundled model (`smollm2`, `gemma3-270m`), a local folder, or a hub id like
+            `Qwen/Qwen3-0.6B`. Bundled and hub models are fetched when they are not in the cache.
+        contents: read a stored bundled model completely, to check that it is undamaged.
 
     Raises:
         UserError: there is no such model, or it could not be fetched.
@@ -30,10 +30,10 @@ def model_folder(name: str | Path, *, contents: bool = False) -> Path:
 
 
 def local(name: str | Path) -> Path | None:
-    """Return a local folder, or None where the name is that of a bundled model or may be one of the hub.
+    """Return a local folder, or None if `name` is that of a bundled model or may be a hub id.
 
     Raises:
-        UserError: it is neither, or a folder without a model.
+        UserError: it is none of these, or a folder without a model.
     """
     if str(name) in BUNDLED:
         return None
@@ -61,7 +61,7 @@ def local(name: str | Path) -> Path | None:
 
 
 def _fetch_from_hub(name: str) -> Path:
-    """Download a model's safetensors, configuration and tokenizer into the hub's own cache."""
+    """Download a model's safetensors, configuration and tokenizer into the hub's cache; return the folder."""
     from huggingface_hub import (
         errors,
         snapshot_download,

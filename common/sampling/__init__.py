@@ -1,1 +1,3 @@
-"""The choice of the next token: a request's settings, their place in the arrays, and the choice itself."""
+"""Sampling: the settings of requests, their rows in arrays on the device, and the choice of the
+next token.
+"""

@@ -1,6 +1,6 @@
-"""The form of an output: a JSON schema, a regular expression, a choice of strings, or a grammar.
+"""The form that an output must have: a JSON schema, a regular expression, a list of strings, or a grammar.
 
-A `Grammar` is only the text of it, checked for size. What it means is for the engine that masks with it.
+A `Grammar` holds only its source, checked for size. The engine that masks tokens compiles it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ MAX_CHOICES: Final = 10_000
 MAX_DEPTH: Final = 128
 """Deepest nesting of brackets in a JSON schema: what reads one recurses."""
 MAX_KEYS: Final = 2_000
-"""Of one object in a JSON schema: llguidance's time grows with their square, and 7,000 took it 13 seconds."""
+"""Most keys of one object in a JSON schema: llguidance's time grows with their square, and 7,000 took it 13
+seconds.
+"""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The language of an output. Construction raises `UserError` for what cannot be one.
+    """The language of an output. Construction raises `UserError` for a source that cannot be one.
 
-    kind: how to read the source: "json_schema" (draft 2020-12), "regex" (the whole output matches), "choice"
-        (a JSON list of strings, one of which is the output), or "lark" (a Lark grammar, or one in the EBNF of
-        GBNF, whose rule `start` or `root` is the output).
+    kind: how to read the source: "json_schema" (draft 2020-12), "regex" (the whole output matches),
+        "choice" (a JSON list of strings, one of which is the output), or "lark" (a Lark grammar, or one in
+        the EBNF of GBNF, whose rule `start` or `root` is the output).
     source: its text.
-    checked: whether it is known to be one. Reading a large schema takes milliseconds, in which nothing else
-        runs in a process; what one process has checked, another need not check again.
+    checked: True if another process has checked it. Checking a large schema takes milliseconds, in which
+        nothing else runs in a process.
 
-    Two of the same kind and source are one grammar: an engine compiles it once.
+    Two of the same kind and source are equal: an engine compiles such a grammar once.
     """
 
     kind: Kind
@@ -78,39 +80,43 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """JSON that a schema allows; the schema as an object or as its text."""
+        """Return the grammar of JSON that a schema allows; the schema is an object or its JSON text."""
         return cls(
             "json_schema", schema if isinstance(schema, str) else _dump("json_schema", schema)
         )
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that matches as a whole."""
+        """Return the grammar of texts that match `pattern` as a whole."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, strings: Iterable[str]) -> Grammar:
-        """One of these strings."""
+        """Return the grammar whose output is one of `strings`. Raises `UserError` unless they are a list of
+        strings.
+        """
         if isinstance(strings, (str, Mapping)) or not isinstance(strings, Iterable):
             raise UserError(f"choice is {brief(strings)}, but must be a list of strings")
         return cls("choice", _dump("choice", list(strings)))
 
     @classmethod
     def lark(cls, source: str) -> Grammar:
-        """Text that a Lark or GBNF grammar derives."""
+        """Return the grammar of texts that a Lark or GBNF grammar derives."""
         return cls("lark", source)
 
     def loaded(self) -> Any:
-        """The source of a JSON schema or a choice, as Python's values."""
+        """Return the parsed JSON of the source, for a JSON schema or a choice."""
         return json.loads(self.source)
 
     def __str__(self) -> str:
-        """The kind and the beginning of the source."""
+        """Return the kind and the first 60 characters of the source."""
         return f"{self.kind} {self.source[:60]!r}{'...' if len(self.source) > 60 else ''}"
 
 
 def _check_schema(part: Any, depth: int = 1) -> None:
-    """Raise `UserError` if a JSON schema nests deeper than `MAX_DEPTH`, or has an object too wide."""
+    """Raise `UserError` if a JSON schema nests deeper than `MAX_DEPTH`, or has an object of more than
+    `MAX_KEYS` keys.
+    """
     if not isinstance(part, (dict, list)):
         return
     if depth > MAX_DEPTH:
@@ -124,7 +130,7 @@ def _check_schema(part: Any, depth: int = 1) -> None:
 
 
 def _schemas_in(source: str) -> Iterator[Any]:
-    """The JSON schemas that stand in a Lark grammar."""
+    """Yield the JSON schemas (`%json {...}`) inside a Lark grammar."""
     for start in re.finditer(r"%json\s*", source):
         with suppress(ValueError, RecursionError):  # its compiler says what is wrong
             yield json.JSONDecoder().raw_decode(source, start.end())[0]

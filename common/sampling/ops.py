@@ -146,11 +146,11 @@ def scale(fraction: Tensor, total: Tensor) -> Tensor:
 def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
     """Return the smallest key t for which the amounts of all keys <= t add up to at least `target`.
 
-    Selection by radix instead of a sort: a histogram of the upper 15 bits of the keys tells in which bin the
-    target is reached, a histogram of the lower 15 bits of that bin's keys tells at which key.
+    This is selection by radix instead of a sort: a histogram of the upper 15 bits of the keys gives the bin
+    in which the target is reached, a histogram of the lower 15 bits of that bin's keys gives the key.
 
     keys: int32 [B, V], at least 0 and below 2**30. amounts: int64 [B, V], at least 0. target: int64 [B, 1].
-    Returns int32 [B, 1]; 2**30 - 1 where all amounts together do not reach the target.
+        Returns int32 [B, 1]; 2**30 - 1 where all amounts together do not reach the target.
     """
     bins = 1 << DIGIT_BITS
 
@@ -193,24 +193,25 @@ def truncate(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     return weights
 
 
-def forbid(logits: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
-    """Put every token whose bit is not set at minus infinity, in place, and return `logits`.
+def forbid(logits: Tensor, allowed: Tensor, positions: Tensor) -> Tensor:
+    """Set every logit whose bit is 0 to minus infinity, in place, and return `logits`.
 
-    logits: float32 [B, V]; allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i; places:
-        int64 [M], the rows that are masked.
+    logits: float32 [B, V].
+    allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i.
+    positions: int64 [M], the rows of `logits` that are masked.
     """
     if (
         allowed.device.type == "cpu"
     ):  # numpy takes all bits out in one pass, and no row is copied
         octets = allowed.numpy().view(np.uint8)
         every = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
-        for row, some in zip(places.tolist(), every, strict=True):
+        for row, some in zip(positions.tolist(), every, strict=True):
             logits[row].masked_fill_(torch.from_numpy(some == 0), float("-inf"))
         return logits
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     barred = (allowed.unsqueeze(2) >> bits) & 1 == 0  # [B, words, 32]
     barred = barred.flatten(1)[:, : logits.shape[1]]  # [M, V]
-    logits[places] = logits[places].masked_fill_(barred, float("-inf"))
+    logits[positions] = logits[positions].masked_fill_(barred, float("-inf"))
     return logits
 
 

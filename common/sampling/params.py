@@ -148,12 +148,14 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if each token is the most likely one: `top_k` and `top_p`, too, can leave no other."""
+        """True if each token is the most likely one; besides temperature 0, `top_k` 1 and `top_p` 0 leave no
+        other.
+        """
         return self.temperature < GREEDY_BELOW or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def penalized(self) -> bool:
-        """True if the choice depends on which tokens came before, so that they have to be counted."""
+        """True if the choice depends on the tokens before, so that they have to be counted."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -163,13 +165,16 @@ class SamplingParams:
     def seed_of(self, sample: int) -> int | None:
         """Return the seed of completion number `sample` (0 to n - 1), or None when the request has none.
 
-        It is seed + sample, so that the n completions differ; vLLM derives the seeds of its samples alike.
+        It is seed + sample, so that the n completions differ; vLLM derives the seeds of its samples in the
+        same way.
         """
         return None if self.seed is None else (self.seed + sample) % (1 << SEED_BITS)
 
 
 def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, ...]:
-    """Return what `value` yields, of which no more is taken than it takes to see that it is too much."""
+    """Return the items of `value` as a tuple. Raises `UserError` if there are more than `most` or it is not
+    iterable.
+    """
     try:
         items = tuple(islice(value, most + 1))
     except TypeError:
@@ -234,11 +239,12 @@ FIELDS = ("top_k", *NUMBERS)
 
 
 def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
-    """Return what a model's file says of sampling, by the names of `SamplingParams`.
+    """Return a model's defaults for sampling from its `generation_config.json`, by the names of
+    `SamplingParams`.
 
     Args:
-        folder: the model's. Without a file nothing is said.
-        source: `model`, or `neutral`: say nothing.
+        folder: the model's. Without a file the result is empty.
+        source: `model`, or `neutral`: the result is empty.
 
     Raises:
         UserError: the file is damaged or has a value out of its limits; or there is no such source.

@@ -1,4 +1,4 @@
-"""The sampler's memory: the sampling settings and the past of every running request, on host and device."""
+"""The sampler's memory: settings and past tokens of every running request, on host and device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOREVER: Final = (1 << 63) - 1
 
 
 class SamplingFlags(enum.IntFlag):
-    """The needs of a row beyond the argmax."""
+    """Needs of a row beyond the argmax."""
 
     RANDOM = enum.auto()  # a temperature above 0
     EDITS = enum.auto()  # logit_bias or min_tokens
@@ -38,49 +38,49 @@ class SamplingFlags(enum.IntFlag):
 
 
 RADIX: Final = SamplingFlags.TOP_K | SamplingFlags.TOP_P
-"""What takes a selection by radix."""
+"""Settings that need a selection by radix."""
 TRUNCATION: Final = RADIX | SamplingFlags.MIN_P
-"""What excludes tokens before the draw."""
+"""Settings that exclude tokens before the draw."""
 
 Positions = slice | Tensor
-"""Where some rows stand in the batch; int64 on the device unless they are neighbours."""
+"""Positions of rows in the batch: a slice if they are neighbours, else int64 on the device."""
 
 
 class Draw(NamedTuple):
-    """Some rows for which tokens are chosen together.
+    """Rows of a batch whose tokens are chosen together.
 
-    places: where they stand in the batch.
+    positions: of the rows in the batch.
     features: the union over these rows. Greedy rows, random ones, and those with top-k or top-p, which are
-        much more work, are kept apart.
+        much more work, are in different draws.
     """
 
-    places: Positions
+    positions: Positions
     features: SamplingFlags
 
 
 class Edits(NamedTuple):
-    """Sparse additions to the logits, of a batch on the device or of one row on the host; `[N]` each.
+    """Sparse additions to logits, `[N]` each: of a batch, on the device, or of one row, on the host.
 
-    tokens: int64. values: float32. until: int64, the first step without it.
-    places: int64, of the batch.
+    tokens: int64, token ids. values: float32, added. until: int64, the first step without the addition.
+    positions: int64, rows of the batch; None: the edits are of one row.
     """
 
     tokens: Any
     values: Any
     until: Any
-    places: Any = None
+    positions: Any = None
 
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """The needs of one batch, decided on the host from the host's copies; sampling branches on nothing else.
+    """The sampler's work for one batch, decided on the host; sampling branches on nothing else.
 
     features: the union over the rows of the batch.
-    draws: all places of the batch, cut into parts; empty when all rows are greedy.
-    wanted: for each place in the batch how many top log-probabilities were asked for, -1 where no
+    draws: all positions of the batch, in parts; empty when all rows are greedy.
+    wanted: for each position in the batch how many top log-probabilities were asked for, -1 where no
         log-probabilities were; None when no row asked for any.
     edits: of the rows with `logit_bias` or `min_tokens`.
-    penalties: the places of the rows with penalties, some at a time.
+    penalties: the positions of the rows with penalties, in parts.
     """
 
     features: SamplingFlags
@@ -90,10 +90,10 @@ class SamplingMetadata:
     penalties: tuple[Positions, ...] = ()
 
     def for_any_rows(self) -> SamplingMetadata:
-        """Return a plan with the same features that takes the whole batch at once, for any requests.
+        """Return metadata with the same features that treats the whole batch at once, for any requests.
 
-        It may be captured in a CUDA graph and serves every batch whose plan has no other features. Edits stay
-        those of the batch that was planned.
+        A CUDA graph can capture it, and it serves every batch whose metadata has no other features. Edits
+        stay those of this batch.
         """
         everywhere = slice(None)
         draws = (
@@ -107,12 +107,14 @@ class SamplingMetadata:
 
 
 class SamplerRows:
-    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, host's copies beside.
+    """Settings and token counts of `rows` requests: arrays [rows, ...] on the device, with copies on the
+    host.
 
-    `set_row` touches the host's copies only; `plan` sends what has changed, in a few copies however many
-    rows that is (and a few more for each with penalties). The arrays on the device are updated in place, so a
-    CUDA graph may read them. Those for penalties are made when a request first needs them: a captured graph
-    must not use them, or must be captured again. A step pays for them only if its own rows do.
+    `set_row` changes the host's copies only; `plan` sends what has changed, in a fixed number of copies
+    however many rows that is (and some more for each row with penalties). The arrays on the device are
+    updated in place, so a CUDA graph may read them. Those for penalties are allocated when a request first
+    needs them: a captured graph must not use them, or must be captured again. They cost time only in steps
+    with such rows.
     """
 
     def __init__(
@@ -160,20 +162,21 @@ class SamplerRows:
 
     @staticmethod
     def rows_at_once(vocab_size: int, device: torch.device) -> int:
-        """Return for how many rows the steps with large temporary tensors are done at once.
+        """Return how many rows are processed at once where temporary tensors are several times as large as
+        the logits.
 
-        These tensors are several times as large as the logits. Two rows of 49,152 fit a CPU's cache, where 16
-        rows took three to five times as long a row. On a GPU this saves memory: 8 million logits fill it, and
-        take 0.4 GB, and histograms of selection by radix (0.26 MB a row) little beside.
+        Two rows of 49,152 fit a CPU's cache, where 16 rows took three to five times as long a row. On a GPU
+        this saves memory: 8 million logits fill it, and take 0.4 GB, and histograms of selection by radix
+        (0.26 MB a row) little beside.
         """
         elements = 1 << (17 if device.type == "cpu" else 23)
         return max(1, elements // vocab_size)
 
     @staticmethod
     def persistent_bytes(rows: int, vocab_size: int) -> int:
-        """Return the most bytes that the arrays of so many rows ever take on the device.
+        """Return the most bytes that the arrays of `rows` rows ever take on the device.
 
-        Settings, token ids, the penalties' arrays, and the edits of a plan.
+        These are settings, token ids, the penalties' arrays, and the edits of a batch.
         """
         edits = (8 + 4 + 8 + 8) * (MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS)
         return rows * (5 * 4 + 3 * 8 + edits + vocab_size * (1 + 4)) + 4 * vocab_size
@@ -189,12 +192,13 @@ class SamplerRows:
         sample: int = 0,
         eos_ids: Collection[int] = (),
     ) -> int:
-        """Give `row` to a request, or back to it after a preemption, and return the seed it draws with.
+        """Write a request's settings to `row`, also after a preemption, and return the seed of its random
+        numbers.
 
         prompt_ids, output_ids: its tokens so far, for the penalties; ids must have passed `check_prompt`.
         seed: overrides that of `params`. A preempted request that comes back with the seed returned here
             draws what it would have drawn.
-        sample: which of its prompt's n completions; shifts the seed of `params`.
+        sample: number of the completion among its prompt's n; shifts the seed of `params`.
         eos_ids: the model's end-of-sequence tokens, which min_tokens holds back.
         """
         if seed is None:
@@ -235,7 +239,11 @@ class SamplerRows:
         return seed
 
     def plan(self, rows_host: Sequence[int]) -> SamplingMetadata:
-        """Send changed settings to the device and return what a batch of these rows needs. Never waits."""
+        """Send changed settings to the device, and return what a batch of these rows needs. Never waits for
+        the device.
+
+        rows_host: the row of the request at each position in the batch.
+        """
         wanted_rows = list(rows_host)
         if self._changed:
             self._send()
@@ -253,8 +261,8 @@ class SamplerRows:
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
             self._edited(wanted_rows) if SamplingFlags.EDITS in union else None,
             tuple(
-                places
-                for _, places in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
+                positions
+                for _, positions in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
             ),
         )
         self._planned = wanted_rows, plan
@@ -263,25 +271,27 @@ class SamplerRows:
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
         random, radix = features & int(SamplingFlags.RANDOM) != 0, features & int(RADIX) != 0
         for chosen in (~random, random & ~radix, radix):
-            for part, places in self._parts(chosen):
-                yield Draw(places, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
+            for part, positions in self._parts(chosen):
+                yield Draw(positions, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
 
     def _edited(self, rows: Sequence[int]) -> Edits:
         own = [
             (place, self._edits[row]) for place, row in enumerate(rows) if row in self._edits
         ]
-        places = np.concatenate([np.full(len(edits.tokens), place) for place, edits in own])
+        positions = np.concatenate([np.full(len(edits.tokens), place) for place, edits in own])
         columns = zip(*(edits[:3] for _, edits in own), strict=True)
         tokens, values, until = (self._upload(np.concatenate(column)) for column in columns)
-        return Edits(tokens, values, until, self._upload(places))
+        return Edits(tokens, values, until, self._upload(positions))
 
     def _parts(
         self, chosen: NDArray[np.bool_]
     ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
-        """Yield the chosen places of the batch, `at_once` at a time, on the host and for the device."""
-        places = np.flatnonzero(chosen)
-        for first in range(0, len(places), self.at_once):
-            part = places[first : first + self.at_once]
+        """Yield the positions where `chosen [B]` is True, `at_once` at a time: on the host, and for the
+        device.
+        """
+        positions = np.flatnonzero(chosen)
+        for first in range(0, len(positions), self.at_once):
+            part = positions[first : first + self.at_once]
             begin, end = int(part[0]), int(part[-1]) + 1
             neighbours = end - begin == len(part)
             yield part, slice(begin, end) if neighbours else self._upload(part)
@@ -342,7 +352,7 @@ class SamplerRows:
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy to the device without waiting for its queued work; on CUDA that takes pinned memory."""
+        """Copy an array to the device without waiting for its queued work, on CUDA from pinned memory."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)

@@ -1,6 +1,6 @@
 """The sampler: from the logits of all running requests to one token each, at once and on the device.
 
-docs/sampling.md tells what happens to a row of logits, in which order and why.
+docs/sampling.md lists the operations on a row of logits, in their order and with reasons.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled(NamedTuple):
     """The chosen tokens and, if a row asked, log-probabilities before temperature and penalties.
 
-    tokens: int64 [B]. logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first,
-    int64 [B, N], and theirs, float32 [B, N], where N is the largest number that a row asked for.
+    tokens: int64 [B].
+    logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first, int64 [B, N], and
+        theirs, float32 [B, N], where N is the largest number that a row asked for.
     wanted: as in `SamplingMetadata`.
-    reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device reads
-    `tokens`, which are all in the vocabulary.
+    reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device
+        reads `tokens`, which are all in the vocabulary.
     """
 
     tokens: Tensor
@@ -49,11 +50,14 @@ class Sampled(NamedTuple):
 
     @property
     def for_host(self) -> Tensor:
-        """The tokens as the host gets them, int64 [B]."""
+        """The tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
         return self.tokens if self.reported is None else self.reported
 
     def logprob(self, place: int) -> Logprob | None:
-        """Return what the row at `place` in the batch asked for. Waits for the device; see `to_host`."""
+        """Return the log-probabilities of the row at `place` in the batch, or None if it asked for none.
+
+        Waits for the device; `to_host` does not.
+        """
         if self.wanted is None or self.logprobs is None or (count := self.wanted[place]) < 0:
             return None
         chosen, ids, values = self.logprobs
@@ -66,22 +70,24 @@ class Sampled(NamedTuple):
 
 
 class TokenBitmask(NamedTuple):
-    """Which tokens may be chosen, for some places of a batch; at the others all may be.
+    """The tokens that may be chosen at some positions of a batch; at the other positions all may be.
 
-    words: int32 [M, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be chosen. A
-        place without any bit is the caller's defect: it gets some token that is not allowed.
-    places: int64 [M] on the device, ascending.
+    words: int32 [M, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be chosen.
+        A row without any bit is the caller's defect: some token that is not allowed is chosen.
+    positions: int64 [M] on the device, ascending.
     """
 
     words: Tensor
-    places: Tensor
+    positions: Tensor
 
 
 class HostSampled:
-    """A `Sampled` on its way to the host."""
+    """A `Sampled` that is being copied to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Queue the copies behind the device's work. With CUDA only pinned memory lets the host go on."""
+        """Queue the copies behind the device's work; with CUDA into pinned memory, so that the host does not
+        wait.
+        """
         tokens, logprobs = sampled.for_host, sampled.logprobs
         self._arrived: torch.Event | None = None
         if tokens.is_cuda:
@@ -93,9 +99,10 @@ class HostSampled:
         self._sampled = Sampled(tokens, logprobs, sampled.wanted)
 
     def get(self) -> list[tuple[int, Logprob | None]]:
-        """Wait for the copies; returns the token and the log-probabilities of each place in the batch.
+        """Wait for the copies; return the token and the log-probabilities of each position in the batch.
 
-        `ops.NAN_TOKEN` stands where the logits are NaN.
+        The token is `ops.NAN_TOKEN` where the logits are NaN; log-probabilities are None where none were
+        asked for.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -106,22 +113,27 @@ class HostSampled:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host that the device's queue will fill."""
+    """Queue a copy of a CUDA tensor into pinned memory of the host, and return it before it is filled."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 class SamplerBackend:
-    """Chooses tokens for a `Sampler`, here by torch. By kernels or over ranks the tokens are the same."""
+    """Chooses tokens for a `Sampler`, here by torch; subclasses choose the same tokens by kernels or over
+    ranks.
+    """
 
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Return the logits to choose from: over ranks, perhaps those of all ranks."""
+        """Return the logits of the whole vocabulary, `[B, V]`; over ranks they may have to be gathered.
+
+        masked: True if the step has masks.
+        """
         return logits
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
+        """Set the logits of all tokens that are not allowed to minus infinity, in place."""
         for part in zip(
             *(torch.split(some, sampler.at_once) for some in allowed), strict=True
         ):
@@ -143,14 +155,14 @@ class SamplerBackend:
         if not plan.draws:
             return logits.argmax(1)  # of equals the first
         tokens = torch.empty_like(rows)
-        for places, features in plan.draws:
-            some = logits[places]
+        for positions, features in plan.draws:
+            some = logits[positions]
             if SamplingFlags.RANDOM in features:
-                tokens[places] = self.draw(
-                    sampler, some, rows[places], steps[places], features
+                tokens[positions] = self.draw(
+                    sampler, some, rows[positions], steps[positions], features
                 )
             else:
-                tokens[places] = some.argmax(1)
+                tokens[positions] = some.argmax(1)
         return tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
@@ -183,22 +195,23 @@ TORCH = SamplerBackend()
 
 
 class Sampler(SamplerRows):
-    """Chooses the next tokens of a batch whose requests have their settings in `SamplerRows`.
+    """Chooses the next tokens of a batch of requests whose settings are in the rows of `SamplerRows`.
 
-    The token of a row depends on its logits, its settings and its own past, and on nothing else in the batch.
+    The token of a row depends on its logits, its settings and its own past, and on nothing else in the
+    batch.
 
-    chooser: what is done by torch; in its place a later phase puts kernels, or a choice over ranks.
+    sampler_backend: computes the choice; a later phase replaces it by kernels, or by a choice over ranks.
     """
 
     sampler_backend: SamplerBackend = TORCH
 
     @classmethod
     def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:
-        """Return the most bytes of temporary tensors that choosing tokens for so many places takes at a time.
+        """Return the most bytes of temporary tensors that choosing `batch` tokens takes at a time.
 
-        That is a copy of the logits to edit, and the widest moment of one part of the batch, selection by
-        radix: 48 bytes a logit and a histogram. The logits themselves are not in it, and neither is a prompt
-        that comes with penalties (12 bytes a token, one at a time).
+        That is a copy of the logits to edit, and the largest part of the batch in selection by radix: 48
+        bytes a logit and a histogram. The logits themselves are not counted, and neither is a prompt that
+        comes with penalties (12 bytes a token, one at a time).
         """
         part = min(batch, cls.rows_at_once(vocab_size, device))
         return batch * (4 * vocab_size + 512) + part * (
@@ -215,20 +228,20 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata | None = None,
         allowed: TokenBitmask | None = None,
     ) -> Sampled:
-        """Choose the next token of each row and count it for the penalties.
+        """Choose the next token of each row, and count it for the penalties.
 
-        With a plan given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
+        With `plan` given, this only queues work for the device. With `plan.for_any_rows()` a CUDA graph can
         capture it.
 
-        A row without penalties may stand at several places with different steps (several positions of one
-        request): each place is chosen with its own step.
+        A row without penalties may stand at several positions of the batch, with different steps (several
+        tokens of one request): each is chosen with its own step.
 
-        logits: float32 [B, V]; left as they are, but where there are masks and no request wants
-            log-probabilities: then they are masked in place.
-        rows: int64 [B] on the device, the row of the request at each place in the batch.
-        rows_host: the same on the host, for the plan.
+        logits: float32 [B, V]; not changed, except that they are masked in place if there are masks and no
+            request wants log-probabilities.
+        rows: int64 [B] on the device, the row of the request at each position in the batch.
+        rows_host: the same on the host, for `plan`; not read if that is given.
         steps: int64 [B] on the device, how many tokens each request has generated before this one.
-        plan: `plan(rows_host)`; made here if missing.
+        plan: `plan(rows_host)`; computed here if None.
         allowed: the masks; None: every token may be chosen.
         """
         if plan is None:
@@ -255,12 +268,13 @@ class Sampler(SamplerRows):
         return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
 
     def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
-        """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
+        """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: float32 `[B,
+        V]`.
 
-        Logits in half precision, as graphs may leave them, are widened: weights are float32.
+        Logits in half precision, as graphs may leave them, are converted to float32.
 
-        NaN says that a token wins without a draw, the first of several: the largest logit of a greedy row
-        (which a plan for any rows brings here), and logits that are NaN or infinite.
+        NaN means that a token wins without a draw, the first of several: the largest logit of a greedy row
+        (which `for_any_rows` includes here), and logits that are NaN or infinite.
         """
         floats = self.floats[rows]
         ints = self.ints[rows]
@@ -275,7 +289,11 @@ class Sampler(SamplerRows):
         return weights
 
     def weights(self, logits: Tensor, largest: Tensor, rows: Tensor) -> Tensor:
-        """Return `weigh` without truncation, given the `largest` logits `[B, 1]`."""
+        """Return exp((logit - largest) / temperature), float32 `[B, V]`; NaN for the largest logit of a
+        greedy row.
+
+        logits: float32 `[B, V]`. largest: `[B, 1]`, of each row of logits. rows: int64 `[B]`.
+        """
         # Where a logit is NaN it alone shall stay NaN.
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
         # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
@@ -292,7 +310,7 @@ class Sampler(SamplerRows):
         plan: SamplingMetadata,
         allowed: TokenBitmask | None,
     ) -> Tensor:
-        """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
+        """Return the logits after mask, bias, min_tokens and penalties; a copy if any row needs changes."""
         edited = bool(plan.features & (SamplingFlags.EDITS | SamplingFlags.PENALTIES))
         if edited or (allowed is not None and plan.wanted is not None):
             logits = logits.clone()
@@ -302,15 +320,15 @@ class Sampler(SamplerRows):
             tokens, values, until, at = plan.edits
             values = torch.where(steps[at] < until, values, 0.0)
             logits.index_put_((at, tokens), values, accumulate=True)
-        for places in plan.penalties:
-            at, some = rows[places], logits[places]
+        for positions in plan.penalties:
+            at, some = rows[positions], logits[positions]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
             penalties = (
                 floats[:, REPETITION],
                 floats[:, PRESENCE],
                 floats[:, FREQUENCY],
             )  # each [B, 1]
-            logits[places] = ops.penalize(
+            logits[positions] = ops.penalize(
                 some, self.in_prompt[at], self.counts[at], *penalties
             )
         return logits

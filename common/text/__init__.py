@@ -1,1 +1,1 @@
-"""From text to tokens and back."""
+"""Convert between text and tokens."""

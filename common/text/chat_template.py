@@ -13,29 +13,31 @@ from common.errors import UserError, brief, choice, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
-"""One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template looks at."""
+"""One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and other fields that the
+template reads.
+"""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""OpenAI's. A template may name others of its own."""
+"""Roles of OpenAI's API. A template may name others of its own."""
 _FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"}
 )
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of the same thing, as servers write it and templates read it."""
+"""Names of the field with an assistant's reasoning, as different servers and templates call it."""
 _OTHER_MEDIA = ("audio", "images", "function_call")
-"""Fields without which a message says something else."""
+"""Fields that cannot be dropped without changing the message's meaning, and are therefore refused."""
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that are texts, and where each has it."""
+"""Types of content parts that are texts -> the field that holds the text."""
 _NOTHING: tuple[Any, ...] = (None, [], {})
-"""Values of a field that say no more than its absence."""
+"""Values of a field that mean the same as its absence."""
 _SANDBOX = TemplateSandbox()
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     source: its text.
-    variables: what it asks for by name, such as `messages` or `tools`.
+    variables: names that it reads, such as `messages` or `tools`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -58,15 +60,15 @@ class ChatTemplate:
         )  # and so the fields of messages that it can look at
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Check messages and bring them into the form that templates expect.
+        """Check messages, and return them in the form that templates expect.
 
-        A message keeps the fields of the OpenAI API and those that the template names; see `ignored`. A
-        content that is a list of texts stays one for a template that reads it. For others each is a line.
-        Only a user must have a content. One that is null or missing is None, but an empty text where an
-        assistant calls no tools either.
+        A message keeps the fields of the OpenAI API and those that the template names; `ignored` lists the
+        others. A content that is a list of texts stays a list for a template that reads lists; for other
+        templates the texts are joined by newlines. Only a user must have a content. One that is null or
+        missing becomes None; for an assistant without tool calls it becomes an empty text.
 
         Raises:
-            UserError: there is none, or one is not of this form.
+            UserError: there is no message, or one is not of this form.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
             raise UserError(f"messages is a {type(messages).__name__}, but must be a list")
@@ -78,7 +80,7 @@ class ChatTemplate:
         ]
 
     def ignored(self, messages: Sequence[Message]) -> set[str]:
-        """The fields in which messages say something that the template does not look at."""
+        """Return the names of fields that messages use and the template does not read."""
         contents = (message.get("content") for message in messages)
         parts = (part for content in contents if isinstance(content, list) for part in content)
         of_parts = _said(part for part in parts if isinstance(part, Mapping))
@@ -92,7 +94,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """The prompt for a `conversation`, special tokens included as text.
+        """Return the prompt for the messages that `conversation` returned; special tokens are part of the
+        text.
 
         Args:
             messages: the turns so far.
@@ -131,12 +134,12 @@ class ChatTemplate:
                 )
             if field in _FIELDS or field in self._named:
                 checked.setdefault(field, value)
-        thought = next(
+        reasoning = next(
             (message[field] for field in _REASONING if isinstance(message.get(field), str)),
             None,
         )
-        if thought is not None:  # a template reads it by one name or the other
-            checked |= {field: thought for field in _REASONING if field in self._named}
+        if reasoning is not None:  # a template reads it by one name or the other
+            checked |= {field: reasoning for field in _REASONING if field in self._named}
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
             raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")
@@ -159,12 +162,12 @@ class ChatTemplate:
 
 
 def _said(parts: Iterable[Message]) -> set[str]:
-    """Return the fields in which something is said."""
+    """Return the names of the fields that are not empty in any of the messages."""
     return {field for part in parts for field, value in part.items() if value not in _NOTHING}
 
 
 def _part(name: str, part: Any) -> str:
-    """The text of one part of a content."""
+    """Return the text of one part of a content. Raises `UserError`, naming it `name`, unless it is a text."""
     if not isinstance(part, Mapping):
         raise UserError(
             f"{name} is {brief(part)}, but must be an object with a type and a text"

@@ -1,4 +1,4 @@
-"""Text from a growing sequence of tokens, in time that is linear in their number whatever they are."""
+"""Decode a growing sequence of tokens to text, in time linear in the number of tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _EACH_BYTE = "replace_each_byte"
-_ALIKE = {"Replace", "ByteFallback", "Fuse"}
-"""Steps of decoders that do to a token in the middle of a text what they do to the first."""
+_CONTEXT_FREE = {"Replace", "ByteFallback", "Fuse"}
+"""Steps of decoders that treat a token in the middle of a text as they treat the first."""
 _LARGEST_ID = 2**32 - 1
 MOST_TOKENS_OF_A_CHARACTER = 4
 
@@ -30,24 +30,23 @@ codecs.register_error(
 
 
 class TokenBytes(dict[int, bytes]):
-    """The UTF-8 bytes that each token adds in the middle of a text, looked up once a token.
+    """Map from token id to the UTF-8 bytes that the token adds in the middle of a text, filled when read.
 
-    An id outside the vocabulary adds none. A byte-level tokenizer (GPT-2's kind) spells bytes as characters.
-    One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to `<0xFF>`, beside its
-    pieces of text.
-
-    Of a decoder that looks at neighbours these are the bytes behind the same token.
+    An id outside the vocabulary adds none. A byte-level tokenizer (GPT-2's kind) spells bytes as
+    characters. One with byte fallback (SentencePiece's kind) has a token for every byte, `<0x00>` to
+    `<0xFF>`, beside its pieces of text. If the decoder looks at neighbours, the bytes are those that the
+    token adds behind itself.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Look at the decoder of `backend`: it says which kind this is."""
+        """Read from the decoder of `backend` which kind of tokenizer it is."""
         super().__init__()
         self._backend = backend
         decoder = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         parts = [part for part in decoder.get("decoders", [decoder]) if part]
         steps = [part["type"] for part in parts]
         self.byte_level, self.byte_fallback = steps == ["ByteLevel"], "ByteFallback" in steps
-        self._alike = bool(steps) and set(steps) <= _ALIKE
+        self._context_free = bool(steps) and set(steps) <= _CONTEXT_FREE
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id <= _LARGEST_ID else None
@@ -57,14 +56,16 @@ class TokenBytes(dict[int, bytes]):
         return found
 
     def first(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text which begins with it: some decoders drop its space there."""
+        """Return the bytes that a token adds at the beginning of a text, where some decoders
+        drop its space.
+        """
         found = self[token_id]
         return (
             found if self.byte_level or b" " not in found else self._decode(token_id).encode()
         )
 
     def decoder(self) -> codecs.IncrementalDecoder:
-        """A decoder of their bytes, which shows those that are no character as U+FFFD."""
+        """Return an incremental UTF-8 decoder for these bytes; invalid bytes become U+FFFD."""
         return codecs.getincrementaldecoder("utf-8")(
             _EACH_BYTE if self.byte_fallback else "replace"
         )
@@ -80,7 +81,7 @@ class TokenBytes(dict[int, bytes]):
             return bytes.fromhex(byte[1])
         begins = self._decode(token_id)
         return (
-            begins if self._alike else self._decode(token_id, token_id)[len(begins) :]
+            begins if self._context_free else self._decode(token_id, token_id)[len(begins) :]
         ).encode()
 
     def _decode(self, *ids: int) -> str:
@@ -89,22 +90,21 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Detokenizer:
-    """The text of a growing sequence of tokens, in pieces that can be shown at once.
+    """Decodes the tokens of one output as they come, in pieces that can be shown at once.
 
     A character can be spread over several tokens (an emoji is four bytes), so its bytes are held back until
-    it is complete. The pieces together are exactly `Tokenizer.decode` of all ids, but for a character that is
-    still incomplete at the end: it is left out, because the model was cut off before it had said it. Bytes
-    that can never become a character are shown as U+FFFD as soon as that is certain.
+    it is complete. The pieces together are exactly `Tokenizer.decode` of all ids, except for a character
+    that is still incomplete at the end: it is left out, because the model was cut off before it had said
+    it. Bytes that can never become a character are shown as U+FFFD as soon as that is certain.
 
-    A completion goes on from its prompt: its text is that of both, less the prompt's. Decoded alone it would
-    lose the space that some decoders drop where a text begins. A prompt of special tokens alone has no text,
-    so the completion begins one.
+    A completion continues its prompt: its text is that of both, less the prompt's. Decoded alone it would
+    lose the space that some decoders drop where a text begins. A prompt of special tokens alone has no
+    text, so the completion begins one.
 
-    No more than three bytes are kept, and a token costs some microseconds at most: bytes go through an
-    incremental UTF-8 decoder.
+    At most three bytes are held back, and a token costs some microseconds at most.
 
     Attributes:
-        begins: whether the next token that can be seen begins the text.
+        begins: True if the next visible token begins the text.
     """
 
     def __init__(
@@ -115,11 +115,12 @@ class Detokenizer:
         after: Sequence[int] = (),
         middle: bool = False,
     ) -> None:
-        """Begin an empty text, or go on from a prompt.
+        """Start an empty text, or continue a prompt.
 
+        skip_special_tokens: leave special tokens out of the text.
         shown: special tokens that belong to the text all the same.
         after: the prompt's tokens.
-        middle: go on from a prompt even if it has no text.
+        middle: continue the prompt even if it has no text.
         """
         self._bytes = tokenizer.token_bytes
         self._skipped = (
@@ -136,7 +137,7 @@ class Detokenizer:
             self.push(token)
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now complete, often one word, sometimes nothing."""
+        """Add a token; return the text that is now complete, often one word, sometimes nothing."""
         if token_id in self._skipped:
             return ""
         data = self._bytes[token_id]
@@ -147,12 +148,14 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def incomplete(self) -> str:
-        """The text that `Tokenizer.decode` shows for an incomplete character, whose bytes are dropped."""
+        """Return what `Tokenizer.decode` shows for the incomplete character at the end, and
+        drop its bytes.
+        """
         return self._utf8.decode(b"", final=True)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for.
+    """Return the byte that each character of byte-level BPE stands for.
 
     Printable bytes stand for themselves; the others follow from U+0100 on, in order
     (https://github.com/openai/gpt-2/blob/master/src/encoder.py).

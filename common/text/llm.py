@@ -1,4 +1,4 @@
-"""Text in, text out: an engine behind a tokenizer."""
+"""A class that completes texts: an engine behind a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LLM:
 
     Args:
         model: a bundled model, a folder, or a hub id.
-        load: of the phase whose engine it is; each phase exports an `LLM` with its own.
-        show_memory_plan: print where the memory goes, if the engine knows.
-        options: those of `load`.
+        load: makes the engine, a phase's `load`; each phase exports an `LLM` with its own.
+        show_memory_plan: print how the memory is divided, if the engine knows.
+        options: passed to `load`.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class LLM:
             print(self.engine.memory_plan)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a text, or of a conversation that awaits its answer.
+        """Return the token ids of a text, or of a conversation up to where the assistant's turn begins.
 
-        A message is `{"role": ..., "content": ...}`.
+        A conversation is a list of messages `{"role": ..., "content": ...}`.
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -63,17 +63,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete texts or conversations.
+        """Complete texts or conversations, and wait until all are done.
 
         Args:
             prompts: a text or a conversation, or a list of them.
-            params: one for all, or one for each.
+            params: for all prompts, or one for each; None: the defaults.
 
         Returns:
             Completions with their texts, in (prompt, sample) order.
 
         Raises:
-            UserError: there is no prompt, or something that is none.
+            UserError: there is no prompt, or one is neither a text nor a conversation.
         """
         ids = [self.encode(prompt) for prompt in _several(prompts)]
         each = params_per_prompt(ids, SamplingParams() if params is None else params)
@@ -81,7 +81,7 @@ class LLM:
 
 
 def _several(prompts: object) -> list[Prompt]:
-    """Return the prompts, one by one; a text or a conversation stands for itself."""
+    """Return a list of prompts; a single text or conversation becomes a list of one."""
     if isinstance(prompts, str) or _conversation(prompts):
         return [cast(Prompt, prompts)]
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
@@ -95,7 +95,7 @@ def _several(prompts: object) -> list[Prompt]:
 
 
 def _conversation(prompt: object) -> bool:
-    """Return True for a list of messages."""
+    """Return True if `prompt` is a list of messages."""
     several = isinstance(prompt, Sequence) and len(prompt) > 0
     return several and all(
         isinstance(message, Mapping) for message in cast(Sequence[object], prompt)

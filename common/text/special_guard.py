@@ -1,4 +1,4 @@
-"""Keep special tokens that a user types in a chat from becoming special tokens."""
+"""Keep special tokens that a user types in a chat message from becoming special tokens."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from tokenizers import AddedToken, normalizers
 from common.errors import UserError
 
 _STAND_INS = [chr(code) for code in (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))]
-"""Characters that no text has: Unicode keeps the first 32 from interchange, and the others are not in use."""
+"""Characters that no text contains: Unicode reserves the first 32, and the others are unassigned."""
 
 
 class SpecialGuard:
-    """Tells a special token that the chat template wrote from the same characters in a message.
+    """Encodes a conversation so that special tokens of the chat template count, and those in messages do not.
 
-    Tokenizers look for special tokens in the whole conversation, and cannot tell a template's from a user's.
-    So a character of each one that stands in a message is replaced by a stand-in before the template is
-    rendered, wherever the text goes on from there: it is trimmed, cut and joined like any other. The rendered
-    text is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back
-    into characters after it has looked for special tokens. Everything behind that (words, merges, prefixes)
-    is as if the user's special token had been an ordinary word.
+    Tokenizers look for special tokens in the whole rendered conversation, and cannot distinguish a
+    template's from a user's. So one character of each special token in a message is replaced by a stand-in
+    before the template is rendered; the template treats them like any other text. The rendered text
+    is then encoded by a tokenizer that differs from the model's in one thing: it turns stand-ins back into
+    characters after it has looked for special tokens. Everything behind that (words, merges, prefixes) is
+    as if the user's special token had been an ordinary word.
 
-    A message may also end with the first half of a special token where the next begins with the second half,
-    so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
+    A message may also end with the first half of a special token where the next begins with the second
+    half, so halves at the ends of a text are broken, too. In a role only whole ones are: templates such as
     `'<|' + role + '|>'` make special tokens of roles.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Guard the special tokens of `backend`."""
+        """Prepare stand-ins for the special tokens of the tokenizer `backend`."""
         self._backend = backend
         self._added = sorted(backend.get_added_tokens_decoder().items())
         self._special = [token.content for _, token in self._added if token.special]
         chars = sorted({token[place] for token in self._special for place in (0, -1)})
         self._stand_in = dict(zip(chars, _STAND_INS, strict=False))
         self._longest = max(map(len, self._special), default=0)
-        self._heads = {token[: at + 1] for token in self._special for at in range(len(token))}
-        self._tails = {token[at:] for token in self._special for at in range(len(token))}
+        self._prefixes = {
+            token[: at + 1] for token in self._special for at in range(len(token))
+        }
+        self._suffixes = {token[at:] for token in self._special for at in range(len(token))}
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
-        """`value` (what JSON can hold) with stand-ins in its texts; the same where nothing is to be hidden.
+        """Return `value` with stand-ins in its texts for special tokens; the same if there is none.
 
         Args:
             value: a text, or lists and objects that hold texts.
             whole: leave halves of special tokens as they are.
 
         Raises:
-            UserError: a text in which something is to be hidden has one of the stand-ins already.
+            UserError: a text with a special token contains one of the stand-ins already.
         """
         if isinstance(value, str):
             return self._hide(value, whole)
@@ -63,15 +65,17 @@ class SpecialGuard:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text in which users' special tokens are hidden, and no other special tokens added."""
+        """Return the token ids of a rendered text whose messages went through `hide`; no special tokens are
+        added.
+        """
         (found,) = self._blind.encode_batch_fast([text], add_special_tokens=False)
         return [self._renumbered.get(index, index) for index in found.ids]
 
     def _hide(self, text: str, whole: bool) -> str:
         if not any(char in text for char in self._stand_in):
             return text
-        places = self._places(text, whole)
-        if not places:
+        positions = self._positions_to_hide(text, whole)
+        if not positions:
             return text
         for stand_in in self._stand_in.values():
             if stand_in in text:
@@ -80,34 +84,38 @@ class SpecialGuard:
                     f"a message has a special token and {code}, which no text may have"
                 )
         return "".join(
-            self._stand_in[char] if place in places else char
+            self._stand_in[char] if place in positions else char
             for place, char in enumerate(text)
         )
 
-    def _places(self, text: str, whole: bool) -> set[int]:
-        """Return the places of characters to hide so that no special token or half of one is left."""
-        places = set()
+    def _positions_to_hide(self, text: str, whole: bool) -> set[int]:
+        """Return the positions of characters to replace so that no special token, or half of one, is left in
+        a text.
+        """
+        positions = set()
         for token in self._special:
             at = text.find(token)
             while at >= 0:
-                places.add(at + len(token) - 1)
+                positions.add(at + len(token) - 1)
                 at = text.find(token, at + 1)
         if not whole:
             last, first = len(text.rstrip()), len(text) - len(text.lstrip())
             sizes = range(1, self._longest + 1)
-            places |= {
+            positions |= {
                 last - size
                 for size in sizes
-                if size <= last and text[last - size : last] in self._heads
+                if size <= last and text[last - size : last] in self._prefixes
             }
-            places |= {
-                first + size - 1 for size in sizes if text[first : first + size] in self._tails
+            positions |= {
+                first + size - 1
+                for size in sizes
+                if text[first : first + size] in self._suffixes
             }
-        return places
+        return positions
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:
-        """The tokenizer that turns stand-ins back; it shares the model, so it costs next to nothing."""
+        """The tokenizer that turns stand-ins back; it shares the model, so it takes little memory."""
         blind = tokenizers.Tokenizer(self._backend.model)
         back: list[Any] = [
             normalizers.Replace(there, char) for char, there in self._stand_in.items()
@@ -127,7 +135,7 @@ class SpecialGuard:
 
     @cached_property
     def _renumbered(self) -> dict[int, int]:
-        """The ids of added tokens that the model's own vocabulary has not, and that have others here."""
+        """Ids of added tokens in `_blind` -> their ids in the model's tokenizer, where the two differ."""
         pairs = (
             (self._blind.token_to_id(token.content), index) for index, token in self._added
         )

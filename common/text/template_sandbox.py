@@ -42,27 +42,34 @@ _ENDS: Final = {
 _FIRST: Final = (
     "{{ '\\n' | pprint | striptags | wordwrap }}{{ strftime_now('%c') }}{{ undefined.fails }}"
 )
-"""Makes Jinja and Python read all the files that they ever need."""
+"""A template whose rendering makes Jinja and Python read all the files that they ever need."""
 
 
 class TemplateError(Exception):
-    """A template that is not valid, fails, or does more than it may; the message says which."""
+    """Raised for a template that is not valid, fails, or exceeds a limit; the message says which."""
 
 
 class TemplateSandbox:
-    """The child processes: started when needed, one for each thread that renders, and again after an end."""
+    """Renders templates in child processes: one for each thread that renders, started on demand, and again
+    after an end.
+    """
 
     def __init__(self) -> None:
-        """Begin without a child."""
+        """Start without a child process."""
         self._idle: list[
             subprocess.Popen[bytes]
         ] = []  # they end with this process, which closes their pipes
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Compile a template and describe it, as `_describe` does, or render it: `text`.
+        """Send a template to a child process, to be described (see `_describe`) or rendered.
+
+        variables: values for rendering; None: describe it.
+
+        Returns:
+            The description, or `{"text": ...}`.
 
         Raises:
-            TemplateError: it is not valid, fails, or does more than it may.
+            TemplateError: the template is not valid, fails, or exceeds a limit.
         """
         if len(source) > SOURCE_CHARACTERS:
             raise TemplateError(
@@ -104,7 +111,7 @@ class TemplateSandbox:
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """Return its exit status."""
+    """Kill a child process and return its exit status."""
     child.kill()
     with suppress(BrokenPipeError):
         child.communicate()  # closes the pipes
@@ -115,7 +122,9 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def serve() -> None:
-    """Answer requests, one a line, until there are no more."""
+    """Run the child: read requests from standard input, one JSON object a line, and write a response line to
+    each.
+    """
     with suppress(jinja2.UndefinedError):
         _compiled(_FIRST).render()
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
@@ -148,7 +157,9 @@ def _answer(source: str, variables: dict[str, Any] | None = None) -> dict[str, A
 
 
 def _describe(source: str) -> dict[str, Any]:
-    """The names it asks for, the attributes and strings in it, and if it writes a list of texts as these."""
+    """Return a template's variables, the attributes and strings in it, and whether it writes a list of texts
+    as its texts.
+    """
     _compiled(source)
     tree = _environment().parse(source)
     names = {node.attr for node in tree.find_all(nodes.Getattr)}
@@ -161,7 +172,9 @@ def _describe(source: str) -> dict[str, Any]:
 
 
 def _takes_parts(source: str) -> bool:
-    """Try it: a template for texts alone fails, or writes the list as Python does."""
+    """Return True if a template renders a content that is a list of texts; those for texts alone fail or
+    print the list.
+    """
 
     def written(content: Any) -> str:
         messages = [{"role": "user", "content": content}]
@@ -175,7 +188,7 @@ def _takes_parts(source: str) -> bool:
 
 @lru_cache(1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as `transformers` documents it for chat templates."""
+    """Return the Jinja environment that `transformers` documents for chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
     )
@@ -203,7 +216,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`: its arguments have the names and the order that `transformers` gives them."""
+    """Return `x` as JSON: the filter `tojson`, with the arguments that `transformers` gives it."""
     return json.dumps(
         x,
         ensure_ascii=ensure_ascii,
@@ -215,22 +228,22 @@ def _to_json(
 
 
 def _plain(value: Any) -> None:
-    """Write a `NullContent` as null."""
+    """Return null for a `NullContent`, which JSON cannot write otherwise."""
     if not _is_none(value):
         raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def _is_none(value: Any) -> bool:
-    """The test `is none`."""
+    """Return True for None and for a `NullContent`: the test `is none`."""
     return value is None or isinstance(value, NullContent)
 
 
 class NullContent(jinja2.Undefined):
-    """The content of a message that says nothing, such as one that has only calls.
+    """The content of a message without one, such as an assistant's with tool calls only.
 
     `transformers` leaves such a content out, so it is not defined and writes nothing. Templates of the kind
     of DeepSeek's ask if it is none, so it is that as well. Others split, trim or join every content, so it
-    has what an empty text has.
+    has the methods of an empty text.
     """
 
     __slots__ = ()
@@ -255,7 +268,7 @@ class NullContent(jinja2.Undefined):
 
 
 class MessageWithoutContent(dict[str, Any]):
-    """A message without the key `content`, of which a template gets a `NullContent` if it asks."""
+    """A message without the key `content`, of which a template gets a `NullContent` if it reads it."""
 
     def __missing__(self, key: str) -> NullContent:
         if key != "content":
@@ -263,13 +276,13 @@ class MessageWithoutContent(dict[str, Any]):
         return NullContent(obj=self, name=key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """See `dict.get`. Beside calls, a content that is asked for in this way writes nothing, too."""
+        """Return a `NullContent` for the content of a message with tool calls; otherwise as `dict.get`."""
         asked = key == "content" and default is None and "tool_calls" in self
         return self[key] if asked else super().get(key, default)
 
 
 def _without_null(message: Any) -> Any:
-    """Return a message whose content is null as a `MessageWithoutContent`, and others as they are."""
+    """Return a message whose content is null as a `MessageWithoutContent`; return others unchanged."""
     if not isinstance(message, dict) or message.get("content") is not None:
         return message
     return MessageWithoutContent(
@@ -278,7 +291,7 @@ def _without_null(message: Any) -> Any:
 
 
 def _error_text(error: Exception) -> str:
-    """An error's message in one line, with its kind where Python raised it."""
+    """Return an error's message in one line, with the exception's name if Python raised it."""
     words = " ".join(str(error).split())[:500]
     if isinstance(error, jinja2.TemplateSyntaxError):
         words = f"line {error.lineno}: {words}"
@@ -287,7 +300,7 @@ def _error_text(error: Exception) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only lets them through."""
+    """`{% generation %}` marks the assistant's words for training; here its content is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, one text at a time or one token at a time."""
+"""Convert a text to token ids and back."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ MOST_TEMPLATES = 64
 """Most files in `additional_chat_templates`."""
 
 LONG = 2000
-"""Characters of a text above which a server lets another thread encode it."""
+"""Characters of a text above which a server encodes it in another thread."""
 
 
 class Tokenizer:
     """A model's tokenizer: `tokenizer.json`, and what the files beside it say about special tokens.
 
     Attributes:
+        backend: the library's tokenizer.
         bos_token_id: the id that begins a text, or None.
     """
 
@@ -77,10 +78,10 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, after the token that begins a text if the model was trained with one.
+        """Return the ids of `text`, after the token that begins a text if the model was trained with one.
 
-        `add_bos_token` in `tokenizer_config.json` decides, and where it does not say, `tokenizer.json` does.
-        A text that begins with this token itself gets no other.
+        `add_bos_token` in `tokenizer_config.json` decides, and if it is missing, `tokenizer.json` does. A
+        text that begins with this token itself gets no other.
 
         Args:
             add_special_tokens: False: the ids of the text alone.
@@ -100,7 +101,9 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the
+        vocabulary nothing.
+        """
         text: str = self.backend.decode_batch(
             [list(ids)], skip_special_tokens=skip_special_tokens
         )[0]
@@ -119,7 +122,7 @@ class Tokenizer:
         add_special_tokens: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a conversation in the form the model was trained on.
+        """Return the ids of a conversation in the form the model was trained on.
 
         Args:
             messages: dictionaries with `role` and `content`.
@@ -151,7 +154,9 @@ class Tokenizer:
         return self._begun(ids) if add_special_tokens else ids
 
     def _begun(self, ids: list[int]) -> list[int]:
-        """`ids` after the token that begins a text, if there is one and they do not begin with it."""
+        """Return `ids` with the token that begins a text in front, if the model has one and it is not there
+        yet.
+        """
         bos = self.bos_token_id
         begins = bos is not None and (
             self._adds_bos or bool(self._config.get("add_bos_token"))
@@ -160,16 +165,16 @@ class Tokenizer:
 
     @cached_property
     def _adds_bos(self) -> bool:
-        """Return True if `tokenizer.json` puts the token that begins a text before every text."""
+        """True if `tokenizer.json` puts the token that begins a text before every text."""
         if self.bos_token_id is None or self._config.get("add_bos_token") is False:
             return False
         return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
 
     def most_characters(self, tokens: int) -> int | None:
-        """Return how many characters so many tokens may stand for at most; None: there is no such bound.
+        """Return the most characters that `tokens` tokens may stand for; None: there is no such bound.
 
-        It costs nothing, so a text that is far too long need not be tokenized to be refused. Vocabularies of
-        bytes and those with a token for every byte drop no character. A normalizer may join some into one.
+        With it a text that is far too long can be refused without tokenizing it. Byte-level vocabularies
+        and those with a token for every byte drop no character. A normalizer may join some into one.
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
@@ -183,7 +188,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that are left out of a text, such as those that begin and end a turn."""
+        """Ids of the tokens that are left out of a text, such as those that begin and end a turn."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
@@ -207,7 +212,9 @@ class Tokenizer:
 
     @cached_property
     def tool_template(self) -> ChatTemplate:
-        """The chat template for conversations with tools, where the model has one of its own for them."""
+        """The chat template for conversations with tools: the model's `tool_use` if it has one, else
+        `chat_template`.
+        """
         return (
             self._template("tool_use")
             if "tool_use" in self._chat_templates
@@ -228,7 +235,9 @@ class Tokenizer:
 
     @cached_property
     def _chat_templates(self) -> dict[str, Any]:
-        """By name; one that is alone is `default`. Files of templates come before those in configurations."""
+        """Sources of the model's chat templates by name; a single one is `default`. Template files come
+        before configurations.
+        """
         source = self._config.get("chat_template")
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
@@ -278,13 +287,14 @@ class Tokenizer:
 
 
 _JOINED = 4
-"""Characters that Unicode's normalizers make one of, at most: letters with their accents."""
+"""Most characters that a Unicode normalizer makes one of: letters with their accents."""
 
 
 class _Brief(msgspec.Struct):
-    """Part of `tokenizer.json` that is read in less than a second: all but the vocabulary.
+    """The part of `tokenizer.json` that can be read in less than a second: all but the vocabulary.
 
-    The steps before and after encoding, each of which may be a sequence; and tokens beside the vocabulary.
+    normalizer, decoder: steps before and after encoding, each of which may be a sequence.
+    added_tokens: tokens beside the vocabulary.
     """
 
     normalizer: dict[str, Any] | None = None
@@ -293,11 +303,14 @@ class _Brief(msgspec.Struct):
 
 
 MOST_GROWTH = 64
-"""Times as long as a text may become by all replacements of a `tokenizer.json` together."""
+"""Most times by which all replacements of a `tokenizer.json` together may lengthen a text."""
 
 
 def _refuse_growth(path: Path, raw: bytes) -> None:
-    """Raise `UserError` for replacements that make a text many times longer: a few fill any memory."""
+    """Raise `UserError` if replacements in a `tokenizer.json` lengthen a text more than `MOST_GROWTH` times.
+
+    path: for the message. raw: the file's content.
+    """
     steps = msgspec.json.decode(raw, type=_Brief)
     for kind, several in (("normalizer", "normalizers"), ("decoder", "decoders")):
         growth, parts = 1, [getattr(steps, kind)]
@@ -315,9 +328,10 @@ def _refuse_growth(path: Path, raw: bytes) -> None:
 
 
 def eos_of_tokenizer(folder: Path) -> int | None:
-    """The token that ends a text by the tokenizer's files, which need not be the one that the model's name.
+    """Return the id of the end-of-sequence token that the tokenizer's files name; None if they name none.
 
-    All of `tokenizer.json` is loaded only where the token is none of those added to the vocabulary.
+    It need not be the one of `config.json`. All of `tokenizer.json` is loaded only if the token is not
+    among those added to the vocabulary.
     """
     token = _content(
         _named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token")
@@ -336,10 +350,10 @@ def eos_of_tokenizer(folder: Path) -> int | None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Tell by name what the tokenizers library could not take.
+    """Turn any error of the tokenizers library in a block into a `UserError` that names `what`.
 
-    It raises nothing more specific than Exception, and where its Rust code panics, for instance because a
-    file contradicts itself, a BaseException that `except Exception` would let through.
+    The library raises nothing more specific than Exception, and where its Rust code panics, for instance
+    because a file contradicts itself, a BaseException that `except Exception` would let through.
     """
     try:
         yield
@@ -352,7 +366,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _unicode(text: str) -> str:
-    """`text`, which Rust takes only without halves of surrogate pairs."""
+    """Return `text` if Rust accepts it. Raises `UserError` if it holds half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -363,7 +377,7 @@ def _unicode(text: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no such file."""
+    """Return the object in a JSON file, empty where there is no such file."""
     raw = _read_optional(path, MOST_BYTES)
     if raw is None:
         return {}
@@ -375,7 +389,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_optional(path: Path, most: int) -> bytes | None:
-    """Return the bytes of a file of a model's folder, None where there is none. See `read_bytes`."""
+    """Return the bytes of a file in a model's folder, at most `most`; None if there is none. Raises
+    `UserError`.
+    """
     try:
         return read_bytes(path, most)
     except FileNotFoundError:
@@ -385,10 +401,10 @@ def _read_optional(path: Path, most: int) -> bytes | None:
 
 
 def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
+    """Return special tokens by name: `bos_token`, `eos_token`, and names of the model's own.
 
     `special_tokens_map.json` is read as `transformers` does: it is older than `added_tokens_decoder`, and
-    where a configuration has that, the file only adds to it.
+    if a configuration has that, the file only adds to it.
     """
     found = _read_json(folder / "special_tokens_map.json")
     own = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -398,5 +414,5 @@ def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(token: Any) -> Any:
-    """The text of a special token, which the configuration holds as a string or as an object."""
+    """Return the text of a special token, which a configuration holds as a string or as an object."""
     return token.get("content") if isinstance(token, dict) else token

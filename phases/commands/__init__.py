@@ -1,1 +1,1 @@
-"""The `ladder` command: one file a command, and the code that several of them share."""
+"""The commands of `ladder`: one file a command, and the code that several of them share."""

@@ -1,4 +1,4 @@
-"""Arguments of several commands, and what makes an argument."""
+"""Arguments that several commands have, and the functions that define arguments."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ course_app = typer.Typer(
     help="Exercises: make a working copy, check it, ask for hints, grade it.",
     no_args_is_help=True,
 )
-"""Its commands are added by `phases.commands.course`, which is imported when one is called."""
+"""Its commands are added by `phases.commands.course`, which is imported when one of them is called."""
 
 
 def flag(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """An option in a group of the help; without `names` it is spelled as its parameter."""
+    """Return a Typer option with a help text.
+
+    names: its spellings; without them it is spelled as its parameter. panel: the group in the help.
+    """
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 def joined(values: Iterable[str] | None) -> str | None:
-    """One text of a flag that was given several times, with the commas that it may have had at once."""
+    """Return the values of a repeated flag as one text with commas; None: the flag was not given."""
     return None if values is None else ",".join(values)
 
 
@@ -32,7 +35,7 @@ _EXTRAS = (
     "quality replicas kernels.sampling step_times"
 )
 EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
-"""Benchmarks that are not of one phase, by name: the modules that measure and draw."""
+"""Name of a benchmark that belongs to no phase -> the module that measures and draws."""
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
 DEFAULTS_HELP = (
     "sampling where nothing is said: neutral, or model (its generation_config.json)"

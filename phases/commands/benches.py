@@ -27,7 +27,7 @@ MADE_BY = {"json_schema_bench": "json_schema_suite"}
 
 
 def bench(given: SimpleNamespace) -> int:
-    """Measure a phase against the one before it, and show the result beside what the repository has.
+    """Measure a phase against the one before it, and print the result beside the repository's evidence.
 
     Evidence and figure go to the cache; with `record` they replace those of the repository.
     """
@@ -76,7 +76,7 @@ def bench(given: SimpleNamespace) -> int:
 
 
 def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> None:
-    """Print the name of the measurement, and its duration as far as that is known."""
+    """Print what is measured, and the seconds that it took when it was recorded."""
     err.print(
         f"[dim]{name} on {options.device}, {str(options.dtype).removeprefix('torch.')}, "
         f"{count(options.repeats, 'sample')} of each variant[/dim]"
@@ -90,7 +90,7 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
 def _show(measured: Evidence, recorded: Evidence | None) -> None:
     """Print each variant's first metric beside the first variant's and the recorded one, and the gain.
 
-    What all runs have in common stands in the title.
+    What all runs have in common is in the title.
     """
     phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
     headline = "" if phase is None else phase.headline
@@ -145,14 +145,18 @@ def _ratio(value: float, other: float | None) -> str:
 
 
 def _recorded(run: Run, metric: str, recorded: Evidence | None) -> float | None:
-    """Return the median that is recorded of the same work, if any."""
+    """Return the recorded median of the same variant, workload and options; None: there is none."""
     same = {"model": run.model, "dtype": run.dtype, **run.options}
-    alike = recorded.find(run.variant, run.workload, **same) if recorded else []
-    return alike[0].median(metric) if len(alike) == 1 and metric in alike[0].metrics else None
+    matching = recorded.find(run.variant, run.workload, **same) if recorded else []
+    return (
+        matching[0].median(metric)
+        if len(matching) == 1 and metric in matching[0].metrics
+        else None
+    )
 
 
 def _draw(module: ModuleType, evidence: Evidence, figure: Path) -> bool:
-    """Draw the figure, if the benchmark has one: outcomes of tests are no picture."""
+    """Draw the figure, and return True; False: the benchmark has none."""
     if not hasattr(module, "draw"):
         return False
     with whole(figure) as scratch:
@@ -182,11 +186,13 @@ def plot(given: SimpleNamespace) -> int:
 
 
 def _named(text: str) -> str:
-    """The name of the phase or the extra benchmark that a person means."""
+    """Return the name of the phase or the extra benchmark that `text` means. Raises `UserError`
+    for neither.
+    """
     return text if text in EXTRAS else phase_named(text, *EXTRAS).name
 
 
 def _module(name: str) -> ModuleType:
-    """The file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
+    """Import the file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
     name = MADE_BY.get(name, name)
     return import_module(EXTRAS.get(name, f"phases.{name}.bench"))

@@ -22,7 +22,7 @@ from phases.course.fork_server import ForkServer
 
 WIDEST = 100
 LOOK = 0.5
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files' times."""
 STYLES: dict[State, str] = {
     "not started": "dim",
     "refused": "red",
@@ -74,7 +74,9 @@ def check(
 
 
 def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
-    """The exercises meant by `05.3`, by `05`, or by nothing. Raises `UserError`."""
+    """Return the exercises meant by `05.3`, by `05`, or by None (all). Raises `UserError` if
+    there is none.
+    """
     if wanted is None:
         return list(copy.exercises)
     chosen = [
@@ -87,7 +89,7 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
 
 
 def show(verdict: Verdict) -> None:
-    """Print a line for an exercise, and some for its failure."""
+    """Print the state of an exercise, and the lines of its failure if there is one."""
     one = verdict.exercise
     style = STYLES[verdict.state]
     out.print(f"{one.id}  [{style}]{verdict.state:20}[/]  {escape(one.title)}", soft_wrap=True)
@@ -99,7 +101,7 @@ def show(verdict: Verdict) -> None:
 def lines_about(failure: Failure) -> list[str]:
     """Return what was given, expected and got, where, and the trap it resembles.
 
-    What is given is whole, to be pasted and tried; of everything else a line is cut at `WIDEST`.
+    The given lines are whole, to be pasted and tried; every other line is cut at `WIDEST` characters.
     """
     given = failure.setup.strip().splitlines() + failure.call.splitlines()
     named = [("test", failure.test), ("expected", failure.expected), ("got", failure.got)]
@@ -196,7 +198,7 @@ def watch() -> int:
             time.sleep(LOOK)
             now = _saved(copy)
             for one in copy.exercises:
-                # A file that is gone comes back: editors write a new one and rename it.
+                # A missing file comes back: editors write a new one and rename it.
                 if one.file in now and now[one.file] != seen.get(one.file):
                     status.update(f"{one.id} {one.title}")
                     show(check_file(copy.folder, one, server))
@@ -206,7 +208,7 @@ def watch() -> int:
 
 
 def _saved(copy: making.Copy) -> dict[str, int]:
-    """When each file was saved that is there."""
+    """Return the modification time, in nanoseconds, of each exercise's file that exists."""
     found = {}
     for file in {one.file for one in copy.exercises}:
         with suppress(FileNotFoundError):
@@ -225,7 +227,8 @@ def grade(
         typer.Option(help="what was asked for, such as 02-05; by default all of the copy"),
     ] = None,
     key: Annotated[
-        bool, typer.Option("--key", help="name the answers of questions, for a teacher")
+        bool,
+        typer.Option("--key", help="print the right number of each question, for a teacher"),
     ] = False,
     gradescope: Annotated[
         bool, typer.Option("--gradescope", help="as a results.json of Gradescope's autograder")

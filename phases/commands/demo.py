@@ -1,4 +1,4 @@
-"""`ladder demo`: one real model climbs the ladder, and a table says what each rung was worth."""
+"""`ladder demo`: run the same questions through every phase, and print a table of what each changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RULES = (
     "numbers and places. Answer in one short and friendly sentence, with no list, no explanation and nothing "
     "that was not asked for."
 )
-"""Before every question: what all prompts begin with is what phase 08 computes once."""
+"""Text before every question: the common beginning of all prompts, which phase 08 computes once."""
 QUESTION = "What is the capital of France? Answer in one sentence."
 OTHERS = (
     "What is the largest planet in the solar system?",
@@ -53,7 +53,7 @@ OTHERS = (
 )
 MAX_TOKENS = 20
 MAX_LEN = 192
-"""Tokens of a request that a row of phase 04 has room for: a question and its answer take half."""
+"""Tokens of a request that a row of phase 04 has room for; a question and its completion take half."""
 MEMORY_ROWS = 2
 """Rows of a batch in phase 03, and of the cache that every phase from 04 on has."""
 CHUNK = 64
@@ -63,9 +63,11 @@ CHUNKED = 7
 
 @dataclass(frozen=True)
 class Show:
-    """One rung: what it adds in a sentence, the count of `COUNTS` that shows it, and what makes it visible.
+    """The demo's text about one phase.
 
-    option: a pair of an option's name and its value.
+    why: what the phase adds, in a sentence.
+    count: the entry of `COUNTS` that shows it.
+    option: name and value of an option that makes it visible, or None.
     """
 
     why: str
@@ -80,7 +82,7 @@ COUNTS = {
     "at_once": "requests at once, in the same memory",
     "weights": "MiB of weights",
 }
-"""Of answering all questions, by the name in `counted`."""
+"""Name in `counted` -> its words in the table."""
 SHOWS = {
     1: Show("Every new token computes all tokens before it again.", "computed"),
     2: Show("Keys and values are kept, so every step computes one token.", "computed"),
@@ -106,9 +108,9 @@ SHOWS = {
         ("speculate", True),
     ),
 }
-"""By number of the phase. Others are for something that questions and answers do not show."""
+"""Number of a phase -> what the demo shows of it. Phases for which questions show nothing are missing."""
 ROUNDS = 10
-"""The phase whose answers may be others: its weights are rounded."""
+"""The phase whose completions may differ, since its weights are rounded."""
 ELSEWHERE = {
     12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
     14: "ladder run 14 --tensor-parallel 3",
@@ -119,7 +121,7 @@ ELSEWHERE = {
 
 
 def run(given: SimpleNamespace) -> int:
-    """Fetch the model, answer the same questions with every phase that runs here, print the table."""
+    """Fetch the model, complete the same questions with every phase that runs here, and print the table."""
     begun, model = usage(), given.model
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
@@ -139,7 +141,7 @@ def run(given: SimpleNamespace) -> int:
         f"[dim]{model} on {where}, {len(questions)} questions at once; the first answer is shown.[/dim]"
     )
     made = table("Phase", "What it is for, in this run", right=("tokens/s", "roofline"))
-    answers, before = dict[int, list[Completion]](), dict[str, float]()
+    completions, before = dict[int, list[Completion]](), dict[str, float]()
     for number, show in SHOWS.items():
         phase = PHASES[number - 1]
         if missing := missing_for(phase, where):
@@ -167,27 +169,27 @@ def run(given: SimpleNamespace) -> int:
         made.add_row(
             phase.name, said or "the speed, on a GPU", speed, "" if rounded else f"{share:.0%}"
         )
-        answers[number], before = served.completions, work
+        completions[number], before = served.completions, work
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
-    _summary(made, answers, where)
+    _summary(made, completions, where)
     warn(begun)
     _over_http(model, str(where), given.dtype)
     return 0
 
 
 def _show_first(index: int, text: str) -> None:
-    """Write the first answer as it comes."""
+    """Print a piece of the first completion as it comes."""
     if index == 0:
         out.file.write(text)
         out.file.flush()
 
 
 def _summary(
-    made: Table, answers: Mapping[int, list[Completion]], device: torch.device
+    made: Table, completions: Mapping[int, list[Completion]], device: torch.device
 ) -> None:
     out.print(Rule(style="dim"))
-    out.print(f"[bold]{QUESTION}[/bold]\n{answers[max(answers)][0].text.strip()}\n")
+    out.print(f"[bold]{QUESTION}[/bold]\n{completions[max(completions)][0].text.strip()}\n")
     out.print(made)
     elsewhere = "; ".join(f"{number}: {command}" for number, command in ELSEWHERE.items())
     out.print(
@@ -195,7 +197,7 @@ def _summary(
         f"has those below it, and from phase {ROWS:02d} on the memory of {MEMORY_ROWS} rows. Not in this "
         f"table, as its questions do not show them: {elsewhere}[/dim]"
     )
-    plain = [found for number, found in answers.items() if number != ROUNDS]
+    plain = [found for number, found in completions.items() if number != ROUNDS]
     texts = {tuple(tuple(each.token_ids) for each in found) for found in plain}
     if len(texts) == 1:
         out.print(
@@ -204,7 +206,7 @@ def _summary(
 
 
 def _over_http(model: str, device: str, dtype: str) -> None:
-    """Start the server, ask it as `curl` would, and say where its page is."""
+    """Start the server, send it a request as `curl` would, and print where its page is."""
     out.print(Rule("and over HTTP", align="left", style="dim"))
     with _served(model, device, dtype) as url:
         messages = [{"role": "user", "content": QUESTION}]
@@ -270,7 +272,7 @@ def _served(model: str, device: str, dtype: str) -> Iterator[str]:
 
 
 def load(phase: Phase, model: Model) -> Any:
-    """Make the rung's engine, with little memory: from phase 04 on as much as two rows of phase 04 take."""
+    """Return a phase's engine with little memory: from phase 04 on as much as two rows of phase 04 take."""
     option = SHOWS[phase.number].option
     options: dict[str, Any] = {} if option is None else dict([option])
     if phase.number == ROWS - 1:
@@ -289,7 +291,9 @@ def load(phase: Phase, model: Model) -> Any:
 
 @contextmanager
 def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
-    """Count an engine's work inside a block: what is yielded has all of `COUNTS` when the block ends."""
+    """Count an engine's work inside a block; the yielded dictionary has all of `COUNTS` when
+    the block ends.
+    """
     model: Model = engine.runner.model if phase.number >= ROWS else engine.model
     work = {
         "computed": 0,
@@ -320,7 +324,10 @@ def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
 
 
 def change(phase: Phase, before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """Say what a rung has changed: `tokens computed: 9,812 to 642 (15× fewer)`."""
+    """Return what a phase has changed, such as `tokens computed: 9,812 to 642 (15× fewer)`, or an empty text.
+
+    before, now: counts of the phase before and of this one, by the names of `COUNTS`.
+    """
     name = SHOWS[phase.number].count
     if not name:
         return ""

@@ -30,7 +30,7 @@ WAIT = 0.5
 
 
 def run(given: SimpleNamespace) -> int:
-    """Print the tables. Returns 0: a machine that lacks something is no error."""
+    """Print the tables, and return 0: a machine that lacks something is no error."""
     device = pick_device("auto")
     found = table("What", "Here", "Fix")
     for what, here, fix in chain(facts(device), speeds(device)):
@@ -47,7 +47,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Rows of (what, what there is here, how to mend it or nothing)."""
+    """Yield rows of (name, what this machine has, how to mend it or nothing)."""
     yield "Python", platform.python_version(), ""
     yield "PyTorch", torch.__version__, ""
     yield "Triton", *_triton(device)
@@ -90,9 +90,11 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
 
 
 def speeds(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Rows like those of `facts`: the two ceilings of the roofline, probed now (about two seconds).
+    """Yield rows like those of `facts` for the two ceilings of the roofline, measured now in about two
+    seconds.
 
-    `benchmarks.roofline.ceilings` would keep what it finds for the evidence, and a look must not change that.
+    `benchmarks.roofline.ceilings` would store what it measures for the evidence, which a look must not
+    change.
     """
     dtype = pick_dtype("auto", device)
     try:
@@ -132,7 +134,7 @@ def _device_fix(device: torch.device) -> str:
 
 
 def _neighbours() -> tuple[str, str]:
-    """Return the share of the processor that other programs take during half a second."""
+    """Return how much of the processor other programs take during half a second, and what helps."""
     before = usage()
     time.sleep(WAIT)
     part = share(before, usage())

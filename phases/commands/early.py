@@ -1,4 +1,4 @@
-"""Refusals before PyTorch is imported: a wrong word must not take two seconds to be told."""
+"""Checks of arguments before PyTorch is imported: a typing error must not take two seconds to report."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ RANDOM = "random:"
 FIRST_STEPS = 4
 """The phase whose engine marks its steps in a trace."""
 PATIENCE = 10.0
-"""Seconds until a machine that says nothing is taken to be none."""
+"""Seconds after which a server that does not respond is taken to be absent."""
 CHOICES = {"scheme": SCHEMES, "method": METHODS, "generation_config": (MODEL, NEUTRAL)}
 
 
 def check(given: SimpleNamespace) -> None:
-    """Raise `UserError` for a phase, device, dtype, model or server that there is not, and the like.
+    """Raise `UserError` for a phase, device, dtype, model or server that does not exist, and the like.
 
     Values of options are checked by the phases, and what the machine has by PyTorch.
 
-    given: the arguments of a command, of which some have these. Those of `run` become `prompts` and `params`.
+    given: the arguments of a command, of which some have these. Those of `run` become `prompts` and
+        `params`.
     """
     asked = vars(given)
     phase = phase_named(given.phase) if "phase" in asked else None
@@ -67,7 +68,9 @@ def _read(given: SimpleNamespace) -> None:
 
 
 def reach(url: str) -> None:
-    """Connect to a server. Raises `UserError` where the address is none, or nothing listens there."""
+    """Connect to a server and disconnect. Raises `UserError` if the address is none, or no server listens
+    there.
+    """
     from benchmarks.loadtest.user import Target
 
     target = Target.of(url)

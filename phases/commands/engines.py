@@ -1,4 +1,4 @@
-"""From what a person typed to a phase's engine and its prompts, and from there to text on the screen."""
+"""Read prompts from the command line, run an engine on them, and print text as it comes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def read_prompts(
 ) -> list[str]:
     """Return the prompts of a command: the texts given, or one a line of a file (blank lines skipped).
 
-    chat: they are questions, and without any there is one of its own.
+    chat: they are questions; without any, a default question is returned.
 
     Raises:
-        UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text, or
-            holds none or too many.
+        UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text,
+            or holds none or too many.
     """
     if prompts_file is not None:
         if given:
@@ -61,7 +61,12 @@ def _read_lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Served:
-    """The output of a phase. `first_token` and `seconds` count from the start; the first may be missing."""
+    """The output of an engine for a list of prompts.
+
+    completions: in (prompt, sample) order.
+    seconds: from the start to the last event.
+    first_token: seconds from the start to the first token; None: there was none.
+    """
 
     completions: list[Completion]
     seconds: float
@@ -79,7 +84,7 @@ class Served:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over all the time."""
+        """Generated tokens divided by `seconds`."""
         return self.completion_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -91,13 +96,13 @@ def serve(
     show: Callable[[int, str], None] = lambda index, text: None,
     decorate: Callable[[str, int, int], str] | None = None,
 ) -> Served:
-    """Generate for all prompts; `show` gets each piece of text as it comes, in the order of the prompts.
+    """Generate for all prompts, and call `show` with each prompt's index and piece of text as it comes.
 
-    It is called for each prompt, if only with an empty text.
+    A prompt's text is shown live when those before it are done, and held back until then. Each prompt gets
+    at least one call, if only with an empty text.
 
-    A prompt's text is shown live when those before it are done, and held back until then.
-
-    decorate: changes the text that came with a token, given its prompt's number and its place in the output.
+    decorate: changes the text that came with a token, given its prompt's number and its place in the
+        output.
     """
     start = time.perf_counter()
     completions: dict[int, Completion] = {}

@@ -15,9 +15,9 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 def add_engine_flags(command: Command, *, server: bool = False) -> None:
-    """Give a command a flag for each option of an engine. What is given arrives in its `**options`.
+    """Add a flag to a command for each option of an engine; their values arrive in its `**options`.
 
-    server: and one for each limit of a server, and for its replicas.
+    server: also add one for each limit of a server, and for its replicas.
     """
     signature = inspect.signature(command)
     made = [

@@ -1,4 +1,4 @@
-"""Grammars on the command line: from files and flags, and a view of their masks step by step."""
+"""Grammars on the command line: read from files and flags, and their masks shown step by step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from common.text.tokenizer import Tokenizer
 from phases import Phase
 
 FIRST = 12
-"""The phase that brings grammars."""
+"""The first phase that has grammars."""
 MOST_BYTES = 4 * MAX_GRAMMAR_CHARACTERS
 TOP = 5
-"""The model's own favourites that the trace shows."""
+"""Number of the model's most likely tokens that the trace shows."""
 FLAGS = ("--json-schema", "--regex", "--choice", "--grammar")
 
 
 def chosen_grammar(
     json_schema: Path | None, regex: str | None, choice: str | None, grammar: Path | None
 ) -> Grammar | None:
-    """The grammar that the flags ask for. Raises `UserError` for two of them, or a file that is none."""
+    """Return the grammar that the flags give, or None. Raises `UserError` for two of them, or an unusable
+    file.
+    """
     values = dict(zip(FLAGS, (json_schema, regex, choice, grammar), strict=True))
     given = [flag for flag, value in values.items() if value is not None]
     if len(given) > 1:
@@ -45,7 +47,9 @@ def chosen_grammar(
 
 
 def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: int) -> None:
-    """Raise `UserError` before anything is downloaded if a grammar or its trace cannot be had."""
+    """Raise `UserError`, before anything is downloaded, if the phase cannot use the grammar or
+    show its trace.
+    """
     if params.grammar is not None and phase.number < FIRST:
         raise UserError(
             f"a grammar is for phases from {FIRST} on, but the phase is {phase.name}"
@@ -61,9 +65,10 @@ def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: in
 def show_trace(
     engine: Any, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams
 ) -> int:
-    """Generate, and print a line a token: the size of its mask, the token, and the model's favourites.
+    """Generate, and print a line a token: the size of its mask, the token, and the model's most likely
+    tokens.
 
-    Those that the grammar forbids are grey. Returns the exit code of `ladder run`.
+    Tokens that the grammar forbids are grey. Returns the exit code of `ladder run`.
     """
     assert params.grammar is not None
     matcher = engine.grammar_manager.pool.ask(params.grammar).wait().matcher()

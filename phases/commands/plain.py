@@ -12,7 +12,7 @@ from phases import PHASES, in_checkout
 
 
 def version(package: str = "inference-ladder") -> str:
-    """Return a package's version; a checkout that is not installed has none."""
+    """Return an installed package's version, or a note that the checkout is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -20,18 +20,18 @@ def version(package: str = "inference-ladder") -> str:
 
 
 def line() -> str:
-    """Return what a report of a defect begins with."""
+    """Return the line of versions with which the report of a defect begins."""
     return f"ladder {version()}, torch {version('torch')}, Python {platform.python_version()}"
 
 
 def fetch(given: SimpleNamespace) -> int:
-    """Fetch a model, or see whether what is there is whole; then say where it is."""
+    """Fetch a model, or check that a stored one is undamaged; print its folder."""
     out.out(str(model_folder(given.model, contents=True)), highlight=False)
     return 0
 
 
 def list_phases(given: SimpleNamespace) -> int:
-    """Print a table of the phases, or only their names, one a line, for scripts."""
+    """Print a table of the phases, or with `names` only their names, one a line, for scripts."""
     if given.names:
         for phase in PHASES:
             out.out(phase.name, highlight=False)

@@ -1,4 +1,4 @@
-"""`ladder profile`: a few steps of a phase's engine under PyTorch's profiler, as a trace and as a table."""
+"""`ladder profile`: some steps of a phase's engine under PyTorch's profiler, as a trace and as a table."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from phases import ROOT, Phase, phase_named
 from phases.registry import import_phase, load_engine, missing_for
 
 FOLDER = ROOT / "build" / "profile"
-"""Where traces go unless told otherwise; not part of the checkout's files."""
+"""Default folder of traces; not part of the checkout's files."""
 MOST_TOKENS = 1 << 20
-"""Of the whole workload."""
+"""Most tokens of the whole workload."""
 ROWS = 16
 """Rows of a table, of the kernels that took most; the trace has all of them."""
 
@@ -38,12 +38,12 @@ class Size(NamedTuple):
     steps: int
 
 
-USUAL, TINY = Size(4, 128, 8), Size(2, 12, 2)
+DEFAULT, TINY = Size(4, 128, 8), Size(2, 12, 2)
 """The default, and that of a phase that is not native on this device, such as Triton's kernels on a CPU."""
 
 
 def run(given: SimpleNamespace) -> int:
-    """Profile a phase, write the trace, print a table for each kind of step."""
+    """Profile a phase, write the trace, and print a table for each kind of step; return the exit code."""
     rung, model = phase_named(given.phase), given.model
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
@@ -51,7 +51,7 @@ def run(given: SimpleNamespace) -> int:
     asked = {
         name: value for name in Size._fields if (value := getattr(given, name)) is not None
     }
-    size = (TINY if missing else USUAL)._replace(**asked)
+    size = (TINY if missing else DEFAULT)._replace(**asked)
     for name, least in (
         ("batch", 1),
         ("context", 2),
@@ -104,7 +104,10 @@ def run(given: SimpleNamespace) -> int:
 
 
 def engine_options(phase: Phase, model: Model, batch: int, tokens: int) -> dict[str, Any]:
-    """Just as much room as the workload needs: the default would take most of the device's memory."""
+    """Return options that give an engine just as much memory as the workload needs.
+
+    batch: requests. tokens: of each, prompt and output.
+    """
     at_once = max(2048, batch * tokens)  # all prompts in one step
     options: dict[str, Any] = {"max_rows": batch, "max_len": tokens, "step_tokens": at_once}
     if phase.number > 4:
@@ -114,7 +117,7 @@ def engine_options(phase: Phase, model: Model, batch: int, tokens: int) -> dict[
 
 
 def kernel_table(steps: StepTable, on_device: bool) -> Table:
-    """The kernels of one kind of step, longest time first."""
+    """Return a table of the kernels of one kind of step, longest time first."""
     title = f"{steps.kind}: {'kernel' if on_device else 'operator'}"
     shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
     total = sum(row.seconds for row in steps.rows) or 1.0
@@ -130,7 +133,9 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
 
 
 def summary(table: StepTable, on_device: bool) -> str:
-    """One line: steps, kernels a step, how long a step takes and how much of that the device works."""
+    """Return one line: steps, kernels a step, milliseconds a step, and the share in which the
+    device works.
+    """
     launches = table.launches / table.steps
     wall = table.wall / table.steps * 1e3
     share = table.busy / table.wall if table.wall else 0.0

@@ -22,7 +22,7 @@ LONGEST_TEXT = 1 << 24
 
 
 def run(given: SimpleNamespace) -> int:
-    """Quantize a model and write it to a folder, as the arguments say; then say what it takes."""
+    """Quantize a model, write it to a folder, and print the size; return the exit code."""
     model, folder = given.model, given.folder
     wanted = SCHEMES[given.scheme]
     if wanted.scales == "group":

@@ -23,11 +23,11 @@ from phases.commands.grammars import check_grammar, show_trace
 from phases.registry import check_options, default_weights, load_checked, missing_for
 
 SPECULATES = 11
-"""The phase that guesses."""
+"""The first phase that drafts tokens."""
 
 
 def run(given: SimpleNamespace) -> int:
-    """Generate and print.
+    """Generate text and print it.
 
     given: the arguments of the command line; `said` are those of sampling, `options` those of the engine.
 
@@ -76,12 +76,12 @@ def run(given: SimpleNamespace) -> int:
     guesses = getattr(
         getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None
     )
-    tint = (
+    highlighter = (
         TokenHighlighter(guesses)
         if guesses is not None and out.is_terminal and not out.no_color
         else None
     )
-    served = serve(engine, tokenizer, ids, params, show, tint)
+    served = serve(engine, tokenizer, ids, params, show, highlighter)
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
     if given.as_json:
@@ -104,7 +104,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _exit_code(served: Served) -> int:
-    """Return 1 after naming the prompts whose requests failed inside the engine, or 0."""
+    """Print the prompts whose requests failed inside the engine, and return 1; return 0 if none failed."""
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
         err.print(
@@ -116,7 +116,7 @@ def _exit_code(served: Served) -> int:
 def to_json(
     phase: Phase, model: str, prompts: Sequence[str], served: Served
 ) -> dict[str, object]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints: phase, model, completions, and counts of tokens."""
     return {
         "phase": phase.name,
         "model": model,
@@ -138,7 +138,7 @@ def to_json(
 
 
 def describe(served: Served) -> str:
-    """One line about what was generated and how fast."""
+    """Return one line about the number of generated tokens and the speed."""
     first = (
         ""
         if served.first_token is None
@@ -151,7 +151,7 @@ def describe(served: Served) -> str:
 
 
 def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
-    """Return what writes completions as they come, in the order of their prompts: several under headings."""
+    """Return a function that prints pieces of text, given a prompt's index; several prompts get headings."""
     shown = -1
 
     def show(index: int, text: str) -> None:
@@ -171,11 +171,14 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
 
 
 class TokenHighlighter:
-    """Colours the text of tokens that were guessed and accepted."""
+    """Colours the text of tokens that were drafted and accepted.
+
+    marks: (prompt index, sample) -> positions of these tokens in the output.
+    """
 
     def __init__(self, stats: Any) -> None:
         stats.marks = self.marks = dict[tuple[int, int], set[int]]()
 
     def __call__(self, text: str, index: int, place: int) -> str:
-        """The text that came with output token `place` of a prompt."""
+        """Return the text of output token `place` of prompt `index`, in green if it was an accepted draft."""
         return f"\x1b[32m{text}\x1b[0m" if place in self.marks.get((index, 0), ()) else text

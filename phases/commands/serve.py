@@ -1,4 +1,4 @@
-"""`ladder serve`: an engine behind HTTP."""
+"""`ladder serve`: serve an engine by HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from common.collector import keep_out
+from common.collector import freeze_collector
 from common.console import err, out
 from common.device import pick_device, pick_dtype
 from common.errors import EngineLost, UserError
@@ -47,14 +47,16 @@ from serving.http.limits import Limits
 
 KEY = "LADDER_API_KEY"
 RAY_BEYOND_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Tells Ray whether its processes may talk to other machines. Where not, they listen on the loopback."""
+"""Environment variable that lets Ray's processes talk to other machines; without it they listen on the
+loopback.
+"""
 
 
 def run(given: SimpleNamespace) -> int:
-    """Serve until a signal; returns the exit code.
+    """Serve until a signal, and return the exit code.
 
     given: the arguments of the command line; `options` are those of the engine, of `Limits`, and of
-    `ReplicaOptions`.
+        `ReplicaOptions`.
     """
     begun, rung = usage(), phase_named(given.phase)
     of_engine = list(first_phases())
@@ -87,7 +89,7 @@ def run(given: SimpleNamespace) -> int:
 
 
 def _folder_of(model: str) -> Path:
-    """Return the folder of the tokenizer and, if they are not random, the weights."""
+    """Return the folder with a model's tokenizer and, unless they are random, its weights."""
     if not model.startswith(RANDOM):
         return model_folder(model)
     shape = SHAPES.get(model.removeprefix(RANDOM))
@@ -102,7 +104,7 @@ def make_app(given: SimpleNamespace, options: Checked, server: Mapping[str, Any]
     """The application with an engine that is yet to be started.
 
     options: of the engine.
-    server: what `whole_app` takes.
+    server: keyword arguments of `whole_app`.
     """
     model, folder = given.model, _folder_of(given.model)
     source = model if model.startswith(RANDOM) else str(folder)
@@ -125,7 +127,7 @@ def make_engine(options: Checked, model: str, folder: str, device: str, dtype: s
 
 
 def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
-    """The keys that are taken: `--api-key`, or the environment's, which `ps` does not show."""
+    """Return the accepted API keys: those of `--api-key`, or of the environment, which `ps` does not show."""
     given = os.environ.get(KEY) if api_key is None else joined(api_key)
     if given is None:
         return ()
@@ -143,7 +145,7 @@ def _serve_replicas(
     limits: Limits,
     given: SimpleNamespace,
 ) -> int:
-    """Serve copies of the same server under Ray (phase 15), which is imported here."""
+    """Serve copies of the server under Ray (phase 15), which is imported here; return the exit code."""
     if copies.cluster is None:
         os.environ |= {
             RAY_BEYOND_THIS_MACHINE: "0",
@@ -174,8 +176,8 @@ def _serve(app: App, given: SimpleNamespace, keyed: bool, begun: Usage | None) -
 
 
 def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> None:
-    """Say where the memory goes, how to call the server, and what neighbours have taken since `begun`."""
-    keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
+    """Print the memory plan, how to call the server, and what other programs have taken since `begun`."""
+    freeze_collector()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
     if ready is not None and ready.memory_plan:
         err.print(f"[dim]{ready.memory_plan}[/dim]")
@@ -193,7 +195,7 @@ def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> 
 
 
 def _say_ready(host: str, port: int) -> str:
-    """Say where; returns the address."""
+    """Print the server's address and return it."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
     out.print(

@@ -55,7 +55,7 @@ def _sums(ranks: Any) -> list[str]:
     """What is wrong with sums of some shapes, one after the other in the same places."""
     from phases.appendix.all_reduce import symmetric as module
 
-    module.Shared = Files  # type: ignore[assignment,misc]
+    module.SymmetricBuffer = Files  # type: ignore[assignment,misc]
     module.PROGRAMS = 3  # so that programs have several rows, and some have more than others
     hidden, wrong = 24, []
     reducer = module.SymmetricMemoryReducer(ranks, hidden, torch.float32, 1 << 12)
@@ -91,9 +91,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from phases.appendix.all_reduce.kernel import all_reduce_kernel as kernel
 place = 1 << 16
-fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "PLACE": place}
+fixed = {"RANK": 1, "RANKS": 4, "RANKS_PAD": 4, "SIZE": 4096, "SIZE_PAD": 4096, "SLOT": place}
 fixed |= {"HALF": 128 * place, "COUNTERS": 256 * place, "ADD": True, "PDL": False}
-kinds = {"table": "*i64", "meetings": "*i64", "stop": "*i32", "rows": "i32"}
+kinds = {"table": "*i64", "barriers_passed": "*i64", "stop": "*i32", "rows": "i32"}
 names = kernel.arg_names
 signature = {n: "constexpr" if n in fixed else kinds.get(n, "*bf16") for n in names}
 aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}

@@ -80,7 +80,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its tokens in one kernel of attention a layer, padding included, behind its lone tokens."""
-    monkeypatch.setattr(LatencyBlock, "few", True)  # as where there are columns
+    monkeypatch.setattr(LatencyBlock, "small_batch", True)  # as where there are columns
     monkeypatch.setattr(Capturer, "capture", lambda self, function: function)
     few, seen = attention.attend_small_batch, []
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     engine = ahead_engine(model, "head", tmp_path, rows=1, **fused)
     seen.clear()
     made = engine.generate(prompts, params)
-    assert isinstance(engine.loop, GraphDraftingLoop) and engine.loop.ahead.replays > 1
+    assert isinstance(engine.loop, GraphDraftingLoop) and engine.loop.drafter.replays > 1
     assert seen.count(3) >= 6, (
         f"verified in two layers, and caught up with in two others: {seen}"
     )
@@ -147,14 +147,14 @@ def test_drafting_inside_the_graph_changes_no_token(
     )
     loop = engine.loop
     assert isinstance(loop, GraphDraftingLoop)
-    ahead = loop.ahead
-    stage = loop.ahead._stage
+    ahead = loop.drafter
+    stage = loop.drafter._stage
     overlapped = 0
     assert ahead.lengths[-1] == min(length, ahead.runner.attention.most_queries - 1)
 
     def checked(running: Sequence[Request], size: int, farthest: int) -> None:
         nonlocal overlapped
-        overlapped += loop.flight is None and running[0].in_flight == 2
+        overlapped += loop.in_flight is None and running[0].in_flight == 2
         for request in running:
             room = len(engine.cache.blocks_of(request.row)) * 8
             assert room >= len(request.tokens) + farthest, (
@@ -199,7 +199,7 @@ def test_drafting_inside_the_graph_changes_no_token(
     clean_drafts(ahead.source)
     # One request is aborted and another comes while a step is on its way.
     (first,), (second,) = (engine.add(prompts[n], params[n], index=n) for n in (0, 1))
-    while loop.flight is None:
+    while loop.in_flight is None:
         engine.step()
     engine.abort(first)
     (third,) = engine.add(prompts[2], params[2], index=2)
@@ -351,7 +351,7 @@ def test_between_the_layers_of_a_step_that_drafts() -> None:
     assert contexts.tolist() == [9, 9, 0], "the drafter sees other keys"
 
     names = torch.arange(0, 100, 11)
-    step.hand_on(torch.tensor([3, 4, 9]), 1, names, small_tokens, newest)
+    step.write_drafts(torch.tensor([3, 4, 9]), 1, names, small_tokens, newest)
     assert newest[:2].tolist() == [33, 44], "the drafter goes on from another token"
     assert (int(tokens[3, 13]), int(tokens[1, 9])) == (33, 44), (
         "a draft is verified in another place"
@@ -360,7 +360,7 @@ def test_between_the_layers_of_a_step_that_drafts() -> None:
         "the drafter reads another draft"
     )
     assert host_output[:2, 5].tolist() == [33, 44]
-    step.hand_on(torch.tensor([33, 44, 9]), 0, None, small_tokens, newest)
+    step.write_drafts(torch.tensor([33, 44, 9]), 0, None, small_tokens, newest)
     assert newest[:2].tolist() == [33, 44] and host_output[:2, 4].tolist() == [33, 44]
 
 
@@ -374,7 +374,7 @@ def test_a_head_inside_the_graph_drafts_what_it_would_say(
     options = {"rows": 2, "draft_length": 3, "prefix_cache": False, "max_len": 96}
     engine = ahead_engine(model, "head", tmp_path, **options)
     assert isinstance(engine.loop, GraphDraftingLoop)
-    source, seen = engine.loop.ahead.source, 0
+    source, seen = engine.loop.drafter.source, 0
     assert isinstance(source, HeadSource)
     made, carried = source.head, source.carried
 
@@ -426,4 +426,4 @@ def test_with_real_graphs(kind: str, tmp_path: Any) -> None:
     engine = load(model, **options, **({"draft_model": str(path)} if kind == "head" else {}))
     assert isinstance(engine.loop, GraphDraftingLoop)
     assert_all_same(model, right, engine.generate(prompts, params), [params, params])
-    assert engine.scheduler.drafter.stats.steps > 0 and engine.loop.ahead.replays > 0
+    assert engine.scheduler.drafter.stats.steps > 0 and engine.loop.drafter.replays > 0

@@ -177,8 +177,8 @@ def test_which_blocks_change(
     columns.install(model, fewest=1)
     (block,) = (part for part in model.modules() if isinstance(part, FusedBlock))
     assert (
-        block.kernels[0].few == columned
-        and (block.kernels[0].few_heads is not None) == columned
+        block.kernels[0].small_batch == columned
+        and (block.kernels[0].small_batch_heads is not None) == columned
     )
     kernels = [
         isinstance(part.kernels[0], columns.Columns)

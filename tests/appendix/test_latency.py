@@ -20,9 +20,9 @@ from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
 from phases import phase_named, registry
 from phases.appendix.latency.gemv import gemv
-from phases.appendix.latency.heads import project_heads
 from phases.appendix.latency.layers import LatencyBlock, add_kernel
 from phases.appendix.latency.layers import install as latency
+from phases.appendix.latency.output_projection import project_heads
 from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
 from phases.appendix.latency.small_batch import attend_small_batch
 from phases.appendix.latency.tables import SingleRequestConfig
@@ -349,8 +349,8 @@ def test_which_layers_of_a_block_have_ways() -> None:
         ]
         kernels = {name: way for name, part in weight_loader for way in part.kernels}
         assert len(kernels) == 4, f"layers with a direct way: {list(kernels)}"
-        assert not direct.few, "a few tokens have ways in another entry only"
-        waits = [name for name, way in kernels.items() if not way.run_ahead]
+        assert not direct.small_batch, "a few tokens have ways in another entry only"
+        waits = [name for name, way in kernels.items() if not way.trigger_early]
         index = block.self_attn.spec.index
         wanted = ["self_attn.qkv_proj"] if index == 0 else []
         assert waits == wanted, f"layer {index}: the next kernel may not run ahead of {waits}"

@@ -58,7 +58,7 @@ def test_the_kernel_masks_what_torch_masks() -> None:
         allowed = TokenBitmask(words.to(device), torch.tensor([0, 2, 4], device=device))
         for dtype in (torch.float32, torch.bfloat16):
             logits = torch.randn(6, vocab, generator=made).to(device, dtype)
-            expected = ops.forbid(logits.clone(), allowed.words, allowed.places)
+            expected = ops.forbid(logits.clone(), allowed.words, allowed.positions)
             forbid(logits, allowed)
             assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
             forbid(wide := logits.new_zeros(vocab, 6).T, allowed)

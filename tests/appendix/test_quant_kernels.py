@@ -212,7 +212,9 @@ def test_attention_waits_for_the_first_layers_projection_alone() -> None:
     first = [
         block.qkv_proj.kernels[0] for block in blocks if isinstance(block, FusedAttention)
     ]
-    early = [kernel.run_ahead for kernel in first if isinstance(kernel, QuantLatencyKernel)]
+    early = [
+        kernel.trigger_early for kernel in first if isinstance(kernel, QuantLatencyKernel)
+    ]
     assert early == [index > 0 for index in range(model.config.num_layers)], (
         f"layers whose weights are read before the wait: {early}"
     )

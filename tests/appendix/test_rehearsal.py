@@ -13,7 +13,7 @@ from common.sampling.params import SamplingParams
 from continuous.stats import Stats
 from forward.model import Model
 from phases import phase_named
-from phases.appendix.rehearsal.rehearsal import play, rehearse, warmup_batches
+from phases.appendix.rehearsal.rehearsal import rehearse, run_batch, warmup_batches
 from phases.registry import load_engine
 
 
@@ -48,23 +48,23 @@ def test_an_engine_forgets_its_rehearsal(model: Model, options: dict[str, Any]) 
     )
 
 
-def test_scenes_are_played_as_they_are_written(model: Model) -> None:
-    """A prompt that another scene's blocks hold in part is a short one, and its step one of another kind."""
+def test_batches_run_as_they_are_written(model: Model) -> None:
+    """A prompt that another batch's blocks hold in part is a short one, and its step one of another kind."""
     engine = prefix_cache.load(
         model, max_rows=4, max_len=200, step_tokens=64, cache_bytes=1 << 20
     )
-    for scene in warmup_batches(engine):
+    for batch in warmup_batches(engine):
         engine.stats = Stats()
-        play(engine, scene)
+        run_batch(engine, batch)
         assert engine.cache.stats.hit_tokens == 0, (
-            f"{scene.title}: its prompts are known from another scene"
+            f"{batch.title}: its prompts are known from another batch"
         )
-        if scene.running:
-            lengths = [min(length, 200 - scene.tokens - 1) for length in scene.lengths]
+        if batch.running:
+            lengths = [min(length, 200 - batch.tokens - 1) for length in batch.lengths]
             expected = (
-                scene.running * (16 + 5) + sum(lengths) + len(lengths) * (scene.tokens - 1)
+                batch.running * (16 + 5) + sum(lengths) + len(lengths) * (batch.tokens - 1)
             )
-            assert engine.stats.computed_tokens == expected, scene.title
+            assert engine.stats.computed_tokens == expected, batch.title
 
 
 @pytest.mark.gpu

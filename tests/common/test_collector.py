@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from common.collector import paused
+from common.collector import collector_paused
 
 
 def test_nothing_is_collected_in_a_pause() -> None:
-    with pytest.raises(KeyError), paused():
+    with pytest.raises(KeyError), collector_paused():
         assert not gc.isenabled()
-        with paused():
+        with collector_paused():
             pass
         assert not gc.isenabled(), "a pause inside a pause ends the outer one"
         raise KeyError

@@ -416,7 +416,7 @@ def test_only_rows_with_edits_are_edited() -> None:
     sampler = sampler_for([{"params": one} for one in (few, SamplingParams(), many, few)], 50)
     assert sampler.plan([1]).edits is None
     edits = sampler.plan([0, 1, 2, 3]).edits
-    assert edits is not None and edits.places.tolist() == [0, *[2] * 40, 3]
+    assert edits is not None and edits.positions.tolist() == [0, *[2] * 40, 3]
     assert choose(sampler, torch.zeros(4, 50), range(4)).tokens.tolist() == [3, 0, 40, 3]
 
 

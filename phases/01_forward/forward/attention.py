@@ -1,7 +1,7 @@
 """The one seam of this course: attention, the only operator of a transformer that mixes tokens.
 
-A model computes queries, keys and values and hands them to an `Attention` object. This phase's object
-is the simplest one there is: it sees the whole sequence at every call and remembers nothing.
+A model computes queries, keys and values and calls an `Attention` object with them. This phase's object is
+the simplest one there is: it sees the whole sequence at every call and stores nothing.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ class LayerSpec:
 
 
 class Attention(Protocol):
-    """Maps one layer's queries, keys and values to its outputs. Every phase brings its own."""
+    """Maps one layer's queries, keys and values to its outputs. Every phase has its own."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` -> ``[..., H, D]``."""
+        """Return attention's output ``[..., H, D]`` for ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` of a
+        layer.
+        """
 
 
 def causal_mask(
     query_positions: Tensor, key_positions: Tensor, window: int | None = None
 ) -> Tensor:
-    """Which key each query may see: none from the future, none beyond the window.
+    """Return which keys each query may see: none from the future, none outside the window.
 
     Args:
         query_positions: ``[..., S]``.
-        key_positions: ``[..., L]``. The mask is not square once keys outnumber queries, so it is
-            computed from positions; "lower triangle" would align the wrong corner.
+        key_positions: ``[..., L]``. The mask is not square once keys outnumber queries, so it is computed
+            from positions; "lower triangle" would align the wrong corner.
         window: the layer's sliding window in tokens, or ``None``.
 
     Returns:
@@ -59,7 +61,9 @@ def causal_mask(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys of `scores [..., KH, H / KH, S, L]`; with sinks, over theirs as well."""
+    """Return the softmax over the keys of `scores [..., KH, H / KH, S, L]`; with `sinks [H]`, over theirs as
+    well.
+    """
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     column = sinks.float().view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
@@ -67,7 +71,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled dot-product attention with grouped key/value heads, written out (arXiv 1706.03762, 2305.13245).
+    """Return scaled dot-product attention with grouped key/value heads (arXiv 1706.03762, 2305.13245).
 
     Args:
         layer: head counts, scale, soft cap and sinks.
@@ -97,10 +101,12 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
 
 
 class RecomputeAttention:
-    """Causal attention over the whole sequence, with no memory between calls."""
+    """Causal attention over the whole sequence, which stores nothing between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]``: the sequence is dimension -3."""
+        """Return ``[..., S, H, D]`` for ``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]`` of a whole
+        sequence.
+        """
         positions = torch.arange(q.shape[-3], device=q.device)
         mask = causal_mask(positions, positions, layer.sliding_window).unsqueeze(
             -3

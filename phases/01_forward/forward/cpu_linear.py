@@ -1,15 +1,15 @@
-"""A linear layer for few tokens on a CPU: the same product, asked for from the other side.
+"""A linear layer for a small batch on a CPU, computed as ``(W x^T)^T``.
 
-PyTorch's float32 matrix product on x86 is Intel's MKL, and which of its routines runs depends on how the
-product is put. Measured on two cores of an AMD EPYC (Zen 4), weights of 1536 x 576, GB/s of weights read:
+PyTorch's float32 matrix product on x86 is Intel's MKL, and the order of the operands decides which of its
+routines runs. Measured on two cores of an AMD EPYC (Zen 4), weights of 1536 x 576, GB/s of weights read:
 
     rows        1     2     4     8    16    32
     x @ W.T    10     7     9    10     8     6
     W @ x.T    32    35    28    15    10     7
 
 The first is a matrix-vector routine on one thread, or a general one that packs the whole weight matrix to
-use it for a handful of rows. The second runs at the speed of memory. One row goes as two equal ones: with a
-single column MKL falls back to the matrix-vector routine.
+use it for a handful of rows. The second runs at the speed of memory. One row is computed as two equal ones:
+with a single column MKL falls back to the matrix-vector routine.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW_ROWS = 32
-"""Up to how many tokens the flipped product is the faster one."""
+MOST_FLIPPED_ROWS = 32
+"""Tokens up to which the flipped product is the faster one."""
 
 
 class FlippedLinear(nn.Linear):
-    """`nn.Linear` that computes ``(W x^T)^T`` when there are few rows."""
+    """`nn.Linear` that computes ``(W x^T)^T`` for at most `MOST_FLIPPED_ROWS` rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` -> ``[..., out]``."""
+        """Return ``x W^T + bias``: ``[..., in]`` -> ``[..., out]``."""
         rows = x.numel() // self.in_features
-        if not 0 < rows <= FEW_ROWS:
+        if not 0 < rows <= MOST_FLIPPED_ROWS:
             return F.linear(x, self.weight, self.bias)
         flat = x.reshape(rows, self.in_features).contiguous()
         if rows == 1:

@@ -1,4 +1,4 @@
-"""The plainest way to generate: run the whole sequence, sample one token, append it, start over."""
+"""The simplest way to generate: run the whole sequence, sample one token, append it, start over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forward.model import Model
 
 
 class Generator:
-    """Serves one request after another, one token after another, and remembers nothing between tokens.
+    """Serves one request after another, one token after another, and stores nothing between tokens.
 
     Args:
         model: computes the hidden states.
@@ -45,11 +45,16 @@ class Generator:
         dtype: str = "auto",
         tokenizer: Tokenizer | None = None,
     ) -> Self:
-        """Make this phase's engine for a model's name or a loaded model; see `loading.load_model`."""
+        """Make this phase's engine for a model's name or a loaded model.
+
+        device, dtype: see `loading.load_model`. tokenizer: for stop strings; None: the model folder's, if
+            needed.
+        """
         return cls(load_model(model, device=device, dtype=dtype), tokenizer)
 
     def stream(self, prompts: list[list[int]], params: Params) -> Iterator[TokenEvent]:
-        """Generate for each prompt in turn; see `common.events.Streams`.
+        """Yield the events of each prompt's completions, one prompt after another; see
+        `common.events.Streams`.
 
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.

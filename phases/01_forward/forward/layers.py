@@ -1,4 +1,4 @@
-"""Layers that several families share."""
+"""Layers that several model families share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The elementwise function that a config's ``hidden_act`` names."""
+    """Return the elementwise function called ``hidden_act`` in a configuration. Raises `UserError` for an
+    unknown name.
+    """
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is not supported, only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -42,7 +44,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> ``[..., size]`` in ``x``'s dtype."""
+        """Return ``x [..., size]`` normalized, in ``x``'s dtype."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(
             x.dtype
         )
@@ -52,7 +54,7 @@ class LayerNorm(nn.LayerNorm):
     """Mean and variance normalization with weight and bias, in float32 (arXiv 1607.06450)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> ``[..., size]`` in ``x``'s dtype."""
+        """Return ``x [..., size]`` normalized, in ``x``'s dtype."""
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(
             x.dtype
@@ -72,5 +74,5 @@ class GatedMLP(nn.Module):
         self.act = activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``down(act(gate(x)) * up(x))``: ``[..., hidden]`` -> ``[..., hidden]``."""
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

@@ -1,4 +1,4 @@
-"""From a model's name to a model in memory."""
+"""Load a model by its name, or make one of random weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ RANDOM = "random:"
 
 
 class WeightLoader(Protocol):
-    """A seam: chooses how linear layers keep their weights while a model is loaded. Phase 10 has one."""
+    """A seam: chooses the format of linear layers while a model is loaded. Phase 10 has one."""
 
     def expect(self, model: Model) -> None:
-        """Put layers that have the tensors of a quantized checkpoint into a model on `meta`."""
+        """Replace layers of a model on `meta` by layers that have the tensors of a quantized checkpoint."""
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Put a tensor of a checkpoint, or something made of it, where `name` says."""
+        """Store a tensor of a checkpoint, or a quantized form of it, at `name` in `model`."""
 
     def finish(self, model: Model) -> Model:
-        """The model, now that all weights are there, every layer in the form in which it will work."""
+        """Return the model with all weights loaded, every layer in its final form."""
 
     def changes(self, model: Model) -> bool:
         """Return True if `finish` would replace layers of a model that was loaded before."""
@@ -57,7 +57,7 @@ def load_model(
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         seed: of random weights. The same seed gives other weights on another kind of device.
-        linears: without it every layer is phase 01's, and a quantized checkpoint is refused.
+        weight_loader: without it every layer is phase 01's, and a quantized checkpoint is refused.
 
     Raises:
         UserError: there is no such model, or its files do not fit its configuration.
@@ -93,7 +93,7 @@ def load_model(
 
 
 def facts_of(model: str | Path | Model) -> ModelConfig:
-    """Return the configuration of a model, or of the one called so, as its `config.json` says it.
+    """Return the configuration of a loaded model, or of a model by its name, as its `config.json` says it.
 
     Raises:
         UserError: there is no such model, or see `ModelConfig.from_folder`.
@@ -109,7 +109,8 @@ def facts_of(model: str | Path | Model) -> ModelConfig:
 
 
 def config_of(name: str | Path) -> ModelConfig:
-    """Return `facts_of`, but a checkpoint's head is tied if one matrix is stored, whatever the flag says.
+    """Return the configuration of a model by its name, with tied embeddings if the checkpoint stores one
+    matrix for both.
 
     Raises:
         UserError: see `facts_of` and `load_weights`.
@@ -124,7 +125,7 @@ def config_of(name: str | Path) -> ModelConfig:
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
-    """Raise `UserError` for a checkpoint of few bits, where no feature reads these."""
+    """Raise `UserError` if a checkpoint is quantized; called where no feature reads quantized weights."""
     if config.quantization is not None:
         method = brief(config.quantization["quant_method"])
         raise UserError(
@@ -136,7 +137,7 @@ def refuse_quantized(config: ModelConfig, folder: Path) -> None:
 def random_model(
     config: ModelConfig, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0
 ) -> Model:
-    """A model of random weights: matrices of variance 1 / inputs keep activations near size 1."""
+    """Return a model with random weights: matrices of variance 1 / inputs keep activations near size 1."""
     where = torch.device(device)
     model = skeleton(config)
     for name, value in random_tensors(model, where, dtype, seed):
@@ -148,7 +149,9 @@ def random_model(
 def random_tensors(
     model: Model, device: torch.device, dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's name and its random value, one after the other; the model's own stay as they are."""
+    """Yield each parameter's name and a random value for it, one at a time; the model itself is
+    not changed.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -163,13 +166,17 @@ def random_tensors(
 
 
 def skeleton(config: ModelConfig) -> Model:
-    """The modules with shapes and no memory, so that every weight is allocated once, where it belongs."""
+    """Return a model whose parameters have shapes and no memory (`meta`), so that each weight is allocated
+    once.
+    """
     with torch.device("meta"):
         return family_of(config.family)(config)
 
 
 def finish(model: Model, device: torch.device) -> Model:
-    """A model whose weights are all in place, ready for inference on a device."""
+    """Return a model with all weights loaded as ready for inference on `device`: frozen, tables
+    moved there.
+    """
     if device.type == "cpu" and model.dtype == torch.float32 and flipping_is_faster():
         flip_linears(model)
     # The weights are in place: this moves only the small tables that are computed, not loaded.

@@ -14,10 +14,12 @@ from forward.rope_scaling import attention_scaling
 
 
 class Model(nn.Module, ABC):
-    """A decoder-only transformer whose attention is handed in from outside.
+    """A decoder-only transformer; its attention is an argument of `forward`.
 
     The leading shape of ``input_ids`` is free: ``[S]`` for one sequence, ``[B, S]`` for a padded batch,
     ``[T]`` for a ragged one. Only the attention object has to know which it is.
+
+    config: the model's shape. layer_specs: of its layers, for attention.
     """
 
     TIED: ClassVar[dict[str, str]]
@@ -45,10 +47,14 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """``input_ids [...]``, ``positions [...]`` (0 for a sequence's first token) -> ``[..., hidden]``."""
+        """Return the hidden states ``[..., hidden]`` of tokens ``input_ids [...]``.
+
+        positions: ``[...]``, 0 for a sequence's first token. attention: mixes the tokens of every layer.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., V]`` float32. Call it on the rows that are sampled, not on all.
+        """Return the logits ``[..., V]`` float32 of ``hidden [..., hidden]``: of the rows that are sampled,
+        not of all.
 
         ``final_soft_cap = c`` replaces each logit ``l`` by ``c * tanh(l / c)``, in float32 too.
         """
@@ -72,9 +78,9 @@ class Model(nn.Module, ABC):
         return self.config.max_position_embeddings
 
     def tie_weights(self) -> None:
-        """Make the output head the very same parameter as the input embedding, where the config says so.
+        """Make the output head the same parameter as the input embedding, if the configuration ties them.
 
-        `TIED` names both by their paths, such as ``lm_head.weight``; the head is put in the place of its own.
+        `TIED` names both by their paths, such as ``lm_head.weight``.
         """
         if self.config.tie_word_embeddings:
             for head, embedding in self.TIED.items():
@@ -83,10 +89,12 @@ class Model(nn.Module, ABC):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Our name of a checkpoint's tensor, or ``None`` for one that this model does not use."""
+        """Return this model's name of a checkpoint's tensor, or ``None`` for a tensor that it
+        does not use.
+        """
         return name
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Our layout of a checkpoint's tensor; ``name`` is ours."""
+        """Return a checkpoint's tensor in this model's layout; ``name`` is this model's."""
         return tensor

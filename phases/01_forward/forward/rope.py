@@ -29,7 +29,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 class Rope(nn.Module):
-    """Turns positions into the cosines and sines that every layer of one kind shares."""
+    """Computes the cosines and sines of positions, once a step for all layers of one kind."""
 
     inverse_frequencies: Tensor
 
@@ -40,10 +40,10 @@ class Rope(nn.Module):
         )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions ``[...]`` -> ``(cos, sin)``, each ``[..., 1, D]`` float32, once a step.
+        """Return ``(cos, sin)`` of positions ``[...]``, each ``[..., 1, D]`` float32.
 
-        In float32 whatever the model's dtype: bfloat16 cannot tell position 257 from 256. The first
-        half of ``sin`` carries the minus sign of the rotation.
+        float32 whatever the model's dtype is: bfloat16 does not distinguish position 257 from 256. The
+        first half of ``sin`` carries the minus sign of the rotation.
         """
         angles = positions.unsqueeze(-1).float() * self.inverse_frequencies  # [..., D/2]
         cos, sin = angles.cos(), angles.sin()
@@ -53,9 +53,9 @@ class Rope(nn.Module):
 
 
 def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate every head: ``x [..., H, D]`` with ``cos, sin [..., 1, D]`` -> ``[..., H, D]``.
+    """Rotate every head: ``x [..., H, D]`` with ``cos, sin [..., 1, D]`` -> ``[..., H, D]`` in ``x``'s dtype.
 
-    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by half a head brings each number its partner.
+    ``(a, b) -> (a cos - b sin, b cos + a sin)``: rolling by half a head gives each number its partner.
     """
     cos, sin = cos_sin
     half, full = x.shape[-1] // 2, x.float()

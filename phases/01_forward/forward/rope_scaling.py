@@ -1,7 +1,7 @@
-"""RoPE for a longer context than the model was trained on: its frequencies slowed down, pair by pair.
+"""RoPE for a longer context than the model was trained on: slower frequencies for some pairs.
 
-A pair that turns many times within the original context has seen every angle and is kept. One that turns less
-than once would come to angles that training has never shown, and is slowed.
+A pair that turns many times within the original context has seen every angle and is not changed. One that
+turns less than once would come to angles that training has never shown, and is slowed.
 
 Frequencies belong to the model and not to a request: a key in the cache must not depend on the tokens after
 it.
@@ -18,7 +18,7 @@ from common.models.config import ModelConfig, RopeConfig
 
 
 def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Radians that each pair turns per token ``[D/2]``, slowed down as `rope` says."""
+    """Return `frequencies [D/2]`, in radians per token, with the scaling that `rope` describes."""
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
     if rope.kind == "yarn":
@@ -27,7 +27,7 @@ def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def attention_scaling(config: ModelConfig, layer: int) -> float:
-    """Factor of a layer's scores, which makes attention over a longer context as sharp as before.
+    """Return the factor of a layer's scores that a longer context needs; 1 without YaRN.
 
     The papers and `transformers` scale cosines and sines, and so queries and keys, by its root.
     """
@@ -37,7 +37,7 @@ def attention_scaling(config: ModelConfig, layer: int) -> float:
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """Factor of queries and of keys."""
+    """Return the factor of queries and of keys: 1, or YaRN's."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -46,10 +46,10 @@ def _attention_factor(rope: RopeConfig) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``, a fast one's kept.
+    """Apply Llama 3.1's scaling: a slow pair's frequency is divided by ``factor``, a fast one's is not.
 
-    A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and
-    fast when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
+    A pair is slow when it turns fewer than ``low_freq_factor`` times within the original context and fast
+    when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
     whose shares are linear in the number of turns.
     """
     turns = (
@@ -61,14 +61,15 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """YaRN (arXiv 2309.00071): as Llama 3.1's, but the ramp is over the pairs' indices.
+    """Apply YaRN (arXiv 2309.00071): as Llama 3.1's scaling, but the ramp is over the pairs' indices.
 
-    It goes from the pair that turns ``beta_fast`` times within the original context to that of ``beta_slow``.
+    It goes from the pair that turns ``beta_fast`` times within the original context to that of
+    ``beta_slow``.
     """
     dims = 2 * len(frequencies)
 
     def pair_of(turns: float) -> float:
-        """Index of the pair that turns so many times; it need not be whole."""
+        """Return the index of the pair that turns so many times; it need not be whole."""
         return (
             dims
             * math.log(rope.original_max_position / (turns * 2 * math.pi))

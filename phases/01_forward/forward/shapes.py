@@ -22,9 +22,12 @@ def _shape(
     max_position_embeddings: int,
     **more: Any,
 ) -> ModelConfig:
-    """Return a configuration that has what most have, but for `more`. heads: `(H, KH, D)`."""
+    """Return a configuration; `more` replaces the defaults of most models.
+
+    heads: `(H, KH, D)`. The other sizes are those of `ModelConfig`.
+    """
     query_heads, kv_heads, head_dim = heads
-    usual = {
+    defaults = {
         "norm_eps": 1e-6,
         "activation": "silu",
         "tie_word_embeddings": False,
@@ -33,12 +36,12 @@ def _shape(
     }
     sizes = (hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim)
     return ModelConfig(
-        family, vocab_size, *sizes, max_position_embeddings, **{**usual, **more}
+        family, vocab_size, *sizes, max_position_embeddings, **{**defaults, **more}
     )
 
 
 def _yarn(theta: float, trained: int) -> RopeConfig:
-    """Return the RoPE of gpt-oss, for 32 times the context that it was trained with."""
+    """Return the RoPE of gpt-oss, with a context 32 times as long as the `trained` one."""
     return RopeConfig(
         theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False
     )

@@ -1,4 +1,4 @@
-"""Surgery: later phases replace a loaded model's layers by their own, so that its code grows no flags."""
+"""Copy a loaded model, so that later phases can replace its layers without flags in its code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from forward.model import Model
 
 
 def clone(model: Model) -> Model:
-    """A copy of the modules that shares every parameter and buffer with the original."""
+    """Return a copy of a model's modules that shares every parameter and buffer with the original."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)

@@ -1,4 +1,4 @@
-"""Attention that remembers: append this step's keys and values, attend over everything kept."""
+"""Attention with a KV cache: append this step's keys and values, attend over everything stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kv_cache.cache import KVCache, LayerCache
 
 
 class CachedAttention:
-    """The seam's object over a `KVCache`; one query per sequence is a decode, several are a prefill."""
+    """`Attention` over a `KVCache`; one query per sequence is a decode, several are a prefill.
+
+    columns: `[S]` int64, the columns of the current step.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -18,14 +21,20 @@ class CachedAttention:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def begin(self, count: int) -> None:
-        """Start a step of ``count`` new columns: check that they fit, forget the last step's masks."""
+        """Start a step of ``count`` new columns, and forget the last step's masks.
+
+        Raises `UserError` if the cache has no room for them.
+        """
         self.cache.reserve(count)
         start, device = self.cache.length, self.cache.layers[0].keys.device
         self.columns = torch.arange(start, start + count, device=device)  # [S]
         self._masks.clear()
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [B, S, H, D]``, ``k`` and ``v [B, S, KH, D]`` -> ``[B, S, H, D]``."""
+        """Return attention's output ``[B, S, H, D]`` of a layer, and store its new keys and values.
+
+        q: ``[B, S, H, D]``. k, v: ``[B, S, KH, D]``, the keys and values of the step's columns.
+        """
         q, k, v = (
             x.transpose(1, 2) for x in (q, k, v)
         )  # heads before tokens, as the cache has them
@@ -48,7 +57,10 @@ class CachedAttention:
     def _mask(
         self, layer: LayerSpec, cache: LayerCache, end: int, fresh: Tensor | None = None
     ) -> Tensor | None:
-        """This layer kind's mask, computed by the step's first layer of that kind and kept for the others."""
+        """Return the mask for layers of this kind, computed by the step's first layer of the kind.
+
+        fresh: columns of the step, if their keys are not in the cache yet.
+        """
         kind = (cache.capacity, layer.sliding_window)
         if kind not in self._masks:
             columns = cache.columns(end)
@@ -57,7 +69,9 @@ class CachedAttention:
         return self._masks[kind]
 
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
-        """``[..., S, L]`` by `causal_mask`, true where a key may be seen, or ``None`` if every key may."""
+        """Return `causal_mask` for the step's columns, ``[..., S, L]``, or ``None`` if every
+        key may be seen.
+        """
         if len(self.columns) == 1:
             return None  # the newest token sees everything that is kept
         return causal_mask(self.columns, key_columns, window)

@@ -1,7 +1,7 @@
 """A contiguous key/value cache: memory for every token of every layer, allocated once.
 
 Keys and values of past tokens never change, because a causal transformer's past does not depend on its
-future. Keeping them turns each step's work from the whole sequence into one token.
+future. Storing them turns each step's work from the whole sequence into one token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from common.models.config import ModelConfig
 
 
 class LayerCache:
-    """One layer's keys and values, ``[B, KH, capacity, D]``, heads before tokens: a head reads one run.
+    """One layer's keys and values, ``[B, KH, capacity, D]``: a head's tokens are contiguous.
 
-    A sliding-window layer has room for its window only and writes round and round: column ``p`` lives in
-    slot ``p % capacity``.
+    A sliding-window layer has room for its window only, as a ring: column ``p`` is stored in slot ``p %
+    capacity``.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -42,7 +42,7 @@ class LayerCache:
         return self.keys[:, :, :count], self.values[:, :, :count]
 
     def columns(self, end: int) -> Tensor:
-        """Which column each slot of `read` holds: ``[min(end, capacity)]`` int64."""
+        """Return which column each slot of `read` holds: ``[min(end, capacity)]`` int64."""
         slots = torch.arange(min(end, self.capacity), device=self.keys.device)
         # The newest column in slot s is the largest p < end with p % capacity == s.
         return (
@@ -53,8 +53,9 @@ class LayerCache:
 class KVCache:
     """The caches of all layers for a batch of ``B`` sequences of at most ``max_len`` columns.
 
-    ``length`` is how many columns are filled. The loop advances it after a step, never a layer: within a
-    step every layer must see the same value. ``bytes_needed`` says beforehand what they take.
+    ``layers`` has a `LayerCache` for each layer. ``length`` is how many columns are filled. The loop
+    advances it after a step, never a layer: within a step every layer must see the same value.
+    ``bytes_needed`` says what they take.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class KVCache:
 
     @staticmethod
     def bytes_needed(config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype) -> int:
-        """Bytes that a cache of this size takes, known before anything is allocated.
+        """Return the bytes that a cache of this size takes, before anything is allocated.
 
         ``2 * KH * D * bytes`` a token and layer; a window layer never holds more than its window.
         """
@@ -91,17 +92,13 @@ class KVCache:
         self.length += count
 
     def reserve(self, count: int) -> None:
-        """Check that ``count`` more columns fit, before any layer writes one.
-
-        Raises:
-            UserError: they do not. Nothing has been written then.
-        """
+        """Raise `UserError` if ``count`` more columns do not fit; called before any layer writes one."""
         if self.length + count > self.max_len:
             raise UserError(
                 f"the KV cache is full: {self.length} + {count} tokens, but max_len is {self.max_len}"
             )
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all sequences but ``rows [B']``; the others move up, which copies what is kept."""
+        """Drop all sequences but ``rows [B']`` (int64); the others are copied to the front."""
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]

@@ -1,4 +1,4 @@
-"""Phase 01's loop with a memory: each token is computed once."""
+"""Phase 01's loop with a KV cache: each token is computed once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from kv_cache.cache import KVCache
 
 
 class CachedGenerator(Generator):
-    """One request after another. A request's first step is its prefill, every later one a decode."""
+    """Serves one request after another. A request's first step is its prefill, every later one a decode.
+
+    cache, attention: those of the running request.
+    """
 
     cache: KVCache
     attention: CachedAttention
 
     def begin(self, prompt_len: int, limit: int) -> None:
-        """Allocate the request's cache. Its last token is never computed, so it needs no column."""
+        """Allocate a request's cache: its last token is never computed, so it needs no column."""
         self.cache = KVCache(
             self.model.config,
             batch=1,
@@ -28,7 +31,7 @@ class CachedGenerator(Generator):
         self.attention = CachedAttention(self.cache)
 
     def last_hidden(self, tokens: list[int]) -> Tensor:
-        """Compute the tokens that the cache has not seen: the whole prompt at first, then one."""
+        """Compute the tokens that are not in the cache yet; return the last hidden state ``[1, hidden]``."""
         start, device = self.cache.length, self.model.device
         ids = torch.tensor([tokens[start:]], device=device)  # [1, S]
         positions = torch.arange(start, len(tokens), device=device).unsqueeze(0)  # [1, S]

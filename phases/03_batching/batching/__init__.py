@@ -22,6 +22,10 @@ def load(
     batch_size: int = 16,
     compact: bool = False,
 ) -> BatchGenerator:
-    """This phase's engine for a model's name or a loaded model; see `BatchGenerator` for the options."""
+    """Make this phase's engine for a model's name or a loaded model.
+
+    device, dtype: see `load_model`. tokenizer: for stop strings only.
+    batch_size, compact: see `BatchGenerator`.
+    """
     loaded = load_model(model, device=device, dtype=dtype)
     return BatchGenerator(loaded, tokenizer, batch_size=batch_size, compact=compact)

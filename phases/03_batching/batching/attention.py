@@ -1,4 +1,4 @@
-"""Cached attention over a left-padded batch: the same columns for all, different first ones."""
+"""Cached attention over a left-padded batch: rows begin at different columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PaddedAttention(CachedAttention):
         self.padding = self.padding[rows]
 
     def mask(self, key_columns: Tensor, window: int | None) -> Tensor | None:
-        """``[B, 1, S, L]``: causal, within the window, and never a padding column."""
+        """Return the mask ``[B, 1, S, L]``: causal, within the window, and without padding columns."""
         real = (key_columns >= self.padding.unsqueeze(-1)).unsqueeze(1)  # [B, 1, L]
         if len(self.columns) > 1:
             visible = causal_mask(self.columns, key_columns, window)  # [S, L]

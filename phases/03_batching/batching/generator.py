@@ -45,7 +45,13 @@ class Waste:
 
 @dataclass
 class Row:
-    """One request's place in the batch."""
+    """One request of the batch.
+
+    index, sample: number of the prompt, and of the completion among the prompt's n.
+    prompt: token ids. params: its settings. limit: most tokens it may generate.
+    text: decodes the output, if stop strings are looked for.
+    output: generated tokens. reason: why it ended; None before.
+    """
 
     index: int
     sample: int
@@ -102,7 +108,7 @@ class BatchGenerator(Generator):
             yield from self._batch(rows[first : first + self.batch_size])
 
     def _batch(self, rows: list[Row]) -> Iterator[TokenEvent]:
-        """Prefill the batch in one forward pass, then decode until its last row is done."""
+        """Prefill a batch in one forward pass, then decode until its last row ends; yield the events."""
         longest = max(len(row.prompt) for row in rows)
         padding = [longest - len(row.prompt) for row in rows]
         cache = KVCache(
@@ -154,7 +160,7 @@ class BatchGenerator(Generator):
             self.waste.finished += len(active) - len(live)
 
     def _append(self, row: Row, token: int) -> str | None:
-        """Take a token; returns the text that it adds, if stop strings are looked for in it."""
+        """Append a token to a row; return the text that it adds, if stop strings are looked for."""
         row.output.append(token)
         row.reason = finish_reason(
             token, len(row.output), row.params, self.model.config.eos_token_ids, row.limit
@@ -168,7 +174,10 @@ class BatchGenerator(Generator):
     def _step(
         self, ids: Tensor, attention: PaddedAttention, indices: list[int], step: int
     ) -> Sampled:
-        """Run ``ids [B, S]`` as the next S columns and sample a token for every row from the last one."""
+        """Run ``ids [B, S]`` as the next S columns, and sample a token for every row from the last column.
+
+        indices: the sampler's row of each request. step: number of the token in the outputs.
+        """
         count = ids.shape[1]
         attention.begin(count)
         # A row's position is its column less its padding. Padding has none, and a finished row may be

@@ -1,4 +1,4 @@
-"""The seam's object over the paged pool whose kernels read the blocks where they lie."""
+"""Attention over the paged pool by kernels that read the blocks where they lie."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ if TYPE_CHECKING:
     from triton_paged_attention.feature import Backend
 
 TILE_ROWS = 16
-"""Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through it, rounded
-up to a power of two, for which the kernel is compiled in any case."""
+"""Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through that kernel;
+the number is rounded up to a power of two, for which the kernel is compiled in any case.
+"""
 
 
 class TritonPagedAttention(PagedAttention):
-    """Requests with a few new tokens go through the decode kernel, the others through the prefill kernel.
+    """`PagedAttention` by Triton: requests with at most `most_queries` new tokens by the decode kernel,
+    others by prefill.
 
     Args:
         pool: the cache.
         num_heads: query heads of the model, `H`.
-        prefill, decode: which backend computes each kind. With one of each, a step that has both kinds
-            computes all of it in torch first; such mixtures are for comparisons, not for speed.
+        prefill, decode: "triton" or "torch" for each kind of request. With one of each, a step that has
+            both kinds computes all of it in torch first; such mixtures are for comparisons, not for speed.
 
     A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
     Graphs of other steps begin by `begin_sorted`.
@@ -56,21 +58,21 @@ class TritonPagedAttention(PagedAttention):
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
         d_pad = max(16, triton.next_power_of_2(d))
         self._prefill_config = prefill_default(d_pad, pool.data.element_size(), device)
-        # Only launches of few pairs split, so this bounds pairs * splits * rows: see `decode_default`.
+        # Only launches with little work split, so this bounds pairs * splits * rows: see `decode_default`.
         pairs = 4 * multiprocessors(device) + kv_heads
         rows = self.most_queries * self._group
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
     @property
     def stores_early(self) -> bool:
-        """True if keys and values may be in the pool before the call, stored by the kernel that makes them.
+        """True if a kernel before attention may store keys and values in the pool: both backends are Triton.
 
-        Torch's prefill wants them in hand.
+        Torch's prefill needs them as tensors.
         """
         return self.prefill == self.decode == "triton"
 
     def plan(self) -> None:
-        """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
+        """Sort the step's requests into the two kinds, and split the longer ones into query tiles."""
         host = self.batch.host
         short = host.query_lens <= self.most_queries
         decodes, longer = (
@@ -92,7 +94,9 @@ class TritonPagedAttention(PagedAttention):
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The requests for the decode kernel, and the query tiles `[n, 4]` of the others."""
+        """Return the requests for the decode kernel, int64, and the query tiles `[n, 4]` int32
+        of the others.
+        """
         short = host.query_lens <= self.most_queries
         return np.flatnonzero(short), self._cut(host, ~short)
 
@@ -101,15 +105,16 @@ class TritonPagedAttention(PagedAttention):
 
     @property
     def tile_tokens(self) -> int:
-        """Query tokens in a tile, at most."""
+        """Most query tokens in a tile."""
         return self._prefill_config.block_m // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """Start a step whose requests the caller has sorted, in the place of `begin`.
+        """Start a step whose requests the caller has sorted; replaces `begin` in graphs.
 
-        This is a seam: graphs refill both before each replay.
+        This is a seam: graphs refill both tensors before each replay.
 
-        members: int32, padded with requests that have no tokens and no context; None: all are cut into tiles.
+        members: int32, requests for the decode kernel, padded with requests without tokens and context;
+            None: all are in tiles.
         tiles: `[n, 4]` int32, padded with tiles of no tokens.
         """
         self.batch = batch
@@ -125,7 +130,9 @@ class TritonPagedAttention(PagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
+        """Return attention's output `[T, H, D]`, see `PagedAttention.attend`; `k` and `v` are read by torch
+        only.
+        """
         batch, q = self.batch, q.contiguous()
         out = (
             self._torch.attend(layer, q, k, v, cache)

@@ -3,13 +3,13 @@
 What it adds to version 3:
 
 - The block ids of the next tile are loaded while this tile is computed and carried through the loop.
-  Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
-  like two.
+Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
+like two.
 - When a tile never crosses a block (`P % BLOCK_N == 0`) one block id serves the whole tile.
 - Splits without work return at once, a request that needs one split writes its result directly, and of
-  several splits the last to finish combines them: one launch instead of two.
-- A request may bring several query tokens (a short chunk, or drafts to verify): row `r` of the tile is query
-  token `r // GROUP` and query head `r % GROUP` of this key/value head.
+several splits the last to finish combines them: one launch instead of two.
+- A request may have several query tokens (a short chunk, or drafts to verify): row `r` of the tile is query
+token `r // GROUP` and query head `r % GROUP` of this key/value head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton_paged_attention.tables import DecodeConfig, decode_default
 from triton_paged_attention.tiles import LOG2_E, combine, no_keys
 
 MOST_SPLITS, LEAST_KEYS = 8, 128
-"""Of a context, and keys of a split, where requests bring several tokens. On an H200 five tokens of 9 heads
+"""Most splits, and least keys of a split, if requests have several tokens. On an H200 five tokens of 9 heads
 behind 100, 300 and 1,000 others took 12.8, 13.1 and 13.7 us in up to 32 splits of 32 keys, most of it
 combining; behind 100 others 5.3 in one."""
 
@@ -39,7 +39,9 @@ def combine_rows(
     D_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of `count` tokens of a key/value head's group into `out`."""
+    """Combine the `used` splits of `count` query tokens, for the query heads of one key/value head, into
+    `out`.
+    """
     # As many rows at a time as registers hold: each time waits for its loads.
     ROWS: tl.constexpr = (
         2 if QUERIES * GROUP <= 2
@@ -75,7 +77,12 @@ def decode_kernel(
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """One program per key/value head, split and request."""
+    """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
+
+    One program per key/value head, split and request. RAGGED: requests have several query tokens, at
+    `query_starts`. SUBSET: only the requests listed in `requests`. SCALED: keys and values have scales per
+    head.
+    """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     item = tl.program_id(2)
@@ -147,11 +154,15 @@ def decode_kernel(
 
 
 class Workspace:
-    """Memory in which the splits of a launch meet: allocated once, reused by every layer and step.
+    """Memory for the partial results of splits: allocated once, reused by every layer and step.
 
-    `rows` is the largest product of (request, key/value head) pairs, splits and tile rows that a launch may
-    have. Launches that share a workspace must run on one stream. A captured graph must keep its workspace
-    alive.
+    Launches that share a workspace must run on one stream. A captured graph must keep its workspace alive.
+
+    Args:
+        rows: the largest product of (request, key/value head) pairs, splits and tile rows that a launch may
+            have.
+        d_pad: a head's padded size.
+        device: a GPU, or the CPU for the interpreter.
     """
 
     def __init__(self, rows: int, d_pad: int, device: torch.device | str) -> None:
@@ -178,11 +189,20 @@ def paged_decode(
     workspace: Workspace | None = None,
     config: DecodeConfig | None = None,
 ) -> Tensor:
-    """Attention of a few new tokens per request over the paged cache: `[T, H, D]`, rows of other requests
-    untouched.
+    """Return attention `[T, H, D]` of requests with 1 to `max_queries` new tokens over the paged cache.
 
-    `max_queries` bounds the query tokens of a request here. A request with context 0 (a padding row of a
-    graph) gets zeros. Without a `workspace`, a launch that splits makes its own.
+    Args:
+        q: `[T, H, D]`.
+        cache: the layer's blocks.
+        block_tables: `[B, max_blocks]` int32.
+        context_lens: `[B]` int32. A request with context 0 (a padding row of a graph) gets zeros.
+        scale, sliding_window, soft_cap, sinks: see `LayerSpec`.
+        query_starts: `[B + 1]` int32; None: each request has one token.
+        max_queries: most query tokens of a request.
+        requests: int32, which requests to compute; None: all. Rows of the others are not written.
+        out: result; allocated if None.
+        workspace: for splits; allocated if None.
+        config: block sizes; None: the default.
     """
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = cache.k.shape

@@ -44,7 +44,9 @@ def decode_v1_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,
 ):
-    """One program per request and query head."""
+    """Compute attention of one request's query head, block by block. One program per request
+    and query head.
+    """
     request, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
     slot = tl.arange(0, P_PAD)
@@ -98,7 +100,12 @@ def paged_decode_v1(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of one new token per request: `[B, H, D]`."""
+    """Return attention of one new token per request over the paged cache: `[B, H, D]`.
+
+    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
+    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    """
     batch, heads, d = q.shape
     _, block_size, kv_heads, _ = cache.k.shape
     out = torch.empty_like(q)

@@ -27,7 +27,9 @@ def decode_v2_kernel(
     P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per request and key/value head."""
+    """Compute attention of all query heads of one key/value head. One program per request and
+    key/value head.
+    """
     request, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
     row = tl.arange(0, BLOCK_M)  # row r of the tile is query head kv_head * GROUP + r
@@ -72,7 +74,13 @@ def paged_decode_v2(
     soft_cap: float | None = None,
     block_n: int = 64,
 ) -> Tensor:
-    """Attention of one new token per request: `[B, H, D]`."""
+    """Return attention of one new token per request over the paged cache: `[B, H, D]`.
+
+    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
+    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    block_n: tokens of a tile.
+    """
     batch, heads, d = q.shape
     _, block_size, kv_heads, _ = cache.k.shape
     group = heads // kv_heads

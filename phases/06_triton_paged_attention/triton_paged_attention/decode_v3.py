@@ -33,7 +33,7 @@ def decode_v3_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, key/value head and split."""
+    """Compute one split of a request's keys. One program per request, key/value head and split."""
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -88,7 +88,7 @@ def combine_kernel(
     partial, lse,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One program per request and query head."""
+    """Combine the splits of one query head. One program per request and query head."""
     head = tl.program_id(0)  # request * H + query head
     s = tl.arange(0, SPLITS_PAD)
     d = tl.arange(0, D_PAD)
@@ -114,7 +114,13 @@ def paged_decode_v3(
     splits: int = 8,
     block_n: int = 64,
 ) -> Tensor:
-    """Attention of one new token per request: `[B, H, D]`."""
+    """Return attention of one new token per request over the paged cache: `[B, H, D]`.
+
+    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
+    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    splits: programs that share the keys of a request and head. block_n: tokens of a tile.
+    """
     batch, heads, d = q.shape
     _, block_size, kv_heads, _ = cache.k.shape
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))

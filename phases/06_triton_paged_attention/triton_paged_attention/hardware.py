@@ -1,4 +1,4 @@
-"""The facts about the GPU that the kernels need."""
+"""Properties of the GPU that the kernels depend on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TURING = (7, 5)
 AMPERE = (8, 0)
 ADA = (8, 9)
 HOPPER = (9, 0)
-"""Compute capabilities: products of whole numbers in eight bits begin with Turing, of e4m3 with Ada."""
+"""Compute capabilities: Turing multiplies integers of eight bits, Ada numbers of e4m3."""
 
 
 @cache
 def at_least(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Return True if this is a GPU of a compute capability or a later one."""
+    """Return True if `device` is a GPU of this compute capability or a later one."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
 
 
@@ -27,7 +27,9 @@ def dependent_launch(device: torch.device) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; for the CPU, where the interpreter runs programs one by one, 4."""
+    """Return the number of multiprocessors of a GPU; 4 for the CPU, where the interpreter runs programs one
+    by one.
+    """
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -37,7 +39,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use; for the interpreter, Hopper's."""
+    """Return the bytes of shared memory that one program may use; for the interpreter, Hopper's."""
     if device.type != "cuda":
         return 232_448
     # Torch's own stubs lack this property.

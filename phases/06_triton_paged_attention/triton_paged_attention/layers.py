@@ -1,4 +1,4 @@
-"""Phase 01's layers, fused: built from the ones they replace, with whose weights they work.
+"""Phase 01's layers, fused; each is built from the layers that it replaces, and shares their weights.
 
 `optimize` puts them into a loaded model. The model's own code stays as phase 01 wrote it.
 """
@@ -30,7 +30,10 @@ from triton_paged_attention.linear import (
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, its last addition still to be done by the norm behind it."""
+    """The residual stream between two blocks, whose last addition the next norm performs.
+
+    total, delta: `[..., hidden]`, to be added.
+    """
 
     total: Tensor
     delta: Tensor
@@ -45,16 +48,18 @@ class FusedRMSNorm(nn.Module):
         self.one_plus = isinstance(norm, Gemma3RMSNorm)
 
     def forward(self, x: Tensor | Stream) -> Tensor:
-        """`[..., size]` -> `[..., size]`."""
-        return self.both(x)[1]
+        """Return `x [..., size]`, or the sum of a `Stream`, normalized."""
+        return self.add_and_normalize(x)[1]
 
     @property
     def weights(self) -> NormWeights:
-        """The norm's weights, for a kernel that normalizes on its way."""
+        """The norm's weights, for a kernel that normalizes its own input."""
         return NormWeights(self.weight, self.eps, self.one_plus)
 
-    def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """Return the stream, with what is still to be added, and the stream normalized."""
+    def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+        """Return the residual stream, its pending addition done, and the same normalized:
+        `[..., size]` each.
+        """
         if isinstance(x, Stream):
             return add_rms_norm(x.total, x.delta, *self.weights)
         return x, rms_norm(x, *self.weights)
@@ -63,14 +68,14 @@ class FusedRMSNorm(nn.Module):
 def _projections(
     parts: tuple[nn.Module, ...], out: nn.Module, by_torch: Collection[str]
 ) -> tuple[FusedLinear, FusedLinear]:
-    """The projections into a layer, of one input, as one; and the projection out of it."""
+    """Return the projections `parts` of one input as one layer, and the projection `out`."""
     if "projections" in by_torch:
         return FusedLinear(FusedProjection(*parts)), FusedLinear(FusedProjection(out))
     return join(*parts), join(out)
 
 
 class FusedAttention(nn.Module):
-    """`LlamaAttention` and its descendants with one projection, and one kernel from it to the seam."""
+    """`LlamaAttention` and its subclasses with one QKV projection, and one kernel from there to attention."""
 
     def __init__(self, old: LlamaAttention, by_torch: Collection[str]) -> None:
         super().__init__()
@@ -85,12 +90,12 @@ class FusedAttention(nn.Module):
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
         """See `LlamaAttention.forward`."""
-        attend = self.attend if self.fused else self._apart
+        attend = self.attend if self.fused else self._attend_unfused
         return self.o_proj(attend(self.qkv_proj(x), cos_sin, attention))
 
     @property
     def norms(self) -> HeadNorms | None:
-        """The query and key norms, if the family has them."""
+        """The query and key norms; None: the family has none."""
         if self.q_norm is None or self.k_norm is None:
             return None
         one_plus = isinstance(self.q_norm, Gemma3RMSNorm)
@@ -103,9 +108,10 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """All between the projections: `[..., (H + 2 KH) D]` -> `[..., H D]`.
+        """Compute everything between the projections: `qkv [..., (H + 2 KH) D]` -> `[..., H D]`.
 
-        With this phase's attention, keys and values go straight to the pool. `pending`: see `norm_rope`.
+        With this phase's attention, keys and values go straight to the pool. pending: scales by which `qkv`
+        is to be multiplied first.
         """
         spec = self.spec
         cos, sin = (angles.reshape(-1, spec.head_dim) for angles in cos_sin)
@@ -120,10 +126,10 @@ class FusedAttention(nn.Module):
             out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotate()))
         return out.reshape(*qkv.shape[:-1], -1)
 
-    def _apart(
+    def _attend_unfused(
         self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """`attend` by phase 01's norms and RoPE."""
+        """Compute everything between the projections by phase 01's norms and RoPE."""
         spec = self.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         parts = qkv.split([n * spec.head_dim for n in heads], dim=-1)
@@ -148,7 +154,7 @@ class FusedMLP(nn.Module):
         self.fused = "activation" not in by_torch
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., hidden]`."""
+        """Return `down(act(gate(x)) * up(x))`: `[..., hidden]` -> `[..., hidden]`."""
         if self.fused:
             return self.down_proj(self.gate_up_proj(x, gate=self.kind))
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -156,10 +162,10 @@ class FusedMLP(nn.Module):
 
 
 class BlockKernel(Protocol):
-    """A faster way through a block for some steps."""
+    """A seam: computes a whole block for some steps faster than its layers do."""
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return whether it computes this step."""
+        """Return True if it computes a step with this input and this attention."""
 
     def __call__(
         self,
@@ -174,7 +180,8 @@ class BlockKernel(Protocol):
 class FusedBlock(nn.Module):
     """A `LlamaBlock` that leaves its last addition to the next norm.
 
-    ways: asked in this order before the block computes the step itself; none in this phase.
+    kernels: each step takes the first that supports it; the block's own layers if none does. Empty in this
+        phase.
     """
 
     input_layernorm: FusedRMSNorm
@@ -195,21 +202,21 @@ class FusedBlock(nn.Module):
         for kernel in self.kernels:
             if kernel.supports(x, attention):
                 return kernel(self, x, cos_sin, attention)
-        total, normed = self.input_layernorm.both(x)
+        total, normed = self.input_layernorm.add_and_normalize(x)
         x = Stream(total, self.self_attn(normed, cos_sin, attention))
-        total, normed = self.post_attention_layernorm.both(x)
+        total, normed = self.post_attention_layernorm.add_and_normalize(x)
         return Stream(total, self.mlp(normed))
 
 
 def optimize(model: Model, by_torch: Collection[str] = ()) -> Model:
-    """Put this phase's layers in the places of phase 01's, and return the model, which is the same object.
+    """Replace phase 01's layers by those of this phase, and return the same model.
 
-    Projections are joined layer by layer, and the old ones of a layer are let go of before the next is
-    joined. A caller that still needs the model as it was gives a `clone`, and so keeps both.
+    Projections are joined layer by layer, and the old ones of a layer are released before the next is
+    joined. A caller that still needs the model as it was passes a `clone`, and so keeps both.
 
-    GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and gains by attention alone.
+    GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and only attention becomes faster.
 
-    by_torch: those of `LAYERS` that stay as in phase 01.
+    by_torch: names of `feature.LAYERS` that stay as in phase 01.
     """
     kind = model.config.activation
     if "rope" not in by_torch or "projections" not in by_torch:
@@ -234,7 +241,7 @@ def replace(
     make: Callable[[Any], nn.Module],
     skip: type[nn.Module] | None = None,
 ) -> None:
-    """Put `make(module)` in the place of every module of a kind, except those whose owner is a `skip`."""
+    """Replace every module of type `kind` by `make(module)`, except those whose owner is of type `skip`."""
     # Names, not modules: a list of these would keep all the old weights alive until the last is replaced.
     found = [name for name, module in model.named_modules() if isinstance(module, kind)]
     for name in found:

@@ -1,4 +1,4 @@
-"""A linear layer with what stands around it: norm, gate and residual; and the ways to compute it."""
+"""A linear layer fused with the norm before it and the gate and residual behind it, and its kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
 
 @triton.jit
 def activate(gate, KIND: tl.constexpr):
-    """The activation of a float32 tile: 0 SiLU, 1 GELU (tanh form), 2 GELU (erf)."""
+    """Return the activation of a float32 tile: KIND 0 is SiLU, 1 GELU (tanh form), 2 GELU (erf)."""
     if KIND == 0:
         result = gate * tl.sigmoid(gate)
     elif KIND == 1:
@@ -33,7 +33,7 @@ def activate(gate, KIND: tl.constexpr):
 
 @triton.jit
 def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and part of it."""
+    """Write the activation of part of a row's gates, times its ups. One program per row and part of it."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = part * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -45,7 +45,9 @@ def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl
 
 
 def gated(gate_up: Tensor, kind: str) -> Tensor:
-    """`[..., 2 * I]` (gates, then ups) -> `[..., I]`; `kind` is a key of `KINDS`."""
+    """Return `act(gates) * ups` of `gate_up [..., 2 I]` (gates, then ups): `[..., I]`. kind: a
+    key of `KINDS`.
+    """
     size = gate_up.shape[-1] // 2
     gate_up = gate_up.contiguous()
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
@@ -57,10 +59,10 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
 
 
 class LinearKernel(Protocol):
-    """A faster way to compute a linear layer for some numbers of tokens."""
+    """A seam: computes a linear layer faster for some numbers of tokens."""
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return whether it computes this many tokens with such a gate."""
+        """Return True if it computes this many tokens with this gate (a key of `KINDS`, or None)."""
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
@@ -69,11 +71,12 @@ class LinearKernel(Protocol):
 
 
 class FusedLinear(nn.Module):
-    """A linear layer that asks its ways, the library last.
+    """A linear layer that computes each call by the first of its kernels that supports it, or by the library.
 
     linear: the product, `[..., in] -> [..., out]`, in any format of weights.
-    ways: asked in this order; none in this phase.
-    total: adds up a product that is this GPU's part of a sum, and then the residual; None: it is the sum.
+    kernels: asked in this order; empty in this phase.
+    total: sums a product over ranks, each of which has a part of it, and adds the residual; None: there is
+        one rank.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -90,10 +93,12 @@ class FusedLinear(nn.Module):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """`residual + act(linear(norm(x)))`, each part if it is given: `[..., in]` -> `[..., out]`.
+        """Return `residual + act(linear(norm(x)))`: `[..., in]` -> `[..., out]`. Each of the three may be
+        None.
 
-        norm: of the input. gate: an activation, a key of `KINDS`; then the outputs are gates and
-        as many ups, and `act(gates) * ups [..., out / 2]` comes back.
+        norm: of the input.
+        gate: an activation, a key of `KINDS`; the outputs are then gates and as many ups, and the result is
+            `act(gates) * ups [..., out / 2]`.
         """
         kernel = self.kernel(x, gate) or self._library
         if self.total is None:
@@ -101,7 +106,9 @@ class FusedLinear(nn.Module):
         return self.total(kernel(x, norm=norm, gate=gate, residual=None), residual)
 
     def kernel(self, x: Tensor, gate: str | None = None) -> LinearKernel | None:
-        """Return the first way that takes the tokens of `x`; None: the library does."""
+        """Return the first kernel that supports the tokens of `x` with this gate; None: the library computes
+        them.
+        """
         tokens = x.numel() // x.shape[-1]
         for kernel in self.kernels:
             if kernel.supports(tokens, gate):
@@ -111,13 +118,15 @@ class FusedLinear(nn.Module):
     def _library(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Each part by itself."""
+        """Compute norm, product, gate and residual one after the other."""
         out: Tensor = self.linear(x if norm is None else rms_norm(x, *norm))
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """`forward(x)` into `out`, `[T, in]` -> `[T, out]`; uncopied, where it is a product and no more."""
+        """Write `forward(x)`, `[T, in]` -> `[T, out]`, to `out`; a plain product goes there
+        without a copy.
+        """
         linear = self.linear if self.kernel(x) is None and self.total is None else None
         if isinstance(linear, nn.Linear) and linear.bias is None:
             torch.mm(x, linear.weight.t(), out=out)
@@ -127,14 +136,14 @@ class FusedLinear(nn.Module):
 
 @runtime_checkable
 class Concatenable(Protocol):
-    """A linear layer of another format, that knows how it is joined with others of the same input."""
+    """A linear layer of another format that can be joined with layers of the same input."""
 
     def joined(self, *parts: nn.Module) -> nn.Module | None:
-        """Return the parts as one layer; None: they do not go together."""
+        """Return the parts as one layer; None: they cannot be joined."""
 
 
 def join(*parts: nn.Module) -> FusedLinear:
-    """Return linear layers of one input as one product, their outputs end to end."""
+    """Return linear layers of one input as one layer, whose outputs are theirs end to end."""
     for part in parts:
         if isinstance(part, Concatenable):
             found = part.joined(*parts) or FusedProjection(*parts)
@@ -143,7 +152,7 @@ def join(*parts: nn.Module) -> FusedLinear:
 
 
 def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """Return plain layers as one, their weights copied; a single part's are shared."""
+    """Return `nn.Linear` layers as one, with copied weights; a single part's weights are shared."""
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
     weight = _concatenated([part.weight for part in parts])
@@ -159,12 +168,14 @@ def _concatenated(tensors: Sequence[Tensor]) -> nn.Parameter:
 
 
 class FusedProjection(nn.Module):
-    """The same product with the layers apart: for comparison, and for formats that do not go together."""
+    """Linear layers of one input that are computed one by one: for comparison, and if their
+    formats differ.
+    """
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
+        """Return the layers' outputs end to end: `[..., in]` -> `[..., out]`."""
         return torch.cat([part(x) for part in self.parts], dim=-1)

@@ -5,7 +5,7 @@ tokens of one request times the query heads that share one key/value head. The h
 knows the query lengths), longest first, so that the short ones fill the gaps at the end: under a causal
 mask the last tile of a prompt reads everything and the first almost nothing.
 
-Of the keys a tile reads, all but the last few are visible to every row. They need no mask; only the tiles on
+Of the keys a tile reads, all but the last tiles are visible to every row. They need no mask: only tiles on
 the diagonal pay for one, and keys after the diagonal are never touched (early exit).
 """
 
@@ -38,7 +38,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """One program per query tile and key/value head."""
+    """Compute attention of one query tile. One program per query tile and key/value head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + 4 * tile)
     first_row = tl.load(tiles + 4 * tile + 1)
@@ -109,12 +109,14 @@ def query_tiles(
     tokens: int,
     only: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
-    """The tiles of a batch, `[n, 4]`, those that read most keys first, each of at most `tokens` query tokens.
+    """Return the query tiles of a batch, `[n, 4]` int32, those that read most keys first.
 
-    `only [B]` picks requests; the others have no tiles. A tile is (request, row of its first query token in
-    the ragged batch, query tokens, position of the first): all that a program must know, so that it starts
-    with one load instead of a chain of them. Pure numpy without a loop over requests, since it runs every
-    step.
+    A tile is (request, row of its first query token in the ragged batch, query tokens, position of the
+    first): all that a program must know, so that it starts with one load instead of a chain of them. Pure
+    numpy without a loop over requests, since it runs every step.
+
+    query_lens, context_lens: `[B]`. tokens: most query tokens of a tile.
+    only: `[B]` bool, the requests that get tiles; None: all.
     """
     lens = np.asarray(query_lens, dtype=np.int64)
     starts = np.cumsum(lens) - lens
@@ -143,7 +145,12 @@ def paged_prefill(
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
-    """Causal attention of ragged queries over the paged cache: `[T, H, D]`; other rows stay as they are."""
+    """Return causal attention of ragged queries over the paged cache: `q [T, H, D]` -> `[T, H, D]`.
+
+    tiles: `[n, 4]` int32, see `query_tiles`; rows without a tile are not written.
+    out: result; allocated if None. config: block sizes; None: the default. Others: see
+        `decode.paged_decode`.
+    """
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = cache.k.shape
     d_pad = max(16, triton.next_power_of_2(d))

@@ -1,8 +1,9 @@
-"""Tables of block sizes: in which configuration a kernel runs, by the shape of its work.
+"""Block sizes: the configuration in which a kernel runs, by the shape of its work.
 
-The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/log/kernels.md` has the
-sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the shared
-memory. A configuration says how large tiles are and how many programs share the work, never what is computed.
+The numbers come from `benchmarks/kernels/` on an H200 (compute capability 9.0; `docs/log/kernels.md` has
+the sweeps). On other GPUs the same choices are made to fit: tiles and stages shrink until they fit the
+shared memory. A configuration says how large tiles are and how many programs share the work, never what is
+computed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class DecodeConfig:
     """Block sizes of the decode kernel.
 
     block_n: tokens per tile.
+    num_warps, num_stages: of a program.
     splits: programs that share one request and key/value head.
-    min_tiles: fewest tiles that a split gets.
+    min_tiles: fewest tiles of a split.
     """
 
     block_n: int = 64
@@ -35,16 +37,18 @@ class DecodeConfig:
 def decode_default(
     pairs: int, d_pad: int, itemsize: int, device: torch.device
 ) -> DecodeConfig:
-    """With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split.
+    """Return block sizes that give about 2 programs per multiprocessor, which keeps the memory busy.
 
-    pairs: (request, key/value head) pairs of a launch. d_pad: a head's padded size. itemsize: of a number.
+    pairs: (request, key/value head) pairs of a launch. d_pad: a head's padded size. itemsize: bytes of a
+        number.
 
-    A pair gets its share of those programs, rounded to a whole number, of at least 1 and at most 32.
-    Few programs hide latency best with many short loads, many programs carry larger tiles: split contexts
-    have tiles of 32 tokens and 2 warps, others of 64 and 4, both with 3 stages.
+    A pair gets its share of those programs, rounded to a whole number, of at least 1 and at most 32. Two
+    programs a multiprocessor hide latency best with many short loads, more programs take larger tiles:
+    split contexts have tiles of 32 tokens and 2 warps, others of 64 and 4, both with 3 stages.
 
-    What is on its way, a tile of keys and values for each stage, may fill half of the shared memory, so that
-    two programs fit. While it does not, stages go first, down to 1; then tiles are halved, down to 16.
+    The tiles in flight, one of keys and one of values for each stage, may fill half of the shared memory,
+    so that two programs fit. If they need more, stages are dropped first, down to 1; then tiles are halved,
+    down to 16.
     """
     wanted = 2 * multiprocessors(device)
     splits = max(1, min(32, round(wanted / pairs)))
@@ -64,7 +68,8 @@ class PrefillConfig:
 
     block_m: rows (query tokens times the heads of a group) per tile.
     block_n: keys per step.
-    maxnreg: registers per thread at most; 128 lets two programs of 8 warps share a multiprocessor.
+    num_warps, num_stages: of a program.
+    maxnreg: most registers per thread; 128 lets two programs of 8 warps share a multiprocessor.
     tma: copy tiles by the tensor memory accelerator, if the blocks and heads of the cache allow it.
     """
 
@@ -78,8 +83,11 @@ class PrefillConfig:
 
 @cache
 def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillConfig:
-    """Up to 256 bytes a row: two programs of 8 warps per multiprocessor, which fill each other's pauses
-    between matrix products and softmax. Larger heads take smaller tiles.
+    """Return block sizes: for heads of up to 256 bytes, two programs of 8 warps per multiprocessor.
+
+    The two fill each other's pauses between matrix products and softmax. Larger heads take smaller tiles.
+
+    d_pad: a head's padded size. itemsize: bytes of a number.
     """
     row = d_pad * itemsize
     config = (
@@ -99,10 +107,12 @@ def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillC
 
 
 LONG = 8192
-"""Keys from which on a prefill program is long enough to be alone on its multiprocessor."""
+"""Keys above which a prefill program runs alone on its multiprocessor."""
 
 
 def for_keys(config: PrefillConfig, keys: int, block_size: int) -> PrefillConfig:
-    """`config` for prompts up to `keys` long: one program with all registers, or two that take turns."""
+    """Return `config` for prompts of up to `keys` tokens: for long ones a program alone on its
+    multiprocessor.
+    """
     alone = config.tma and block_size % config.block_n == 0 and keys >= LONG
     return replace(config, num_stages=3, maxnreg=None) if alone else config

@@ -1,4 +1,4 @@
-"""The few lines that every attention kernel of this package shares."""
+"""Device functions that every attention kernel of this package shares."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def raw_scores(q, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Scores of a tile, `q [M, D]` and `keys [N, D]` -> `[M, N]`, still to be multiplied by `unit`.
+    """Return the scores of a tile, `q [M, D]` and `keys [N, D]` -> `[M, N]`, still to be multiplied by
+    `unit`.
 
     "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for half precision.
     """
@@ -33,7 +34,7 @@ def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def fold(s, values, m, total, acc, factor):
-    """One step of the online softmax: fold raw scores `s [M, N]` and `values [N, D]` into (m, total, acc).
+    """Fold raw scores `s [M, N]` and `values [N, D]` into the online softmax (m, total, acc), and return it.
 
     Scaling inside the exponent makes one multiply-add of it per score instead of two operations.
     """
@@ -48,9 +49,9 @@ def fold(s, values, m, total, acc, factor):
 
 @triton.jit
 def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block that holds each token of the tile at `start`: one number if a tile never crosses a block.
+    """Return the block of each token of the tile at `start`: one number if a tile never crosses a block.
 
-    Nothing is read past `end`: a block table's unused entries may hold anything.
+    Entries of the block table past `end` are not read: they may hold anything.
     """
     if P % BLOCK_N == 0:
         block = tl.load(table + start // P, mask=start < end, other=0)
@@ -73,7 +74,7 @@ def hide(
     WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Scores `s [M, N]` of keys `key [N]` with minus infinity where a row may not see a key."""
+    """Return scores `s [M, N]` of keys `key [N]` with minus infinity where a row may not see a key."""
     visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
     if WINDOW > 0:
         visible = visible & (key[None, :] > position[:, None] - WINDOW)
@@ -88,7 +89,9 @@ def load_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys and one of values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: zeros from `high` on."""
+    """Load a tile of keys and one of values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: zeros from key `high`
+    on.
+    """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
     if P % BLOCK_N == 0:
@@ -119,19 +122,20 @@ def attend(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of
-    this.
+    """Fold keys [low, high) of one request into the online softmax (m, total, acc), and return it.
+
+    Every attention kernel of this package calls it.
 
     MASK: which tiles have keys that a row may not see. "none": `high - low` is a multiple of BLOCK_N, and
-    every row sees every key. "edge": this is so up to `whole`, and only the tiles behind pay for a mask.
-    "all": any tile may.
+        every row sees every key. "edge": this is so up to `whole`, and only the tiles behind are masked.
+        "all": any tile may.
 
-    By TMA, a tile that would reach past `high` is moved back to end there: what lies behind may be anything,
-    and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's beginning,
-    zeros.
+    By TMA, a tile that would reach past `high` is moved back to end there: what lies behind may be
+    anything, and 0 times NaN is NaN. Its first keys then are of the tile before, or, before the block's
+    beginning, zeros.
 
-    The block ids of the next tile are loaded while this one is computed and carried through the loop: loaded
-    in the iteration that needs them, they would halve the depth of the pipeline.
+    The block ids of the next tile are loaded while this one is computed and carried through the loop:
+    loaded in the iteration that needs them, they would halve the depth of the pipeline.
     """
     n = tl.arange(0, BLOCK_N)
     factor = unit(scale, soft_cap, SOFT_CAP)
@@ -163,10 +167,11 @@ def attend(
 
 @triton.jit
 def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Parts of an output `[splits, rows]`, at rows `at` of the workspace where `filled` -> `[rows, D_PAD]`.
+    """Return the combined output `[rows, D_PAD]` of the splits at rows `at [splits, rows]` of the workspace.
 
-    All rows at once: then their loads are in flight together, where a loop would wait for each. `.cg`: other
-    programs have just written this, so it may not come from this multiprocessor's own cache.
+    filled: `[splits, rows]`, which of them have been written. All rows at once: then their loads are in
+        flight together, where a loop would wait for each. `.cg`: other programs have just written this, so
+        it may not come from this multiprocessor's own cache.
     """
     logs = tl.load(
         lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg"

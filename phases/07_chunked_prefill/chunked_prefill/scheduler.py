@@ -19,14 +19,14 @@ from paged_cache.scheduler import PagedScheduler
 
 
 class ChunkedScheduler(PagedScheduler):
-    """Decodes first, then prompts with what is left of `step_tokens`.
+    """Schedules decodes first, then prompts with what is left of the budget `step_tokens`.
 
-    Neither side can starve the other. While a prompt is waiting for its turn, a quarter of the budget is kept
-    for prompts; if that leaves too little for all decodes, they take turns.
+    Neither side can starve the other. While a prompt is waiting for its turn, a quarter of the budget is
+    reserved for prompts; if that leaves too little for all decodes, they take turns.
 
     Args:
-        rows, cache: as before.
-        chunk_tokens: most tokens of one prompt in a step; the whole budget by default. Less lets several
+        rows, cache: as in `PagedScheduler`.
+        chunk_tokens: most tokens of one prompt in a step; the whole budget by default. With less, several
             prompts advance side by side.
         options: those of `Scheduler`. `step_tokens` is the budget: it bounds the time of a step, and so the
             gap between two tokens.
@@ -51,10 +51,13 @@ class ChunkedScheduler(PagedScheduler):
         self._last_decode: tuple[float, ...] = ()
 
     def check_step(self, request: Request) -> None:
-        """Any prompt fits: it takes as many steps as it needs."""
+        """Accept a prompt of any length: it takes as many steps as it needs."""
 
     def order(self, running: list[Request]) -> list[Request]:
-        """Decodes first, in turn if not all can be served, then prompts; each by rank."""
+        """Return running requests in the order of scheduling: decodes, then prompts, each by rank.
+
+        If the budget has too little for all decodes, those come first that had no turn in the last step.
+        """
         prompts = [request for request in running if request.prefilling]
         decodes = (
             [request for request in running if not request.prefilling]
@@ -72,28 +75,35 @@ class ChunkedScheduler(PagedScheduler):
         return decodes + prompts
 
     def reserved_for_decodes(self, later: int) -> int:
-        """The quarter for prompts is not to be guessed with either."""
+        """Return the tokens of the budget that drafts may not use: `later`, and the quarter reserved for
+        prompts.
+        """
         return later + self._kept
 
     def _newcomer(self) -> bool:
-        """Return True if the first in line could begin now, if only it had tokens to compute."""
+        """Return True if the first request in line could be admitted now."""
         head = self._head()
         return head is not None and not head.in_flight and self.can_admit(head)
 
     def should_yield(self, request: Request) -> bool:
-        """A prompt that has begun lets one of lower rank begin and pass it."""
+        """Return True for a prompt that has begun if a waiting request ranks before it, which
+        then goes first.
+        """
         if not request.prefilling:
             return False
         head = self._head()
         return head is not None and head.rank < request.rank
 
     def num_new_tokens(self, request: Request, budget: int) -> int:
-        """A decode's one token, or as much of a prompt as the budget and the chunk allow."""
+        """Return how many tokens of a request to schedule: one of a decode, or a chunk of a prompt.
+
+        budget: tokens of the step that are left.
+        """
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
         count = max(
             0, min(behind, budget, self.chunk_tokens)
-        )  # drafts on their way put it ahead
+        )  # drafts in flight may make it negative
         if request.siblings and request.in_flight and count == behind:
             return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:

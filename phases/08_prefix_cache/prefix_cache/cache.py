@@ -1,4 +1,4 @@
-"""The paged cache that remembers: blocks outlive their requests until their room is needed."""
+"""A paged cache whose blocks outlive their requests until their memory is needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from prefix_cache.index import Key, Match, PrefixIndex, block_keys
 
 @dataclass
 class PrefixStats:
-    """Counted at every admission: tokens that were looked up, and of them those that were found.
+    """Counts of the prefix cache since the start.
 
-    hit_tokens: tokens that need not be computed.
-    evicted_blocks: blocks forgotten to make room.
+    lookup_tokens: tokens of admitted requests. hit_tokens: those of them that need not be computed.
+    evicted_blocks: blocks evicted to make room.
     """
 
     lookup_tokens: int = 0
@@ -28,7 +28,7 @@ class PrefixStats:
 
 
 class PrefixCache(PagedCache):
-    """A `PagedCache` whose full blocks are kept in an index and shared by content.
+    """A `PagedCache` whose full blocks are also in an index, and shared by content.
 
     The index is one user of every block in it, each request that shares it another. Blocks that only the
     index uses count as free: they are evicted when they are needed.
@@ -52,11 +52,14 @@ class PrefixCache(PagedCache):
 
     @property
     def free(self) -> int:
-        """Free blocks, and those that can be freed."""
+        """Free blocks, and those that can be evicted."""
         return self.allocator.free + self.index.evictable
 
     def fits(self, request: Request) -> bool:
-        """Blocks that are found need no room, but once they are pinned they cannot be evicted."""
+        """Return True if a waiting request can be admitted with its cached blocks.
+
+        Cached blocks need no memory, but once they are pinned they cannot be evicted.
+        """
         alone = self.free == self.allocator.count
         room = self.free - (0 if alone else self.reserve_blocks)
         if room < 1:
@@ -65,10 +68,11 @@ class PrefixCache(PagedCache):
         return self.blocks_for(len(request.tokens)) - len(hit.blocks) + hit.unpinned <= room
 
     def lookup(self, request: Request) -> int:
-        """Tokens in full blocks that are here already, always less than the request has.
+        """Return how many of a request's tokens are in cached full blocks; always fewer than the request has.
 
-        The last token has to be computed, since its logits are wanted. If the last block is full and known,
-        all of that block is computed: one token alone would be written into a block that others share.
+        The last token has to be computed, since its logits are wanted. If the last block is full and
+        cached, all of that block is computed: one token alone would be written into a block that others
+        share.
         """
         return len(self._match(request).blocks) * self.block_size
 
@@ -76,7 +80,9 @@ class PrefixCache(PagedCache):
         return self.index.match(self._keys_of(request), request.salt)
 
     def _keys_of(self, request: Request) -> list[Key]:
-        """The keys that a waiting request may share, remembered for the head of the line."""
+        """Return the keys of the blocks that a waiting request may share; those of the last request asked for
+        are stored.
+        """
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
             self._keys = (
@@ -87,7 +93,10 @@ class PrefixCache(PagedCache):
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:
-        """At a request's first reservation, first attach what `lookup` found."""
+        """Reserve blocks for tokens up to `upto`; at a request's first call, attach its cached blocks before.
+
+        Returns False if there are not enough free blocks.
+        """
         row = request.row
         if self._cursors[row] is None:
             if not self.fits(request):
@@ -105,7 +114,7 @@ class PrefixCache(PagedCache):
         return super().grow(request, upto)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Free blocks; if there are too few, those that were used least recently."""
+        """Take `count` free blocks; evict the least recently used cached ones if there are not enough."""
         missing = count - self.allocator.free
         if missing > 0:
             evicted = self.index.evict(missing)
@@ -114,15 +123,17 @@ class PrefixCache(PagedCache):
         return super().take_blocks(count)
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """The child pins what its parent shares: each user of a block of the index also pins it."""
+        """Give the child its parent's blocks up to `tokens`, as `PagedCache.fork` does, and pin the cached
+        ones.
+        """
         super().fork(parent, child, tokens)
         self._cursors[child.row] = self.index.fork(self._cursors[parent.row])
         self._committed[child.row] = self._committed[parent.row]
 
     def commit(self, request: Request, upto: int) -> None:
-        """Put the blocks that have become full into the index.
+        """Insert the request's full blocks up to token `upto` into the index.
 
-        Where another request has put the same tokens there first, this one gives its own block back and uses
+        If another request has inserted the same tokens before, this one gives its own block back and uses
         the other's: the keys and values are the same, and no later step writes to a full block.
         """
         row, size = request.row, self.block_size
@@ -141,23 +152,25 @@ class PrefixCache(PagedCache):
         self._committed[row] = last
 
     def release(self, request: Request) -> None:
-        """The request lets go; the index keeps what was committed."""
+        """Release a request's blocks and pins; committed blocks stay in the index."""
         row = request.row
         super().release(request)
         self.index.detach(self._cursors[row])
         self._cursors[row], self._committed[row] = None, 0
 
     def forget(self) -> None:
-        """Drop every block that no request uses, and what was counted."""
+        """Drop every block that no request uses, and reset the statistics."""
         self.allocator.release(self.index.evict(self.index.evictable))
         self.stats = PrefixStats()
 
     def users(self) -> list[int]:
-        """Every block once for each of its users, of which the index is one."""
+        """Return every block once for each of its users, of which the index is one."""
         return super().users() + self.index.blocks()
 
     def check(self) -> None:
-        """Also: the evictable blocks are exactly those that only the index uses."""
+        """Raise `AssertionError` unless evictable blocks are those that only the index uses; see
+        `PagedCache.check`.
+        """
         super().check()
         alone = sum(self.allocator.refs[block] == 1 for block in self.index.blocks())
         if alone != self.index.evictable:

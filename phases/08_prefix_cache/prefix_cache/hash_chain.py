@@ -16,7 +16,12 @@ from prefix_cache.index import Key, Match
 
 
 class Entry:
-    """A cached block; `before` is the block that it continues, None for a sequence's first."""
+    """A cached block in the table.
+
+    digest: the hash of all tokens up to its end. block: its number. key: its tokens. salt: of its requests.
+    before: the entry that it continues; None for a sequence's first block.
+    pins: requests that use it.
+    """
 
     __slots__ = ("before", "block", "digest", "key", "pins", "salt")
 
@@ -32,7 +37,9 @@ class Entry:
 
 
 class Cursor:
-    """The end of what a request shares; `broken` once a collision has ended it."""
+    """The end of what a request shares: its last entry; `broken` is True once a collision has ended the
+    sharing.
+    """
 
     __slots__ = ("broken", "digest", "entry", "salt")
 
@@ -49,7 +56,7 @@ class HashIndex:
     """A `PrefixIndex` as a table from hash to block.
 
     Args:
-        digest: the hash function; a weak one makes collisions that tests can see.
+        digest: the hash function; tests give a weak one to make collisions.
     """
 
     def __init__(self, digest: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
@@ -60,16 +67,16 @@ class HashIndex:
 
     @property
     def evictable(self) -> int:
-        """Every block without pins, in whatever place of its sequence."""
+        """The number of blocks without pins, wherever they are in their sequences."""
         return len(self._unpinned)
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """See `PrefixIndex`; so are the others."""
+        """See `PrefixIndex.match`."""
         found = self._walk(keys, salt)
         return Match([entry.block for entry in found], sum(entry.pins == 0 for entry in found))
 
     def attach(self, keys: list[Key], salt: str) -> Cursor:
-        """Pin the blocks of a path."""
+        """Pin the blocks of `keys`, and return a cursor at their end."""
         cursor = Cursor(self._start(salt), None, salt)
         for entry in self._walk(keys, salt):
             self._pin(entry)
@@ -79,7 +86,11 @@ class HashIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Cursor, list[int], list[int]]:
-        """Insert block by block; after a collision the request keeps its blocks to itself."""
+        """Insert `blocks` behind the cursor, one by one; after a hash collision no more blocks are inserted.
+
+        Returns the new cursor, the block in the index for each key, and those of `blocks` that were
+        inserted.
+        """
         assert isinstance(cursor, Cursor)
         held, new = list[int](), list[int]()
         for key, block in zip(keys, blocks, strict=True):
@@ -104,7 +115,7 @@ class HashIndex:
         return cursor, held, new
 
     def fork(self, cursor: object) -> Cursor:
-        """Pin the way from the end to the start."""
+        """Return a cursor at the same entry, and pin all entries from there to the start."""
         assert isinstance(cursor, Cursor)
         copy = Cursor(cursor.digest, cursor.entry, cursor.salt, cursor.broken)
         entry = copy.entry
@@ -114,7 +125,7 @@ class HashIndex:
         return copy
 
     def detach(self, cursor: object) -> None:
-        """Unpin from the end, so that a sequence's last blocks are older than those they depend on."""
+        """Unpin the entries of a cursor from the end, so that a sequence's last blocks are evicted first."""
         entry = cursor.entry if isinstance(cursor, Cursor) else None
         while entry is not None:
             entry.pins -= 1
@@ -123,7 +134,10 @@ class HashIndex:
             entry = entry.before
 
     def evict(self, count: int) -> list[int]:
-        """The oldest blocks. A block is released before the one it continues, and so evicted before it."""
+        """Remove at most `count` blocks without pins, the least recently used first, and return them.
+
+        A block is unpinned before the one it continues, and so evicted before it.
+        """
         freed: list[int] = []
         while len(freed) < count and self._unpinned:
             digest, entry = self._unpinned.popitem(last=False)
@@ -132,7 +146,7 @@ class HashIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Every block in the table."""
+        """Return every block in the table."""
         return [entry.block for entry in self._entries.values()]
 
     def _walk(self, keys: list[Key], salt: str) -> list[Entry]:
@@ -160,8 +174,9 @@ class HashIndex:
 
 
 def _same(entry: Entry, key: Key, before: Entry | None, salt: str) -> bool:
-    """The strong check. By induction over `before` it compares the whole sequence, one block at a time.
+    """Return True if an entry holds these tokens behind `before`, under this salt: no mere hash collision.
 
-    The salt too: a first block has nothing before it that would tell whose it is.
+    By induction over `before` this compares the whole sequence, one block at a time. The salt counts, too:
+    nothing before a first block would show whose it is.
     """
     return entry.key == key and entry.before is before and entry.salt == salt

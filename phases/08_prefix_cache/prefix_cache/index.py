@@ -1,4 +1,4 @@
-"""The interface of a prefix cache's index: which blocks hold the beginning of these tokens?"""
+"""The interface of a prefix cache's index, which finds the blocks that hold the beginning of a sequence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ Key = bytes
 
 
 def block_keys(tokens: Sequence[int] | NDArray[np.int64], block_size: int) -> list[Key]:
-    """The keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
+    """Return the keys of the full blocks of `tokens`, in order; a partial block at the end has none."""
     width = 4 * block_size
     raw = np.asarray(tokens, np.int32).tobytes()
     return [raw[at : at + width] for at in range(0, len(raw) - width + 1, width)]
 
 
 class Match(NamedTuple):
-    """The blocks that hold the beginning of a sequence, and how many of them have no user at the moment."""
+    """The result of a look-up.
+
+    blocks: block numbers that hold the beginning of the sequence, in order.
+    unpinned: how many of them no request uses.
+    """
 
     blocks: list[int]
     unpinned: int
@@ -29,9 +33,9 @@ class Match(NamedTuple):
 class PrefixIndex(Protocol):
     """A set of cached blocks, found by the tokens they hold and all tokens before them.
 
-    A *cursor* is a place in the index: the end of what one request shares. Everything on the way to it is
-    pinned, that is, not evicted. Requests see only what was inserted under the same salt. The index counts no
-    users: the cache that inserts a block keeps it until `evict` returns it.
+    A *cursor* is a position in the index: the end of what one request shares. All blocks from the start to
+    it are pinned, that is, not evicted. Requests see only what was inserted under the same salt. The index
+    counts no users: the cache that inserts a block keeps it until `evict` returns it.
     """
 
     @property
@@ -39,34 +43,35 @@ class PrefixIndex(Protocol):
         """The number of blocks that `evict` could free."""
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """The longest known beginning. Changes nothing."""
+        """Return the blocks of the longest cached beginning of `keys`; changes nothing."""
 
     def attach(self, keys: list[Key], salt: str) -> object:
-        """Pin `keys`, all of which `match` has found, and return the cursor at their end."""
+        """Pin the blocks of `keys`, all of which `match` has found, and return the cursor at their end."""
 
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[object, list[int], list[int]]:
-        """Move a cursor on by these blocks, inserting those that are not known yet.
+        """Move a cursor behind these blocks, inserting those that are not in the index yet.
 
         Args:
-            cursor: used up; only the one returned is good from here on.
-            keys, blocks: one of each for every place after the cursor, in order.
+            cursor: invalid afterwards; only the returned one may be used.
+            keys, blocks: one of each for every block after the cursor, in order.
 
         Returns:
-            The new cursor, which pins them; for every place the block that the index holds, another than in
-            `blocks` where another request was first; and those of `blocks` that were inserted. A block that
-            could not be inserted stays its owner's: it is held, but not new.
+            The new cursor, which pins the blocks; for every key the block that the index holds, which is
+            not the one in `blocks` if another request inserted the key before; and those of `blocks` that
+            were inserted. A block that could not be inserted stays its owner's: it is in the second list,
+            not in the third.
         """
 
     def fork(self, cursor: object) -> object:
-        """A second cursor at the same place, with pins of its own."""
+        """Return a second cursor at the same position, with pins of its own."""
 
     def detach(self, cursor: object) -> None:
-        """Unpin everything on the way to the cursor, which is used up."""
+        """Unpin everything from the start to the cursor, which is invalid afterwards."""
 
     def evict(self, count: int) -> list[int]:
-        """Forget at most `count` blocks without a user, least recently used first, and return them."""
+        """Remove at most `count` blocks without pins, the least recently used first, and return them."""
 
     def blocks(self) -> list[int]:
-        """Every block in the index."""
+        """Return the number of every block in the index."""

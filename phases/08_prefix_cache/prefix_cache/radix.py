@@ -1,7 +1,7 @@
-"""The radix tree: one path for each sequence, and one node for each stretch of blocks that sequences share.
+"""The radix tree: a sequence is a path from the root, a node holds a run of blocks that sequences share.
 
-Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (RadixAttention),
-arXiv 2312.07104.
+Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (RadixAttention), arXiv
+2312.07104.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from prefix_cache.index import Key, Match
 
 
 class Node:
-    """A stretch of blocks. Its tokens continue those of its parent; its children differ in their first block.
+    """A run of blocks. Its tokens continue those of its parent; its children differ in their first block.
 
     keys, blocks: the tokens and the numbers of its blocks, equally long, never empty but in a root.
-    pins: how many cursors stand here or below.
-    used: when a cursor last left it.
+    children: by their first key. parent: None for a root. salt: of the tree.
+    pins: how many cursors are at this node or below.
+    used: when a cursor last left it, on the index's clock.
     """
 
     __slots__ = ("blocks", "children", "keys", "parent", "pins", "salt", "used")
@@ -36,13 +37,13 @@ class Node:
 
 
 AGE = attrgetter("used")
-"""The key by which leaves are sorted. Two of them never left a cursor's way at the same time."""
+"""Sort key of leaves: when a cursor last left them. No two leaves have the same."""
 
 
 class RadixIndex:
     """A `PrefixIndex` as a tree for each salt.
 
-    Only leaves without pins can be evicted. Whatever is pinned pins the way to it, so every block without
+    Only leaves without pins can be evicted. A pinned node pins all nodes above it, so every block without
     pins is on a leaf sooner or later: all of them are evictable.
     """
 
@@ -53,7 +54,7 @@ class RadixIndex:
         self._leaves: list[Node] = []  # those without pins, the oldest first
 
     def match(self, keys: list[Key], salt: str) -> Match:
-        """See `PrefixIndex`; so are the others."""
+        """See `PrefixIndex.match`."""
         blocks: list[int] = []
         unpinned = 0
         for node, length in self._walk(keys, salt):
@@ -62,7 +63,9 @@ class RadixIndex:
         return Match(blocks, unpinned)
 
     def attach(self, keys: list[Key], salt: str) -> Node:
-        """Pin a path; a node that is matched in part is split, so that pins are exact."""
+        """Pin the nodes of `keys` and return the last; a node that is matched in part is split, so that pins
+        are exact.
+        """
         node = self._root(salt)
         for child, length in self._walk(keys, salt):
             node = child if length == len(child.keys) else self._split(child, length)
@@ -72,7 +75,9 @@ class RadixIndex:
     def extend(
         self, cursor: object, keys: list[Key], blocks: list[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Follow what is known, then append to the own leaf or grow a new one."""
+        """Follow the known keys, then append the rest to the request's own leaf or to a new one; see
+        `PrefixIndex.extend`.
+        """
         assert isinstance(cursor, Node)
         node = cursor
         at = 0
@@ -96,13 +101,15 @@ class RadixIndex:
         return node, held + new, new
 
     def fork(self, cursor: object) -> Node:
-        """A cursor is a node, and a node counts its cursors."""
+        """Pin the cursor's path once more and return the same node: a cursor is a node, which counts its
+        cursors.
+        """
         assert isinstance(cursor, Node)
         self._pin(cursor)
         return cursor
 
     def detach(self, cursor: object) -> None:
-        """Unpin a path; what has no pin left can be evicted from now on."""
+        """Unpin the path of a cursor; nodes without pins can be evicted from now on."""
         now = next(self._clock)
         node: Node | None = cursor if isinstance(cursor, Node) else None
         while node is not None:
@@ -114,7 +121,7 @@ class RadixIndex:
             node = node.parent
 
     def evict(self, count: int) -> list[int]:
-        """Take blocks from the end of the oldest leaves."""
+        """Remove at most `count` blocks from the ends of the least recently used leaves, and return them."""
         freed: list[int] = []
         while len(freed) < count and self._leaves:
             leaf = self._leaves[0]
@@ -128,7 +135,7 @@ class RadixIndex:
         return freed
 
     def blocks(self) -> list[int]:
-        """Every block in every tree."""
+        """Return every block in every tree."""
         found: list[int] = []
         todo = self.roots
         while todo:
@@ -139,11 +146,13 @@ class RadixIndex:
 
     @property
     def roots(self) -> list[Node]:
-        """One for each salt, to look at: a drawing of the tree begins here."""
+        """Return the root of each salt's tree, for drawings and tests."""
         return list(self._roots.values())
 
     def _walk(self, keys: list[Key], salt: str) -> list[tuple[Node, int]]:
-        """The nodes along `keys`, each with how many of its blocks match: all, but for the last node."""
+        """Return the nodes along `keys`, each with the number of its blocks that match: all, except in the
+        last node.
+        """
         path: list[tuple[Node, int]] = []
         node, at = self._roots.get(salt), 0
         while node is not None and at < len(keys):
@@ -169,7 +178,7 @@ class RadixIndex:
         return node
 
     def _split(self, node: Node, length: int) -> Node:
-        """Cut `node` after `length` blocks; returns the new upper part. Cursors stay at the lower end."""
+        """Split `node` after `length` blocks; return the new upper node. Cursors stay at the lower one."""
         assert node.parent is not None
         upper = Node(node.keys[:length], node.blocks[:length], node.parent, node.salt)
         upper.pins, upper.used = node.pins, node.used
@@ -192,7 +201,7 @@ class RadixIndex:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Enter a node that may have become an evictable leaf."""
+        """Add a node to the evictable leaves if it has become one; remove an empty tree."""
         if node.pins == 0 and not node.children:
             if node.parent is None:
                 self._roots.pop(node.salt, None)  # an empty tree
@@ -206,7 +215,7 @@ class RadixIndex:
 
 
 def _common(held: list[Key], keys: list[Key], at: int) -> int:
-    """Return how many of `held` equal `keys[at:]` from the start."""
+    """Return how many keys at the start of `held` equal those of `keys` from index `at` on."""
     length = min(len(held), len(keys) - at)
     if held[:length] == keys[at : at + length]:
         return length

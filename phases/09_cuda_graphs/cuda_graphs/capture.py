@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from common.collector import paused
+from common.collector import collector_paused
 
 Replay = Callable[[], None]
 
@@ -44,7 +44,7 @@ class Capturer:
         # Other threads may go on meanwhile: that of a process group looks at its events all the time. And no
         # graph of an engine that is garbage may be freed: CUDA ends the capture at that.
         with (
-            paused(),
+            collector_paused(),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             function()

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from common.collector import keep_out
+from common.collector import freeze_collector
 from common.errors import UserError
 from continuous.engine import Engine
 from paged_cache import PagedCache
@@ -73,7 +73,7 @@ def main(make: Callable[[], Any], address: str, observer: Observing = Observer) 
     except BaseException as error:
         pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
         raise
-    keep_out()  # the model and its modules are here to stay
+    freeze_collector()  # the model and its modules are here to stay
     pipe.send(ready(engine, engine.config.vocab_size))
     Worker(engine, pipe, observer(engine)).run()
 

@@ -1,7 +1,8 @@
-"""Replicas under Ray Serve, from the start of Ray to the end of the last stream.
+"""Start replicas under Ray Serve, serve, and stop everything after the last stream.
 
-Ray starts replicas, starts them again, drains them, counts what queues, and carries requests to them. What is
-ours: the server in a replica (`replica`), the choice of one (`routing`), and the form of what clients see.
+Ray starts replicas, restarts them, drains them, counts queued requests, and carries requests to them. This
+course adds the server in a replica (`replica`), the choice of one (`routing`), and the form of what clients
+see.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ APPLICATION = "ladder"
 OBJECT_STORE_BYTES = 100 << 20
 """Ray's memory for large objects. Requests and tokens are small ones and never get there."""
 START_SECONDS = 900.0
-"""A replica may take so long to be ready, to load a large model, say."""
+"""Most seconds until a replica is ready, long enough to load a large model."""
 END_SECONDS = 30.0
-"""Ray may take so long to end after the last stream."""
+"""Most seconds until Ray has ended after the last stream."""
 TRIES = 2
-"""A replica that cannot be made is tried so often before the whole is given up."""
+"""Attempts to start a replica before the server gives up."""
 REASON = re.compile(r"\b(UserError|CannotStart): (.+)")
-"""What a replica has raised, in the trace that Ray makes a message of."""
+"""Finds the error that a replica has raised in Ray's message, which is a traceback."""
 
 
 class Cluster:
@@ -56,7 +57,8 @@ class Cluster:
 
     Args:
         make_app: makes phase 13's application in a replica; any callable that can be pickled.
-        gpus: of a replica's own; without one it gets what Ray counts as one processor.
+        options: number of replicas, and the choice of one for a request.
+        gpus: number of GPUs of a replica; with 0 it gets what Ray counts as one processor.
         limits: the same as those of the application.
     """
 
@@ -100,7 +102,7 @@ class Cluster:
         return 0
 
     def stop(self) -> None:
-        """Let streams finish, and end everything. It has an end: Ray's own processes may be what hangs."""
+        """Wait for streams, within the grace period, and stop Ray; end this process if Ray hangs."""
         if not ray.is_initialized():
             return
         watchdog = threading.Timer(
@@ -159,7 +161,9 @@ class Cluster:
         self.signalled.set()
 
     def _environment(self) -> dict[str, str]:
-        """Of Ray's processes, which this one starts. On other machines `ray start` needs the same."""
+        """Return the environment variables of Ray's processes. On other machines `ray start`
+        needs the same.
+        """
         cores = max(1, (os.cpu_count() or 1) // self.options.most)  # of a replica
         return {
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "replicas.gate.middlewares",
@@ -197,7 +201,7 @@ class Cluster:
             raise CannotStart(f"not ready after {START_SECONDS:g} s: {message or state}")
 
     def _state(self) -> tuple[str, str]:
-        """Of the application, and of the first deployment in it that has something to say."""
+        """Return the status of Ray's application, and the messages of its deployments."""
         found = serve.status().applications.get(APPLICATION)
         if found is None:
             return "DELETED", ""
@@ -209,7 +213,7 @@ class Cluster:
         return str(found.status.value), "\n".join([*said, found.message])
 
     def _application(self) -> Any:
-        """Our replica as Ray wants it."""
+        """Return the replica as an application of Ray Serve."""
         options, make_app = self.options, self.make_app
         made: list[
             Replica

@@ -19,25 +19,25 @@ class ReplicaOptions:
     replicas: int = option(
         0, "copies of the server, run by Ray Serve; 0: one server, without Ray"
     )
-    max_replicas: int | None = option(None, "add replicas up to so many while requests queue")
-    queue: float = option(
-        16.0, "requests of each replica beyond which there should be another"
+    max_replicas: int | None = option(
+        None, "most replicas; they are added while requests queue"
     )
+    queue: float = option(16.0, "requests per replica above which another replica is added")
     patience: float = option(
-        30.0, "seconds of too much or too little load before the number changes"
+        30.0, "seconds of high or low load before replicas are added or removed"
     )
     route: Literal["prefix", "least-loaded", "round-robin"] = option(
-        "prefix", "choice of a replica"
+        "prefix", "how a request's replica is chosen"
     )
     imbalance: int = option(
-        8, "requests that a replica may have more than the least loaded, for a prefix"
+        8, "requests that the replica with the prefix may have more than the least loaded"
     )
     cluster: str | None = option(
-        None, "address of a Ray cluster of several machines; none: this one alone"
+        None, "address of a Ray cluster of several machines; none: this machine alone"
     )
 
     def __post_init__(self) -> None:
-        """Check."""
+        """Raise `UserError` for a value out of its limits."""
         integer("replicas", self.replicas, low=0, high=MOST_REPLICAS)
         if self.max_replicas is not None:
             integer(
@@ -58,5 +58,5 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Replicas that there may be at once."""
+        """Most replicas at a time."""
         return self.max_replicas or self.replicas

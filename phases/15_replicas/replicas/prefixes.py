@@ -1,4 +1,4 @@
-"""The beginning of a request as a hash chain, so that a router knows it again without reading it.
+"""A request's beginning as a chain of hashes, by which a router recognizes it.
 
 The chain is phase 08's: each number covers a block and the number before it, so it names everything up to
 there. But its blocks are bytes of the request, not tokens. Equal texts make equal tokens, so a router needs
@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 BLOCK = 128
 """Bytes of a block: some 30 tokens of English text, or 20 tokens that come as numbers."""
 LONGEST = 512
-"""Blocks of a chain. 64 KB tell two prompts apart if anything does, and hashing has an end."""
+"""Most blocks of a chain: 64 KB distinguish any two prompts in practice, and bound the time of hashing."""
 
 
 class PromptFields(Struct):
@@ -30,10 +30,10 @@ _decoder = msgspec.json.Decoder(PromptFields)
 
 
 def chain_of(body: bytes) -> list[int]:
-    """Return the chain of a request's body; empty if it has no prompt, for the replica will refuse it.
+    """Return the chain of a request's body; empty if it has no prompt, since the replica will refuse it.
 
-    A conversation that goes on repeats its messages and adds some, so its chain goes on as well. The salt is
-    in every number: requests that must not share a cache do not share a chain (phase 08).
+    A conversation that continues repeats its messages and adds some, so its chain is continued as well. The
+    salt is in every number: requests that must not share a cache do not share a chain (phase 08).
     """
     try:
         found = _decoder.decode(body)

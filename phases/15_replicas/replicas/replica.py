@@ -15,16 +15,16 @@ from serving.http.exchange import Receive, Scope, Send
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
-LAST_WORDS = 1.0
-"""Seconds in which streams of an engine that has died may say so."""
+ERROR_SECONDS = 1.0
+"""Most seconds for which a replica whose engine has died waits for its streams to send their errors."""
 
 
 class Replica:
-    """An ASGI application that answers with an engine, and ends with it.
+    """An ASGI application around phase 13's, whose process ends when its engine dies.
 
-    A server of its own starts an engine again that has died. A replica does not: the others serve meanwhile,
-    and Ray starts replicas, on another machine if need be. A replica without an engine would
-    answer errors sooner than any other could answer, and so get all the work.
+    A server of its own restarts an engine that has died. A replica does not: the others serve meanwhile,
+    and Ray restarts replicas, on another machine if need be. A replica without an engine would send errors
+    sooner than any other could respond, and so get all the work.
 
     Args:
         app: phase 13's application.
@@ -39,13 +39,14 @@ class Replica:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or start and end: `_live`, for a scope of the type `lifespan`.
+        """Respond to one request; for a scope of the type `lifespan`, start or end by `_live`.
 
-        While the engine is not `ready`, the answer is a 503 with the headers `NAME` (this replica's name) and
-        `GONE` (`1`), in that order, and an empty body: another replica is asked then. Else the application
-        answers, and its start gets the header `NAME` behind its own, and then `GONE` where it is a 503 and
-        the engine has died meanwhile: nothing of an answer has gone out. What the gate has put under `KEY`
-        does not stay in the scope; where there is some, its `body` is received first (`BufferedBody`).
+        While the engine is not `ready`, the response is a 503 with the headers `NAME` (this replica's name)
+        and `GONE` (`1`), in that order, and an empty body: the proxy then asks another replica. Else the
+        application responds; its start message gets the header `NAME` behind its own, and then `GONE` if it
+        is a 503 and the engine has died meanwhile, since no part of a response has been sent. What the
+        proxy has put under `KEY` is removed from the scope; if there is some, its `body` is received first
+        (`BufferedBody`).
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
@@ -107,12 +108,12 @@ class Replica:
         """Wait while the engine is `ready`, and then end this process with status 1.
 
         Before that, streams may say that the engine has died: it waits while the application has exchanges,
-        for `LAST_WORDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
+        for `ERROR_SECONDS` at most, and then `LOOK_SECONDS` more, in which what was said leaves this process.
         """
         while self.app.engine.state == "ready":
             await asyncio.sleep(LOOK_SECONDS)
         log.error("the engine has ended, and so does this replica")
-        rounds = int(LAST_WORDS / LOOK_SECONDS)
+        rounds = int(ERROR_SECONDS / LOOK_SECONDS)
         while self.app.exchanges and rounds:
             await asyncio.sleep(LOOK_SECONDS)
             rounds -= 1
@@ -121,14 +122,16 @@ class Replica:
 
 
 class BufferedBody:
-    """`receive` of a request whose body is here already; after that only that the client has left."""
+    """ASGI `receive` of a request whose body was read before; afterwards it only reports that the client has
+    left.
+    """
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
         self._receive = receive
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """The body, then what comes."""
+        """Return the stored body as a message at the first call, later the next message of the connection."""
         if self._body is None:
             return await self._receive()
         body, self._body = self._body, None

@@ -1,4 +1,4 @@
-"""Our policies as a request router of Ray Serve.
+"""The routing policies of this phase as a request router of Ray Serve.
 
 https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
 """
@@ -15,16 +15,19 @@ from replicas.routing import InFlight, Policy, make_policy
 
 
 class Router(RequestRouter):  # type: ignore[misc]
-    """Lives in the proxy's process, and in every other process that calls replicas.
+    """Chooses replicas by a `Policy`; it runs in the proxy's process, and in every other that calls replicas.
 
-    Several proxies share replicas and know nothing of each other. So a load is what went through here, or
-    what the replica has reported of itself with its last answer, whichever is more.
+    Several proxies share replicas and know nothing of each other. So a load is the number of requests sent
+    from this process, or the number that the replica has reported with its last response, whichever is
+    larger.
+
+    policy: ranks the replicas.
     """
 
     policy: Policy
 
     def initialize_state(self, route: str = "prefix", imbalance: int = 8) -> None:
-        """See `ReplicaOptions`."""
+        """Set the policy from `ReplicaOptions.route` and `.imbalance`; Ray calls this once."""
         self.policy, self.in_flight = make_policy(route, imbalance), InFlight()
         self._unsent: dict[str, PendingRequest] = {}
 
@@ -33,10 +36,10 @@ class Router(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Replicas in order; Ray asks the next where one has as many requests as it takes."""
+        """Return replicas in the order to try: Ray tries the next if one has as many requests as it takes."""
         if pending_request is None:
             return [candidate_replicas]
-        said = said_in(pending_request)
+        said = routing_fields(pending_request)
         by_name = {name_of(replica.replica_id): replica for replica in candidate_replicas}
         by_name = {
             name: by_name[name] for name in by_name.keys() - set(said["avoid"])
@@ -51,24 +54,26 @@ class Router(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in order]
 
     def load(self, name: str, replica: RunningReplica) -> int:
-        """Requests that the replica has, as far as is known here."""
+        """Return the number of requests that a replica has, as far as this process knows."""
         reported = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return max(reported, self.in_flight.of(name))
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """It has been taken, and perhaps not by the first that was asked."""
+        """Record which replica has accepted a request, if it is not the one that was tried first."""
         if self._unsent.pop(id_of(pending_request), None) is not None:
-            self._give(pending_request, said_in(pending_request)["chain"], name_of(replica_id))
+            self._give(
+                pending_request, routing_fields(pending_request)["chain"], name_of(replica_id)
+            )
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is over, however."""
+        """Forget a request that has ended, whether well or not."""
         self._unsent.pop(internal_request_id, None)
         self.in_flight.end(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Some have come or gone."""
+        """Take Ray's new list of replicas, and forget the policy's memory of those that are missing."""
         super().update_replicas(replicas)
         names = {name_of(replica_id) for replica_id in self.curr_replicas}
         self.policy.keep(names)
@@ -95,8 +100,8 @@ def name_of(replica: ReplicaID) -> str:
     return str(replica.unique_id)
 
 
-def said_in(request: PendingRequest) -> dict[str, Any]:
-    """Return the fields that the gate has put into a request."""
+def routing_fields(request: PendingRequest) -> dict[str, Any]:
+    """Return the fields that the proxy has added to a request, such as `chain`, `avoid` and `wanted`."""
     said: dict[str, Any] | None = None
     if request.args and isinstance(request.args[0], bytes):
         said = pickle.loads(request.args[0]).asgi_scope.get(KEY)

@@ -1,4 +1,4 @@
-"""Policies that choose a replica. Plain Python, which Ray and the tests share.
+"""Policies that choose a replica for a request. Plain Python, which Ray and the tests share.
 
 A replica is a name. Its load is the number of its requests that have not ended.
 """
@@ -9,54 +9,58 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
 WORTH = 0.1
-"""Share of a request that has to be found in addition before it is worth going to a busier replica."""
+"""Share of a request's blocks that a busier replica must have in addition to be preferred."""
 CAPACITY = 1 << 16
-"""Blocks that a replica is taken to remember: 8 MB of text, some two million tokens."""
+"""Blocks that a replica's cache is assumed to hold: 8 MB of text, some two million tokens."""
 
 
 class Policy:
-    """Ranks replicas for a request; what is sent where only matters to those that remember it."""
+    """Ranks replicas for a request; the base class of all policies."""
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """The names in `loads`, best first; the others are for when the best refuses.
+        """Return the names in `loads`, best first; Ray tries the others if the best refuses.
 
-        chain: see `prefixes.chain_of`.
+        chain: hashes of the request's beginning, see `prefixes.chain_of`. loads: by name.
         """
         raise NotImplementedError
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """A request has gone there: what it begins with will be in that replica's cache."""
+        """Record that a request with this chain was sent to `replica`, whose cache will hold
+        its beginning.
+        """
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget every replica but these. One that comes back has a new name, and an empty cache."""
 
 
 class RoundRobin(Policy):
-    """Each in its turn, however busy it is."""
+    """Chooses each replica in its turn, whatever its load is."""
 
     def __init__(self) -> None:
         self._turn = -1
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """See `Policy`."""
+        """Return the names in `loads` in order, starting one further at each call."""
         names = sorted(loads)
         self._turn = (self._turn + 1) % len(names)
         return names[self._turn :] + names[: self._turn]
 
 
 class LeastLoaded(Policy):
-    """The one with the fewest requests; among equals in turn, or the first would get every single request."""
+    """Chooses the replica with the fewest requests; equally loaded ones in turn, or the first would get every
+    single request.
+    """
 
     def __init__(self) -> None:
         self._turns = RoundRobin()
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """See `Policy`."""
+        """Return the names in `loads`, the least loaded first."""
         return sorted(self._turns.rank(chain, loads), key=lambda name: loads[name])
 
 
 class Memory:
-    """The blocks that a replica's prefix cache is taken to hold: those that were sent there last."""
+    """The blocks that a replica's prefix cache is assumed to hold: the `capacity` most recently sent ones."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -66,7 +70,7 @@ class Memory:
         return len(self._blocks)
 
     def found(self, chain: Sequence[int]) -> int:
-        """Count the blocks of the chain that it holds, from the first without a gap."""
+        """Return how many blocks from the start of the chain the replica holds without a gap."""
         count = 0
         for digest in chain:
             if digest not in self._blocks:
@@ -75,7 +79,9 @@ class Memory:
         return count
 
     def learn(self, chain: Sequence[int]) -> None:
-        """It holds these now. The end of a chain is older than its beginning, and forgotten before it."""
+        """Record that the replica holds these blocks. The end of a chain is forgotten before
+        its beginning.
+        """
         blocks = self._blocks
         for digest in reversed(chain):
             blocks[digest] = None
@@ -85,15 +91,15 @@ class Memory:
 
 
 class PrefixAware(Policy):
-    """The replica that has the longest beginning of the request in its cache, within a bound.
+    """Chooses the replica that has the longest beginning of the request in its cache, within a bound.
 
-    The bound keeps a prefix that all requests share from making one replica do all the work: no request goes
-    to a replica that has more than `imbalance` requests over the least loaded one. Beyond it the request
-    goes elsewhere, and from then on two replicas know the prefix.
+    The bound keeps a prefix that all requests share from making one replica do all the work: no request
+    goes to a replica that has more than `imbalance` requests over the least loaded one. Beyond it the
+    request goes elsewhere, and from then on two replicas know the prefix.
 
     Args:
         imbalance: requests.
-        capacity: blocks that each replica remembers.
+        capacity: blocks that each replica is assumed to hold.
     """
 
     def __init__(self, imbalance: int = 8, capacity: int = CAPACITY) -> None:
@@ -102,7 +108,7 @@ class PrefixAware(Policy):
         self._idle = LeastLoaded()
 
     def rank(self, chain: Sequence[int], loads: Mapping[str, int]) -> list[str]:
-        """See `Policy`."""
+        """Return the names in `loads`: one with enough of the chain first, then by load."""
         found = {name: self.memory(name).found(chain) for name in loads}
         # Where nothing is known: an idle replica, and of several that which knows least.
         order = self._idle.rank(chain, loads)
@@ -117,32 +123,32 @@ class PrefixAware(Policy):
         return order
 
     def sent(self, chain: Sequence[int], replica: str) -> None:
-        """See `Policy`."""
+        """Record that the cache of `replica` will hold the blocks of this chain."""
         self.memory(replica).learn(chain)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """See `Policy`."""
+        """Forget the blocks of every replica but these."""
         self._memory = {
             name: memory for name, memory in self._memory.items() if name in replicas
         }
 
     def memory(self, replica: str) -> Memory:
-        """Return the blocks that the replica is taken to hold."""
+        """Return the blocks that the replica is assumed to hold."""
         return self._memory.setdefault(replica, Memory(self.capacity))
 
 
 def make_policy(route: str, imbalance: int) -> Policy:
-    """The policy of `ReplicaOptions.route`."""
+    """Return the policy called `route` in `ReplicaOptions`. imbalance: for "prefix"."""
     if route == "prefix":
         return PrefixAware(imbalance)
     return LeastLoaded() if route == "least-loaded" else RoundRobin()
 
 
 class InFlight:
-    """Which replica has which request, and so every replica's load.
+    """Records which replica has which request, and so every replica's load.
 
-    A request counts from the moment it is given away, not from when it has arrived: of a hundred that come
-    at once, the second must see the first.
+    A request counts from the moment it is assigned, not from when it has arrived: of a hundred that come at
+    once, the second must see the first.
     """
 
     def __init__(self) -> None:
@@ -150,23 +156,23 @@ class InFlight:
         self._loads: dict[str, int] = {}
 
     def begin(self, request: str, replica: str) -> None:
-        """It is given to this replica, and no longer to another."""
+        """Assign a request to a replica, and no longer to any other."""
         self.end(request)
         self._where[request] = replica
         self._loads[replica] = self._loads.get(replica, 0) + 1
 
     def end(self, request: str) -> None:
-        """It is over, however; harmless if it was before."""
+        """Forget a request that has ended; does nothing if it is not known."""
         replica = self._where.pop(request, None)
         if replica is not None:
             self._loads[replica] -= 1
 
     def of(self, replica: str) -> int:
-        """The replica's load."""
+        """Return the number of requests of a replica."""
         return self._loads.get(replica, 0)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget every replica but these, and what it had."""
+        """Forget every replica but these, and their requests."""
         self._where = {
             request: name for request, name in self._where.items() if name in replicas
         }

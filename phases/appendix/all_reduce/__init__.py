@@ -1,1 +1,1 @@
-"""Sums over ranks by kernels over the peers' memory, with the addition behind them."""
+"""All-reduce over ranks by Triton kernels that read the peers' memory, with the residual addition fused."""

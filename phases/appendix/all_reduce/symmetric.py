@@ -20,31 +20,35 @@ from phases.appendix.all_reduce.kernel import ALIGN, PROGRAMS, all_reduce_kernel
 from triton_paged_attention.hardware import dependent_launch
 
 DEPENDENT_ROWS = 8
-"""Up to so many rows the kernels around are those of phase 09, which begin before the last one ends."""
+"""Rows up to which the kernels around start before the last one ends (programmatic dependent launch)."""
 
 
-_met = 0
-"""How often this process has met others over symmetric memory."""
+_buffers_made = 0
+"""Number of times that this process has made a `SymmetricBuffer`."""
 
 
 class OtherRanks(UserError):
-    """This process has met other ranks before. PyTorch numbers the meetings of a process over symmetric
-    memory, and ranks whose numbers differ would wait for each other."""
+    """Raised if this process has shared memory with other ranks before.
+
+    PyTorch numbers a process's rendezvous over symmetric memory, and ranks whose numbers differ would wait
+    forever.
+    """
 
 
-class Shared:
-    """A stretch of memory of every rank.
+class SymmetricBuffer:
+    """A buffer of every rank, mapped into the address spaces of all ranks.
 
-    table: `[ranks]` int64 on the device, where each rank's begins.
-    stop: one int32 that the host can set while a kernel waits: a rank is gone.
+    table: `[ranks]` int64 on the device, the address at which each rank's buffer begins.
+    stop: int32 `[1]` in pinned memory; the host sets it to 1 to end the waits of kernels when a rank is
+        lost.
     """
 
     def __init__(self, ranks: Ranks, size: int) -> None:
-        global _met
-        counts = ranks.gather(torch.tensor([_met], device=ranks.device))
+        global _buffers_made
+        counts = ranks.gather(torch.tensor([_buffers_made], device=ranks.device))
         if bool((counts != counts[0]).any()):
             raise OtherRanks("symmetric memory is for the first ranks of a process")
-        _met += 1
+        _buffers_made += 1
         self._own: Any = symmetric.empty(size, dtype=torch.uint8, device=ranks.device)
         self._own.zero_()
         torch.cuda.synchronize(ranks.device)
@@ -63,7 +67,9 @@ MOST = 512 << 10
 
 
 class SymmetricMemoryReducer(Reducer):
-    """Adds up over shared memory, up to so many bytes."""
+    """Sums over ranks by `all_reduce_kernel` up to `most` bytes; larger sums, and other dtypes,
+    go to NCCL.
+    """
 
     def __init__(
         self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST
@@ -74,8 +80,8 @@ class SymmetricMemoryReducer(Reducer):
         each = -(-self.most_rows // PROGRAMS)
         self.place = -(-each * row // ALIGN.value) * ALIGN.value
         self.half = self.place * PROGRAMS
-        self.shared = Shared(ranks, 2 * self.half + PROGRAMS * ALIGN.value)
-        self.meetings = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
+        self.shared = SymmetricBuffer(ranks, 2 * self.half + PROGRAMS * ALIGN.value)
+        self.barriers_passed = torch.zeros(PROGRAMS, dtype=torch.int64, device=ranks.device)
 
     def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
         """See `Reducer.sum`."""
@@ -104,9 +110,9 @@ class SymmetricMemoryReducer(Reducer):
         early = rows <= DEPENDENT_ROWS and dependent_launch(part.device)
         all_reduce_kernel[(min(rows, PROGRAMS),)](
             out, part, part if residual is None else residual,
-            self.shared.table, self.meetings, self.shared.stop, rows,
+            self.shared.table, self.barriers_passed, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
-            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half,
+            SIZE=size, SIZE_PAD=padded, SLOT=self.place, HALF=self.half,
             COUNTERS=2 * self.half,
             ADD=residual is not None, PDL=early,
             num_warps=min(16, max(1, padded // 256)),
@@ -115,5 +121,5 @@ class SymmetricMemoryReducer(Reducer):
         return out
 
     def stop(self) -> None:
-        """Let no kernel wait any more."""
+        """End the wait of every kernel of this rank, because another rank is lost."""
         self.shared.stop.fill_(1)

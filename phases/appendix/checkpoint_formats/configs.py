@@ -1,12 +1,13 @@
 """Read a checkpoint's ``quantization_config``, and refuse what cannot be computed here.
 
-Five methods of naming the same few facts. A scheme that is not known is refused by its name: numbers that are
-read as something else still make fluent text, only worse. The fields of a scheme are a
-closed list in compressed-tensors, so there any other is refused. The other methods' files have whatever the
-tool that wrote them had to say of itself; there those are refused that change what numbers mean.
+Five methods name the same facts in five ways. A scheme that is not known is refused by its name: numbers
+that are read as something else still make fluent text, only worse. The fields of a scheme are a closed list
+in compressed-tensors, so there any other field is refused. Files of the other methods hold whatever the
+tool that wrote them had to say of itself; there the fields that change what numbers mean are refused.
 
 Formats: https://github.com/vllm-project/compressed-tensors (``compressed-tensors``), ``fp8`` as in
-https://huggingface.co/Qwen/Qwen3-8B-FP8, GPTQ as AutoGPTQ and GPTQModel write it, AWQ as AutoAWQ writes it.
+    https://huggingface.co/Qwen/Qwen3-8B-FP8, GPTQ as AutoGPTQ and GPTQModel write it, AWQ as AutoAWQ writes
+    it.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ Rule = tuple[tuple[str, ...], TensorLayout]
 
 @dataclass(frozen=True)
 class Stored:
-    """The format of a checkpoint's weights.
+    """The format of a checkpoint's weights, layer by layer.
 
-    rules: the first that names a layer holds for it.
-    plain: names of layers that are plain whatever the rules say.
+    rules: pairs of patterns for names, and a layout; the first pair that names a layer holds for it.
+    plain: patterns of layers that are not quantized, whatever the rules say.
     """
 
     rules: tuple[Rule, ...]
@@ -115,7 +116,9 @@ def matches(pattern: str, name: str) -> bool:
 def _parts(
     raw: Mapping[str, Any], name: str, start: str = ".*", end: str = ""
 ) -> tuple[str, ...]:
-    """Patterns of the names in which one of a list's strings stands between two expressions."""
+    """Return patterns for the names that contain a string of the list `raw[name]`, between expressions
+    `start` and `end`.
+    """
     given = Field(name, list, default=[]).read(raw)
     return tuple(
         f"re:{start}{re.escape(Field(name, str).check(part, name))}{end}" for part in given
@@ -123,20 +126,22 @@ def _parts(
 
 
 def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A list of names; an expression that could take forever is refused."""
+    """Return the list of names and ``re:`` patterns `raw[name]`; refuse a pattern that may take forever to
+    match.
+    """
     given = Field(name, list, default=[]).read(raw)
     for pattern in given:
         if Field(name, str).check(pattern, name).startswith("re:"):
             # Repeated groups, and many repetitions after each other, are how a short pattern takes years.
-            dear = (
+            too_slow = (
                 re.search(r"\)[*+{]", pattern)
                 or len(re.findall(r"(?<!\\)[*+?{]", pattern)) > 4
             )
             try:
                 re.compile(pattern[3:])
             except (re.error, RecursionError):
-                dear = True
-            if dear or len(pattern) > _PATTERN:
+                too_slow = True
+            if too_slow or len(pattern) > _PATTERN:
                 raise UserError(
                     f"{name} {brief(pattern)} is too involved, or no regular expression"
                 )
@@ -144,7 +149,9 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _fp8(raw: Mapping[str, Any]) -> Stored:
-    """FP8 numbers with a scale for each block of 128 x 128, or for the tensor; activations as they come."""
+    """Read `fp8`: e4m3 weights with a scale for each block of 128 x 128, or one for the tensor; dynamic
+    activations.
+    """
     _only(raw, "activation_scheme", "dynamic")
     _only(raw, "fmt", "e4m3", missing=True)
     _only(raw, "weight_block_size", [BLOCK, BLOCK], missing=True)
@@ -165,7 +172,7 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
 
 
 def _gptq(raw: Mapping[str, Any]) -> Stored:
-    """GPTQ's own layout, in which act-order shows as a group for each input."""
+    """Read GPTQ's configuration (4 bits); with act-order, `g_idx` gives each input its group."""
     _only(raw, "bits", 4)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
     version = Field(
@@ -178,7 +185,7 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _awq(raw: Mapping[str, Any]) -> Stored:
-    """AutoAWQ's layout."""
+    """Read AutoAWQ's configuration: 4 bits in groups, with zero points."""
     _only(raw, "bits", 4)
     _only(raw, "version", "gemm", missing=True)
     _only(raw, "zero_point", True, missing=True)
@@ -188,7 +195,7 @@ def _awq(raw: Mapping[str, Any]) -> Stored:
 
 
 def _compressed(raw: Mapping[str, Any]) -> Stored:
-    """compressed-tensors: groups of layers, each with its format."""
+    """Read compressed-tensors' configuration: groups of layers, each with its format."""
     _only(raw, "quantization_status", "compressed", missing=True)
     groups = Field("config_groups", dict).read(raw)
     rules = []
@@ -251,7 +258,9 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
 
 
 def _activations(group: Mapping[str, Any]) -> Activations | None:
-    """Return what inputs are rounded to, token by token."""
+    """Return the format to which a group's layers round their inputs, token by token; None: inputs are not
+    rounded.
+    """
     name = "input_activations"
     if group.get(name) is None:
         return None

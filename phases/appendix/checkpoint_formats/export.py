@@ -41,7 +41,9 @@ _KEPT = (
 
 
 def check_source(folder: Path) -> None:
-    """Raise `UserError` for a checkpoint that cannot be written again in few bits."""
+    """Raise `UserError` unless the checkpoint in `folder` can be quantized and written: one text model, not
+    quantized.
+    """
     raw = read_object(folder / "config.json")
     if "text_config" in raw or raw.get("model_type") == "gpt2":
         kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
@@ -53,7 +55,7 @@ def check_source(folder: Path) -> None:
 
 
 def check_target(folder: Path) -> Path:
-    """Return the same folder by its whole name. Raises `UserError` unless it is empty or not there."""
+    """Return `folder` as an absolute path. Raises `UserError` unless it is empty or does not exist."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is there already: name a folder that is not")
@@ -63,11 +65,11 @@ def check_target(folder: Path) -> Path:
 
 
 def export(model: Model, source: Path, folder: Path) -> None:
-    """Write a model whose layers are quantized in one way.
+    """Write a model whose layers are all quantized by one scheme as a compressed-tensors checkpoint.
 
     Args:
-        model: as `methods.quantize_model` leaves it.
-        source: the checkpoint that it was loaded from: configuration and tokenizer are copied.
+        model: as `methods.quantize_model` returns it.
+        source: the checkpoint that it was loaded from, whose configuration and tokenizer are copied.
         folder: must not exist or be empty. It appears when all of it is written.
 
     Raises:
@@ -104,7 +106,9 @@ def export(model: Model, source: Path, folder: Path) -> None:
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All of a model's tensors under a checkpoint's names; plain ones in `dtype`."""
+    """Return all of a model's tensors by their names in a checkpoint; those that are not
+    quantized in `dtype`.
+    """
     found: dict[str, Tensor] = {}
     tied = model.TIED if model.config.tie_word_embeddings else {}
     for owner, module in model.named_modules():
@@ -126,7 +130,7 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """One layer's, by the last part of their names."""
+    """Return the tensors of one quantized layer by the last part of their names, such as `weight_packed`."""
     scheme, (n, k) = weight.scheme, weight.shape
     assert weight.order is None and weight.zero is None, "not what is made here"
     if scheme.weights == "int4" or (scheme.weights == "int8" and scheme.activations is None):
@@ -142,7 +146,9 @@ def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def configuration(model: Model) -> dict[str, Any]:
-    """The ``quantization_config``: a group for each scheme, whose layers it names if there are several."""
+    """Return the ``quantization_config`` of a model: a group for each scheme, with the names of
+    its layers.
+    """
     layers = {
         name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)
     }

@@ -20,7 +20,9 @@ from quant.loading import Quantize, plain_layers, replace_layer
 
 
 class ReadFormats(Quantize):
-    """`Quantize` for which what a checkpoint has in few bits stays so; the rest may be made so."""
+    """`Quantize` that keeps the layers that the checkpoint has quantized; `Quantize` may
+    quantize the others.
+    """
 
     def expect(self, model: Model) -> None:
         """See `WeightLoader.expect`."""

@@ -26,14 +26,15 @@ Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The tensors of a layer in a file.
+    """The tensors of one quantized layer in a file.
 
     kind: plain: numbers as they are, and scales (`float-quantized`, `int-quantized`, `fp8`). packed: eight
         nibbles or four bytes of neighbouring inputs in a word, the first lowest, each plus half the range
         (`pack-quantized`). gptq: words along the inputs. awq: words along the outputs, nibbles shuffled.
-    scale: the scales' name.
-    one_less: GPTQ's zero points are stored less one, in its first format.
-    one_scale: the file has one scale for all channels.
+    scheme: the numbers' format, and that of their scales.
+    scale: name of the tensor of scales.
+    one_less: True if zero points are stored less one, as in GPTQ's first format.
+    one_scale: True if the file has one scale for all channels.
     """
 
     kind: Kind
@@ -43,7 +44,7 @@ class TensorLayout:
     one_scale: bool = False
 
     def tensors(self, n: int, k: int, name: str) -> Expected:
-        """Shape and dtype of each tensor of layer `name`, a weight `[n, k]`.
+        """Return the shape and dtype of each tensor of layer `name`, whose weight is `[n, k]`.
 
         Raises:
             UserError: a weight of this shape cannot be laid out so.
@@ -85,14 +86,14 @@ class TensorLayout:
     def read(
         self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str
     ) -> QuantizedWeight:
-        """The weight of layer `name`.
+        """Return the weight of layer `name`, from its tensors in the file.
 
         Args:
-            found: tensors of the shapes and dtypes that `tensors` says.
+            found: tensors of the shapes and dtypes that `tensors` returns.
             shape: `(N, K)`.
 
         Raises:
-            UserError: a tensor holds what it cannot hold.
+            UserError: a tensor holds a value that its format does not allow.
         """
         check_scale(f"{name}.{self.scale}", found[self.scale])
         if self.kind == "plain":
@@ -154,7 +155,7 @@ class TensorLayout:
 
 
 class StoredLinear(nn.Module):
-    """A layer's tensors as a checkpoint has them, between being read and being understood."""
+    """A layer that holds the tensors of a checkpoint as read, until `understood` converts them."""
 
     def __init__(self, linear: nn.Linear, layout: TensorLayout, name: str) -> None:
         super().__init__()
@@ -165,7 +166,9 @@ class StoredLinear(nn.Module):
         self.bias = linear.bias
 
     def understood(self, name: str) -> QuantLinear:
-        """The layer that this stands for."""
+        """Return the quantized layer that the tensors describe. Raises `UserError` for values that the format
+        forbids.
+        """
         weight = self.layout.read(
             {key: self.get_buffer(key) for key in self.expected}, self.shape, name
         )
@@ -173,7 +176,7 @@ class StoredLinear(nn.Module):
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """`[R, C]` int32 -> `[R, C * 32 / bits]` uint8, the lowest bits first."""
+    """Unpack words `[R, C]` int32 into numbers `[R, C * 32 / bits]` uint8, the lowest bits first."""
     # The lowest byte first: every machine here is little-endian.
     numbers = words.contiguous().view(torch.uint8)
     return (
@@ -182,7 +185,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """`[R, C]` of unsigned numbers -> `[R, ceil(C * bits / 32)]` int32, padded with zeros."""
+    """Pack unsigned numbers `[R, C]` into words `[R, ceil(C * bits / 32)]` int32, padded with zeros."""
     numbers = torch.nn.functional.pad(
         numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
     )
@@ -193,13 +196,15 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """`[R, C]` int32 in AWQ's order -> `[R, C * 8]` uint8."""
+    """Unpack words `[R, C]` int32 in AWQ's order into numbers `[R, C * 8]` uint8."""
     numbers = unpack_words(words, 4).view(len(words), -1, 8)
     return numbers[..., list(AWQ_ORDER)].flatten(1)
 
 
 def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
-    """From each input's group `[K]` the inputs in the order of their groups, or None if they are in order."""
+    """Return the inputs `[K]` sorted by their group, from each input's group `[K]`; None if they are in order
+    already.
+    """
     count = len(groups) // size
     if bool(((groups < 0) | (groups >= count)).any()):
         raise UserError(

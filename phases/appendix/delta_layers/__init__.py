@@ -1,1 +1,1 @@
-"""Layers of Qwen3.5 in few kernels."""
+"""Fused Triton kernels for the layers of Qwen3.5 (Gated DeltaNet and gated attention)."""

@@ -1,8 +1,8 @@
-"""Kernels around phase 17's: prompts in two, the gate of attention, and the begin of a step.
+"""Kernels around phase 17's: prompts in two kernels, the gate of attention, and the start of a step.
 
-Phase 17's kernel for prompts goes from chunk to chunk and does everything there. Here `prepare_kernel` makes
-queries, keys, values and the inverses of the triangular systems, with a program for each few chunks;
-`scan_kernel` has only matrix products left, with the state in registers.
+Phase 17's kernel for prompts goes from chunk to chunk and does everything there. Here `prepare_kernel`
+makes queries, keys, values and the inverses of the triangular systems, with up to `MOST_PARTS` programs for
+a request's chunks; `scan_kernel` has only matrix products left, with the state in registers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def prepare_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, key head and part of its chunks; requests of one token are left out."""
+    """Prepare the chunks of a request's prompt for one key head: q, k, v, decays, and each chunk's solved
+    system.
+
+    One program per request, key head and part of its chunks. Requests of one token are skipped.
+    """
     request = tl.program_id(0)
     key_head = tl.program_id(1)
     parts = tl.num_programs(2)
@@ -90,8 +94,8 @@ def prepare_kernel(
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
             tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
-            alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-            asked = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            key_products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+            query_products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             for group in range(GROUPS):
                 head = key_head * GROUPS + group
                 values = 2 * KH * DK + head * DV
@@ -107,7 +111,7 @@ def prepare_kernel(
                 total = tl.cumsum(decay, axis=0)
                 tl.store(totals + token * H + head, total, mask=live)
                 since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-                system = tl.where(earlier, -beta[:, None] * since * alike, 0.0)
+                system = tl.where(earlier, -beta[:, None] * since * key_products, 0.0)
                 inverse = solve(system, t, CHUNK, PRECISION) * beta[None, :]
                 at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
                 tl.store(
@@ -115,7 +119,7 @@ def prepare_kernel(
                 )
                 tl.store(
                     scores + at_chunk,
-                    (since * asked).to(scores.dtype.element_ty),
+                    (since * query_products).to(scores.dtype.element_ty),
                     mask=live[:, None],
                 )
 
@@ -130,7 +134,11 @@ def scan_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per request and value head; requests of one token are left out."""
+    """Run the recurrence over a request's prepared chunks for one value head; write outputs and the new
+    state.
+
+    One program per request and value head. Requests of one token are skipped.
+    """
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
@@ -271,10 +279,12 @@ def scan(
 
 
 @triton.jit
-def under_gate_kernel(
+def apply_gate_kernel(
     out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """One program per row and part of it. The product behind it reads only weights before it waits."""
+    """Write `x * sigmoid(gate)` for part of a row. The next kernel may start early: it reads only weights
+    before its wait.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -289,11 +299,11 @@ def under_gate_kernel(
     )
 
 
-def under_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """`x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may lie apart."""
+def apply_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return `x * sigmoid(gate)`, both `[T, N]`; the rows of `gate` may have any stride."""
     out, size = torch.empty_like(x), x.shape[-1]
     early = len(x) == 1 and dependent_launch(x.device)
-    under_gate_kernel[len(x), triton.cdiv(size, 1024)](
+    apply_gate_kernel[len(x), triton.cdiv(size, 1024)](
         out, x, gate, gate.stride(0),
         SIZE=size, BLOCK=1024, PDL=early, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -303,11 +313,15 @@ def under_gate(x: Tensor, gate: Tensor) -> Tensor:
 @triton.jit
 def begin_kernel(
     tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states,
-    tails,
+    tokens_after_snapshot,
     requests, tokens, width, pages, null,
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per request or token: `HybridPool.begin` and `StatePool.begin`."""
+    """Translate page tables and page slots to each group's blocks, and choose each request's state slots for
+    the step.
+
+    One program per request or token; does the work of `HybridPool.begin` and `StatePool.begin`.
+    """
     at = tl.program_id(0)
     if at < tokens:
         slot = tl.load(page_slots + at)
@@ -328,7 +342,7 @@ def begin_kernel(
         end = tl.load(context_lens + at)
         count = tl.load(query_starts + at + 1) - tl.load(query_starts + at)
         last = tl.load(table + tl.maximum(end - 1, 0) // P)
-        tail = tl.load(tails + last)
+        tail = tl.load(tokens_after_snapshot + last)
         cut, start = count - tl.abs(tail), end - count
         source = tl.load(states + tl.load(table + tl.maximum(start - 1, 0) // P))
         boundary = tl.load(states + tl.load(table + tl.maximum(start + cut - 1, 0) // P))
@@ -341,7 +355,9 @@ def begin_kernel(
 
 
 def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
-    """See `HybridPool.begin`; the pool has states."""
+    """Return a step's batch for each group of layers, as `HybridPool.begin` does, in one kernel; the pool has
+    states.
+    """
     states = pool.states
     kinds = len(pool.places)
     tokens = len(batch.slots)

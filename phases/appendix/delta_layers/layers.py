@@ -18,7 +18,7 @@ from forward.attention import Attention
 from hybrid_cache.kernels import FusedDelta, GroupedTriton
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
-from phases.appendix.delta_layers.kernels import scan, under_gate
+from phases.appendix.delta_layers.kernels import apply_gate, scan
 from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
 from phases.appendix.latency.tables import single_request_default
 from triton_paged_attention.decode import Workspace
@@ -37,10 +37,14 @@ from triton_paged_attention.linear import join
 class FusedGatedAttention(FusedAttention):
     """`GatedAttention` as phase 06's attention, with the gate as further outputs of the projection.
 
-    Phase 06 turns pairs of numbers half a head apart. Numbers of a head may stand in any order, if queries
-    and keys have the same: here those of a pair stand so, and pairs that do not turn have an angle of 0.
+    Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may stand in any
+    order, if queries and keys have the same order. So the pairs that rotate are moved half a head apart
+    here, and pairs that do not rotate have an angle of 0.
 
-    turned: numbers of a head that turn. sharpness: their factor, which the norms' weights take in.
+    Args:
+        old: the layer that it replaces.
+        turned: how many numbers of a head rotate.
+        attention_scaling: factor of the numbers that rotate, multiplied into the norms' weights.
     """
 
     def __init__(self, old: GatedAttention, turned: int, attention_scaling: float) -> None:
@@ -63,10 +67,10 @@ class FusedGatedAttention(FusedAttention):
         )
         self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         width = max(16, triton.next_power_of_2(size))
-        self.lone_config = single_request_default(
+        self.single_request_config = single_request_default(
             keys, width, old.v_proj.weight.element_size(), device
         )
-        self.workspace = Workspace(heads * self.lone_config.splits, width, device)
+        self.workspace = Workspace(heads * self.single_request_config.splits, width, device)
 
     @property
     def norms(self) -> HeadNorms:
@@ -90,7 +94,7 @@ class FusedGatedAttention(FusedAttention):
             mixed = self.single_request(qkv, cos_sin, attention)
         else:
             mixed = self.attend(qkv, cos_sin, attention)
-        return self.o_proj(under_gate(mixed, gate), residual=residual)
+        return self.o_proj(apply_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
         """Return True if `single_request` computes the step: one token, and a cache without scales."""
@@ -100,11 +104,13 @@ class FusedGatedAttention(FusedAttention):
     def single_request(
         self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton
     ) -> Tensor:
-        """One request's token, from the projection to attention's output in one kernel: `[1, H D]`."""
+        """Return attention's output `[1, H D]` for one request's token, computed in one kernel from the
+        projection's output.
+        """
         cache, slots = attention.place(self.spec)
         batch = attention.batch
         room = self.workspace
-        config = self.lone_config
+        config = self.single_request_config
         angles = cos_sin[0].flatten(0, -2), cos_sin[1].flatten(0, -2)
         given = (
             qkv,
@@ -124,7 +130,9 @@ class FusedGatedAttention(FusedAttention):
 
 
 class FusedHybridBlock(nn.Module):
-    """A `Qwen35Block` that leaves its last addition to the next norm; one token's go with the products."""
+    """A `Qwen35Block` that leaves its last addition to the next norm; with one token the
+    projections add it.
+    """
 
     input_layernorm: FusedRMSNorm
     post_attention_layernorm: FusedRMSNorm
@@ -157,13 +165,13 @@ class FusedHybridBlock(nn.Module):
             return mlp.down_proj(
                 mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x
             )
-        total, normed = self.input_layernorm.both(x)
-        total, normed = behind.both(Stream(total, layer(normed)))
+        total, normed = self.input_layernorm.add_and_normalize(x)
+        total, normed = behind.add_and_normalize(Stream(total, layer(normed)))
         return Stream(total, mlp(normed))
 
 
 def fuse(model: Qwen35) -> None:
-    """Put these layers in the places of Qwen3.5's, but those whose weights are not plain."""
+    """Replace the layers of Qwen3.5 by those of this file, where the weights are not quantized."""
     for module in model.modules():
         if isinstance(module, FusedDelta):
             module.scan = scan
@@ -180,7 +188,7 @@ def fuse(model: Qwen35) -> None:
 
 
 def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
-    """Return a plain layer with some outputs of another one: `rows` of any shape."""
+    """Return an `nn.Linear` with the outputs `rows` (int64, any shape) of `linear`."""
     made = nn.Linear(linear.in_features, rows.numel(), bias=False, device="meta")
     made.weight = nn.Parameter(linear.weight[rows.flatten()], requires_grad=False)
     if linear.bias is not None:

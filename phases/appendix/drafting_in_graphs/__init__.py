@@ -1,1 +1,1 @@
-"""Drafting inside the graph that verifies: positions and drafts that only the device knows."""
+"""Speculative steps as one CUDA graph: verify, accept and draft without asking the host in between."""

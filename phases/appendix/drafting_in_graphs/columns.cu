@@ -6,7 +6,7 @@
 //
 // Defined by the caller: K (inputs), EACH (of a warp), N (outputs), TILES (of 16 rows in a program), GATED (there are two
 // matrices, and the outputs of the first, through SiLU, multiply those of the second), NORM, ONE_PLUS (its weights are
-// distances from 1), ADD (a residual), AHEAD (the next kernel may start at once: it reads nothing but weights before its own
+// distances from 1), ADD (a residual), TRIGGER_EARLY (the next kernel may start at once: it reads nothing but weights before its own
 // wait), and SPLITS: 0, or at most so many, and then of heads of D numbers, H of them, CAPACITY tokens in each, BLOCK keys a
 // tile, WINDOW.
 typedef unsigned int u32;
@@ -179,9 +179,9 @@ columns(u16* out, const u16* x, const u16* weight, const u16* norm_weight, const
   const int tiles = max((cached - begin + BLOCK - 1) / BLOCK, 1), each = (tiles + SPLITS - 1) / SPLITS;
   const int used = (tiles + each - 1) / each;
 #endif
-  if (AHEAD) let_next_start();
+  if (TRIGGER_EARLY) let_next_start();
   wait();
-  if (!AHEAD) let_next_start();
+  if (!TRIGGER_EARLY) let_next_start();
 
   float added[OUTS];
   int where[OUTS];  // of the output; -1: there is none

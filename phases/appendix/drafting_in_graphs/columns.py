@@ -1,7 +1,7 @@
-"""Tokens as columns of a tensor core: calls of `columns.cu`, and when it fits.
+"""Matrix products of two to eight tokens, which are the columns of a tensor core: calls of `columns.cu`.
 
 Kernels in CUDA C++ are compiled while the program runs, for what Triton has no words for. The compiler
-(NVRTC) and the driver are reached through `cuda.bindings`, which PyTorch brings along where it is built for
+(NVRTC) and the driver are reached through `cuda.bindings`, which PyTorch installs where it is built for
 CUDA.
 """
 
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from forward.model import Model
 from phases.appendix.latency.layers import LatencyBlock, LatencyKernel
 from phases.appendix.latency.single_request import SingleRequestSplits
-from phases.appendix.latency.small_batch import FEW_TOKENS
+from phases.appendix.latency.small_batch import MAX_SMALL_BATCH
 from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
 from triton_paged_attention.linear import FusedLinear
 
 SIZES: dict[type, Any] = {int: ctypes.c_longlong, float: ctypes.c_float}
-"""How Python's numbers reach a kernel: a whole one as a `long long`, any other as a `float`."""
+"""C types of a kernel's arguments: int -> `long long`, float -> `float`."""
 
 
 @cache
 def available(device: torch.device) -> bool:
-    """Return True if the device is of Hopper or later, and there is a compiler for it."""
+    """Return True if the device is a GPU of Hopper or later, and NVRTC is installed."""
     if not at_least(device, HOPPER):
         return False
     try:
@@ -43,7 +43,9 @@ def available(device: torch.device) -> bool:
 
 
 def _checked(answer: Sequence[Any]) -> Any:
-    """Return what a call of `cuda.bindings` returns beside its status, which must be success."""
+    """Return the values of a `cuda.bindings` call without its status. Raises `RuntimeError` unless that is
+    success.
+    """
     status, *values = answer
     if int(status):
         raise RuntimeError(f"CUDA: {status.name}")
@@ -51,11 +53,12 @@ def _checked(answer: Sequence[Any]) -> Any:
 
 
 class CudaKernel:
-    """A kernel from a file, compiled for a device with constants of its own.
+    """A kernel from a file of CUDA C++, compiled for a device.
 
     Args:
-        source: a file of CUDA C++ with a kernel of its name.
-        constants: names that are numbers in it.
+        source: a file `NAME.cu` with a kernel called `NAME`.
+        constants: macros that are defined as numbers for the compiler.
+        device: a GPU.
     """
 
     def __init__(
@@ -89,7 +92,11 @@ class CudaKernel:
         return bytes(image)
 
     def __call__(self, programs: int, threads: int, *args: Tensor | int | float) -> None:
-        """Launch it on the current stream; it may start while the kernel before still runs."""
+        """Launch the kernel on the current stream; it may start while the kernel before it still runs.
+
+        programs, threads: blocks of the grid, and threads of a block. args: the kernel's arguments in
+            order.
+        """
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX = programs
@@ -113,18 +120,22 @@ class CudaKernel:
 
 
 PARTS = (64, 96, 128, 192, 256)
-"""Inputs that a warp may have."""
+"""Numbers of inputs that a warp may have."""
 MOST_WARPS = 12
 TILE = 16
 """Rows of a tensor core's tile."""
 MOST_WEIGHTS = 6144
-"""Of a warp: 96 registers in each lane."""
+"""Most weights of a warp: 96 registers in each lane."""
 MOST_SPLITS = 8
-"""Of attention: four lanes have a token, and each weighs two."""
+"""Most splits of attention: four lanes have a token, and each weighs two."""
 
 
 class ColumnShape(NamedTuple):
-    """Partition of a matrix: inputs of a warp, and tiles of rows in a program."""
+    """Partition of a matrix over programs and warps.
+
+    part: inputs of a warp, one of `PARTS`.
+    tiles: tiles of `TILE` rows in a program.
+    """
 
     part: int
     tiles: int
@@ -132,9 +143,10 @@ class ColumnShape(NamedTuple):
 
 @cache
 def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> ColumnShape | None:
-    """For a matrix `[rows, size]`, if gated of two, one below the other; None: it has no such kernel.
+    """Return the partition of a matrix `[rows, size]` (gated: gate rows above up rows); None: no kernel fits
+    it.
 
-    All programs are to run side by side where their registers allow it, and as many as may.
+    There are as many programs as run side by side, and no more tiles in each than that needs.
     """
     part = next(
         (part for part in PARTS if size % part == 0 and size // part <= MOST_WARPS), None
@@ -152,7 +164,7 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> ColumnS
 
 @cache
 def kernel(device: torch.device, **constants: int) -> CudaKernel:
-    """The kernel with these constants, see `columns.cu`, compiled once."""
+    """Compile `columns.cu` with these constants, once for each set of them, and return the kernel."""
     return CudaKernel(Path(__file__).with_name("columns.cu"), constants, device)
 
 
@@ -164,16 +176,22 @@ def columns(
     norm: NormWeights | None = None,
     gate: str | None = None,
     residual: Tensor | None = None,  # [T, N]
-    run_ahead: bool = True,
+    trigger_early: bool = True,
 ) -> Tensor:
-    """`residual + act(weight @ norm(x))` of a matrix that has a shape, each part if it is given: `[T, N]`."""
+    """Return `residual + act(weight @ norm(x))`, `[T, N]`, for at most `MAX_SMALL_BATCH` tokens.
+
+    norm: of the input; None: it is not normalized.
+    gate: "silu" or None. With a gate the result is `silu(gate rows) * up rows`.
+    trigger_early: see `latency.gemv.FusedOperators`.
+    shape: of the matrix, see `shape_of`.
+    """
     tokens, size = x.shape
-    assert tokens <= FEW_TOKENS, f"x has {tokens} tokens, but may have {FEW_TOKENS}"
+    assert tokens <= MAX_SMALL_BATCH, f"x has {tokens} tokens, but may have {MAX_SMALL_BATCH}"
     outputs = weight.shape[0] // (1 if gate is None else 2)
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     call = kernel(
         x.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=norm is not None,
-        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead,
+        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, TRIGGER_EARLY=trigger_early,
         SPLITS=0,
     )  # fmt: skip
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
@@ -188,9 +206,9 @@ def project_heads_in_columns(
     parts: SingleRequestSplits,
     residual: Tensor,  # [T, N] bfloat16
 ) -> Tensor:
-    """`residual + weight @ attention's output`, the output in the workspace as `parts`: `[T, N]`.
+    """Return `residual + weight @ (attention's output)`, `[T, N]`, from attention's splits in the workspace.
 
-    Padding gets its residual.
+    Rows of padding are copies of their residual.
     """
     layer = parts.layer
     space = parts.workspace
@@ -201,7 +219,7 @@ def project_heads_in_columns(
     call = kernel(
         residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0,
         ONE_PLUS=0, GATED=0,
-        ADD=1, AHEAD=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
+        ADD=1, TRIGGER_EARLY=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
         CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n,
         WINDOW=layer.sliding_window or 0,
     )  # fmt: skip
@@ -214,13 +232,15 @@ def project_heads_in_columns(
 
 
 def _grid(weight: Tensor, shape: ColumnShape) -> tuple[int, int]:
-    """Programs, and their threads."""
+    """Return the number of programs of a launch, and the threads of each."""
     rows, size = weight.shape
     return -(-rows // (TILE * shape.tiles)), size // shape.part * 32
 
 
 def shape_for(linear: nn.Module, gate: str | None) -> ColumnShape | None:
-    """Return how a layer's matrix is shared out, if it can be with such a gate."""
+    """Return the partition of a layer's weight, or None: it is quantized, has a bias or a gate that is not
+    SiLU, or no fit.
+    """
     if (
         not isinstance(linear, nn.Linear)
         or linear.bias is not None
@@ -231,19 +251,26 @@ def shape_for(linear: nn.Module, gate: str | None) -> ColumnShape | None:
 
 
 class Columns:
-    """A layer's way for a few tokens as columns of a tensor core, where its matrix has a shape.
+    """A `LinearKernel` for `fewest` to `MAX_SMALL_BATCH` tokens, as columns of a tensor core.
 
-    fewest: tokens that are; if that is one, a lone token is a column, too.
+    linear: the layer, in bfloat16.
+    fewest: smallest number of tokens that it computes, 1 or more.
+    trigger_early: see `latency.gemv.FusedOperators`.
     """
 
-    def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
+    def __init__(self, linear: nn.Linear, *, fewest: int, trigger_early: bool) -> None:
         self.linear = linear
         self.fewest = fewest
-        self.run_ahead = run_ahead
+        self.trigger_early = trigger_early
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """See `Way.supports`."""
-        return self.fewest <= tokens <= FEW_TOKENS and shape_for(self.linear, gate) is not None
+        """Return True for `fewest` to `MAX_SMALL_BATCH` tokens, if the matrix has a partition
+        with this gate.
+        """
+        return (
+            self.fewest <= tokens <= MAX_SMALL_BATCH
+            and shape_for(self.linear, gate) is not None
+        )
 
     def __call__(
         self, x: Tensor, *, norm: NormWeights | None, gate: str | None, residual: Tensor | None
@@ -258,19 +285,19 @@ class Columns:
             norm=norm,
             gate=gate,
             residual=residual,
-            run_ahead=self.run_ahead,
+            trigger_early=self.trigger_early,
         )
 
 
 def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
-    """Give a layer this way for so many tokens or more, and return it.
+    """Add a `Columns` kernel to a layer that has a `LatencyKernel`, and return the same layer.
 
-    Others stay as they are: of other dtypes, on other devices, and without a way for one token.
+    Layers of other dtypes, on other devices, or without a `LatencyKernel` stay as they are.
     """
     for kernel in fused.kernels:
         if isinstance(kernel, LatencyKernel) and _can(kernel.linear):
             fused.kernels.insert(
-                0, Columns(kernel.linear, fewest=fewest, run_ahead=kernel.run_ahead)
+                0, Columns(kernel.linear, fewest=fewest, trigger_early=kernel.trigger_early)
             )
             break
     return fused
@@ -281,7 +308,10 @@ def _can(linear: nn.Linear) -> bool:
 
 
 def install(model: Model, *, fewest: int = 2) -> None:
-    """Take a few tokens through blocks as columns, attention's splits too, where all matrices have shapes."""
+    """Let blocks compute `fewest` to eight tokens by `Columns`, attention's splits included.
+
+    A block of which one matrix has no partition stays as it is.
+    """
     for block in model.modules():
         if not isinstance(block, FusedBlock):
             continue
@@ -303,10 +333,10 @@ def install(model: Model, *, fewest: int = 2) -> None:
                 continue
             for fused in layers:
                 by_columns(fused, fewest=fewest)
-            direct.few = True
+            direct.small_batch = True
             if (
                 attend.o_proj.total is None
                 and shape
                 and attend.spec.head_dim % shape.part == 0
             ):
-                direct.few_heads = partial(project_heads_in_columns, linear, shape)
+                direct.small_batch_heads = partial(project_heads_in_columns, linear, shape)

@@ -1,12 +1,13 @@
-"""Work of a step that verifies and drafts between its layers, one small kernel each and one program per
-request. In torch these would be thirty kernels, a tenth of a small model's step.
+"""Small kernels of a speculative step between the model's layers, each with one program per request.
 
-Every step has `K` drafts a request, the newest token before them: `K + 1` places. `given [4, B]` int64 has
-each request's row (-1: padding), its row at the drafter, by how much its positions there are smaller, and the
-length of its prompt.
+In torch these would be thirty kernels, a tenth of a small model's step.
 
-N-grams are looked up on the device, which has the whole text of each request in its row: no index is needed.
-A thousand threads read a thousand places at once, in the time of a small kernel.
+Every step has `K` drafts a request behind its newest token: `K + 1` positions. `given [4, B]` int64 has
+each request's row (-1: padding), its row at the drafter, by how much its positions there are smaller, and
+the length of its prompt.
+
+N-grams are looked up on the device, which has the whole text of each request in its row: no index is
+needed. A thousand threads read a thousand tokens at once, in the time of a small kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from speculative.ngram import MOST_TOKENS
 from triton_paged_attention.hardware import dependent_launch
 
 AT_ONCE = 1024
-"""StepPositions that are compared at once."""
+"""Tokens that are compared at once."""
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def positions_kernel(
     given, next_at, at, rows, token_rows, token_at, steps, contexts,
     small_rows, small_token_rows, small_at, small_contexts, size, K: tl.constexpr,
 ):  # fmt: skip
-    """Work out where each request stands, and what follows for the model's inputs and the drafter's."""
+    """Fill in `StepPositions` from `given` and `next_at`, for the model and the drafter."""
     i = tl.program_id(0)
     row, small_row = tl.load(given + i), tl.load(given + size + i)
     base, prompt = tl.load(given + 2 * size + i), tl.load(given + 3 * size + i)
@@ -58,9 +59,10 @@ def accept_kernel(
     sampled, ids, at, rows, given, tokens, next_at, host_output, picked, draft_steps,
     chain_rows, chain_at, chain_contexts, max_len, size, K: tl.constexpr,
 ):  # fmt: skip
-    """Compare drafts with what was sampled in their places, keep what agrees, and move on behind it.
+    """Compare drafts with the tokens sampled at their positions, write those that are accepted, and move
+    `next_at`.
 
-    With that it is known, too, where all drafts will stand.
+    Also fills in `Chain`: where the drafter will compute each of the next drafts.
     """
     i = tl.program_id(0)
     start = tl.load(at + i)
@@ -97,7 +99,9 @@ def next_inputs_kernel(
     max_len, small_len, size,
     K: tl.constexpr, D: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
-    """Draft number `D` goes to the model's row, to be verified, and to the drafter's, to be gone on from."""
+    """Write draft number `D` of each request to the model's row, to be verified, and to the drafter's, as its
+    next input.
+    """
     i = tl.program_id(0)
     real = tl.load(at + i) >= 0
     row = tl.load(rows + i)
@@ -114,12 +118,14 @@ def next_inputs_kernel(
 
 
 @triton.jit
-def side_by_side_kernel(
+def normalize_and_concatenate_kernel(
     out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     INDEXED: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and part of its row."""
+    """Normalize part `part` of one token's row and write it to its columns; a program for each
+    token and part.
+    """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
@@ -143,7 +149,9 @@ def look_up_kernel(
     at, rows, tokens, next_at, host_output, max_len,
     K: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One program per request: the longest of the last four, three and two tokens that stood here before."""
+    """Find where a request's last four, three or two tokens stand earlier in its text, and draft what follows
+    there.
+    """
     i = tl.program_id(0)
     real = tl.load(at + i) >= 0
     row = tl.load(rows + i)
@@ -177,9 +185,16 @@ def look_up_kernel(
 
 
 class StepPositions(NamedTuple):
-    """Positions of everything in a step; one number a request, or `[B * (K + 1)]` for all its places.
+    """Positions and rows of all tokens of a step: `[B]`, or `[B * (K + 1)]` where no shape is given.
 
-    The order is `positions_kernel`'s. at, token_at and small_at: positions, -1 for padding.
+    The order of the fields is that of `positions_kernel`'s arguments.
+
+    at: of each request's newest token; -1 for padding, as in token_at and small_at.
+    rows, token_rows: the model's row of each request, and of each token.
+    token_at: of each token.
+    steps: number of each token in its request's output, for the sampler.
+    contexts: tokens that each request's attention sees.
+    small_rows, small_token_rows, small_at, small_contexts: the same for the drafter.
     """
 
     at: Tensor  # [B] int64
@@ -195,9 +210,9 @@ class StepPositions(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Sources of the drafts; the last three are for all drafts but the first: `[(K - 1) * B]`."""
+    """Inputs of the drafter for the drafts behind the first; the last three fields are `[(K - 1) * B]`."""
 
-    picked: Tensor  # [B] int64, where among the places the last right one is
+    picked: Tensor  # [B] int64, index of the last accepted token
     draft_steps: Tensor  # [K, B] int64, the step number of each draft
     rows: Tensor  # int64
     at: Tensor  # int64, where the drafter computes the draft before it; -1: padding
@@ -205,39 +220,42 @@ class Chain(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Tensors of a step of `B` requests with `drafts` drafts each.
+    """Tensors of a step of `B` requests with `drafts` drafts each, and the launches of its kernels.
 
-    told: how many drafts were right, all that was sampled, the drafts made since.
+    host_output: `[B, 2 K + 2]` int64: accepted drafts, sampled tokens, next drafts.
     """
 
     given: Tensor
     tokens: Tensor  # [R, max_len] int64
     next_at: Tensor  # [R] int64, the position of the newest token of each row
     host_output: Tensor  # [B, 2 * K + 2] int64
-    places: StepPositions
+    positions: StepPositions
     chain: Chain
     drafts: int
 
     def find_positions(self) -> None:
-        """Fill in the places."""
+        """Compute each token's row and position on the device, from `given` and `next_at`, into
+        `positions`.
+        """
         size = self.given.shape[1]
         positions_kernel[(size,)](
-            self.given, self.next_at, *self.places, size, K=self.drafts, num_warps=1
+            self.given, self.next_at, *self.positions, size, K=self.drafts, num_warps=1
         )
 
     def accept(self, sampled: Tensor, ids: Tensor) -> None:
-        """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the chain.
+        """Write accepted tokens to the rows, move `next_at` to the newest of them, and fill in `chain`.
 
-        sampled, ids: `[B * (K + 1)]` int64; ids are the newest token of each request and its drafts.
+        sampled: `[B * (K + 1)]` int64, tokens that the model chose.
+        ids: `[B * (K + 1)]` int64, each request's newest token and its drafts.
         """
-        places, size = self.places, len(self.places.at)
+        positions, size = self.positions, len(self.positions.at)
         accept_kernel[(size,)](
-            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at,
+            sampled, ids, positions.at, positions.rows, self.given, self.tokens, self.next_at,
             self.host_output,
             *self.chain, self.tokens.shape[1], size, K=self.drafts, num_warps=1,
         )  # fmt: skip
 
-    def hand_on(
+    def write_drafts(
         self,
         made: Tensor,
         number: int,
@@ -245,13 +263,17 @@ class Step(NamedTuple):
         small_tokens: Tensor,
         newest: Tensor,
     ) -> None:
-        """Write one draft of each request where it will be read.
+        """Write one draft of each request to the model's row, the drafter's row, `newest` and `host_output`.
 
-        made: `[B]` int64, drafts number `number` from 0, or where they stand in `names [N]`, token ids.
-        small_tokens: `[R, max_len]` int64, the drafter's. newest: `[B]` int64, the drafts' token ids.
+        Args:
+            made: `[B]` int64, drafts: token ids, or indices into `names`.
+            number: which draft of the step, from 0.
+            names: `[N]` int64, token ids; None: `made` has token ids.
+            small_tokens: `[R, max_len]` int64, the drafter's rows.
+            newest: `[B]` int64, gets the drafts' token ids.
         """
         next_inputs_kernel[(len(made),)](
-            made, made if names is None else names, self.places.at, self.places.rows,
+            made, made if names is None else names, self.positions.at, self.positions.rows,
             self.given, self.tokens,
             self.next_at, self.host_output, small_tokens, newest, self.tokens.shape[1],
             small_tokens.shape[1],
@@ -265,14 +287,14 @@ class Step(NamedTuple):
         no n-gram is found, the newest token is repeated there, and `host_output` says -1. Positions
         are below 2^24.
         """
-        look_up_kernel[(len(self.places.at),)](
-            self.places.at, self.places.rows, self.tokens, self.next_at, self.host_output,
+        look_up_kernel[(len(self.positions.at),)](
+            self.positions.at, self.positions.rows, self.tokens, self.next_at, self.host_output,
             self.tokens.shape[1], K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS,
             num_warps=8,
         )  # fmt: skip
 
 
-def side_by_side(
+def normalize_and_concatenate(
     first: Tensor,  # [rows, (parts - 1) * h]
     second: Tensor,  # [T, h]
     weights: Tensor,  # [parts, h]
@@ -281,13 +303,16 @@ def side_by_side(
     ids: Tensor | None = None,  # [T] int64
     norm_last: bool = False,
 ) -> Tensor:
-    """A row of `first` (`ids` says which; by default the rows in turn) and one of `second`, each part's
-    RMSNorm applied, the last one's with `norm_last` only: `[T, parts * h]`.
+    """Normalize rows of `first` and of `second` part by part and concatenate them: `[T, parts * h]`.
+
+    ids: which row of `first` stands beside each row of `second`; None: the rows in turn.
+    eps: of the RMSNorms, whose weights are `weights`.
+    norm_last: normalize the last part, which comes from `second`, as well.
     """
     (tokens, size), parts = second.shape, len(weights)
     out = torch.empty(tokens, parts * size, dtype=second.dtype, device=second.device)
     early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
-    side_by_side_kernel[(tokens, parts)](
+    normalize_and_concatenate_kernel[(tokens, parts)](
         out, first, second.contiguous(), weights, out if ids is None else ids, eps,
         PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last,
         PDL=early,

@@ -1,5 +1,7 @@
-"""The host's part of steps that draft on the device: when they are launched, which requests may take part,
-room for the farthest they can get, and what came of it, one step later.
+"""The host's part of speculative steps that draft on the device.
+
+It decides when they are launched and which requests take part, reserves blocks for the longest outcome, and
+collects each step's tokens one step later.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ from speculative.head import HeadSource
 from speculative.speculation import SpeculativeRunner
 from speculative.wrapper import DrafterWrapper
 
-FEW_LOOKED_UP = 4
-"""Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
-at its start, and few have texts that repeat themselves."""
+MAX_NGRAM_REQUESTS = 4
+"""Most requests in a graph that looks n-grams up. These graphs cost every engine memory and start time, and
+most texts repeat nothing.
+"""
 
 
 class DraftedStep(Pending):
-    """A step whose beginning the host does not know while it is on its way.
+    """A step that was launched before the host knew where it begins.
 
-    drafts: of each request. blank: rows without a guess; known when the step before has landed.
-    made: for each work, once it has landed, the drafts behind it; -1: filler, which is no guess.
+    drafts: number of drafts of each request.
+    blank: rows whose drafts are fillers, not guesses; known when the step before is collected.
+    made: drafts behind each work, by `id(work)`, filled by `get`; -1 is a filler.
     """
 
     def __init__(
@@ -49,13 +53,15 @@ class DraftedStep(Pending):
     ) -> None:
         super().__init__(works, None)
         self.drafts = drafts
-        self._told = host_output
+        self._host_output = host_output
         self.blank = blank
         self.made: dict[int, list[int]] = {}
 
     def get(self) -> list[list[Token]]:
-        """See `Pending.get`. All tokens before this step are known now, and so is where it began."""
-        numbers = [number for number, _ in self._told.get()]
+        """Wait for the step; return each work's accepted tokens and its next one, and correct the works'
+        positions.
+        """
+        numbers = [number for number, _ in self._host_output.get()]
         k, width = self.drafts, 2 * self.drafts + 2
         works, found = list[Work](), list[list[Token]]()
         for place, given in enumerate(self.works):
@@ -75,16 +81,18 @@ class DraftedStep(Pending):
 
 
 class GraphDrafter(DrafterWrapper):
-    """A `Drafter` around a speculator, which launches steps that verify and draft in one graph.
+    """A `Drafter` around a `SpeculativeRunner` that launches steps that verify and draft in one graph.
 
     Args:
         speculator: over a `HeadSource` with a `GraphRunner` of its own, or over `NGrams`.
-        most: drafts of a request in a step, as far as the decode kernel takes them.
+        most: most drafts of a request in a step.
 
-    begun: what `begin` will return for the next step, if it has been asked already: an ordinary step in the
-        place of one in a graph begins only once.
-    made: see `DraftedStep`, of the one that is being collected. replays: steps that were launched.
-    blank: rows behind whose newest token stand no guesses, as far as the host knows.
+    Attributes:
+        begun: result of `begin` for the next step, if it was called already: an ordinary step in the place
+            of one in a graph begins only once.
+        made: `DraftedStep.made` of the step that is being collected.
+        replays: number of steps launched.
+        blank: rows whose newest token has no guesses behind it, as far as the host knows.
     """
 
     def __init__(self, speculator: SpeculativeRunner, most: int) -> None:
@@ -98,7 +106,9 @@ class GraphDrafter(DrafterWrapper):
         self.blank: set[int] = set()
 
     def attach(self, engine: PagedEngine) -> None:
-        """Also capture the graphs of the engine's steps."""
+        """Bind to an engine and capture a graph for each number of requests, number of drafts, and kind of
+        sampling.
+        """
         super().attach(engine)
         assert isinstance(engine.runner, GraphRunner)
         self.engine, self.runner = engine, engine.runner
@@ -137,9 +147,9 @@ class GraphDrafter(DrafterWrapper):
 
     @torch.inference_mode()
     def launch(self, before: DraftedStep | None) -> DraftedStep | None:
-        """The next step, or None: then an ordinary one is due.
+        """Launch the next step and return it; None: the scheduler has to make an ordinary step.
 
-        before: the step on its way, of which the host knows nothing yet.
+        before: the step in flight, whose tokens the host does not know yet; None: there is none.
         """
         running = self.engine.scheduler.running
         kind = self._kind(running, before)
@@ -198,7 +208,9 @@ class GraphDrafter(DrafterWrapper):
         return plan.features if captured(plan) else None
 
     def _enter(self, running: Sequence[Request]) -> int:
-        """Guess as before an ordinary step, and put the guesses where the graph reads them."""
+        """Write the drafter's guesses where the graph reads them; return drafts per request, 0 if a graph
+        cannot start.
+        """
         self.begun, guesses = self.speculator.begin(running), self.speculator.guesses
         if any(request not in guesses for request in running):
             return 0
@@ -222,7 +234,9 @@ class GraphDrafter(DrafterWrapper):
         return k
 
     def _go_on(self, running: Sequence[Request]) -> int:
-        """Return how many of the drafts that are on the device already are to be verified."""
+        """Return how many of the drafts that are on the device to verify; 0: the next step is
+        an ordinary one.
+        """
         self.begun = False
         self.speculator.guesses.clear()
         wanted = max(self.speculator.throttle.lengths(running))
@@ -235,7 +249,11 @@ class GraphDrafter(DrafterWrapper):
         return smallest(self.lengths, wanted) or self.lengths[-1]
 
     def _reserve(self, request: Request, behind: int, k: int) -> bool:
-        """Room for all that two steps may write, however much of the one on its way is right."""
+        """Reserve blocks for all that the step in flight and the next may write; return False if there is no
+        room.
+
+        behind: tokens that the step in flight adds at most. k: drafts of the next step.
+        """
         newest = len(request.tokens) - 1 + behind  # at most
         last = newest + 1 + 2 * k  # the last draft, if all before it are right
         if last >= self.engine.scheduler.rows.max_len:
@@ -253,7 +271,7 @@ class GraphDrafter(DrafterWrapper):
             and self.source.cache.reserve(shadow.request, last)
         )
 
-    def _stage(self, running: Sequence[Request], size: int, ahead: int) -> None:
+    def _stage(self, running: Sequence[Request], size: int, unconfirmed: int) -> None:
         owns = (
             running
             if self.source is None
@@ -265,7 +283,10 @@ class GraphDrafter(DrafterWrapper):
             [len(r.tokens) - len(own.tokens) for r, own in zip(running, owns, strict=True)]
         )
         longest = (
-            max(len(request.tokens) for request in running) + ahead + self.lengths[-1] + 1
+            max(len(request.tokens) for request in running)
+            + unconfirmed
+            + self.lengths[-1]
+            + 1
         )
         for runner, some in zip(self.runners, (rows, small_rows), strict=False):
             runner.tables.update(
@@ -282,7 +303,7 @@ class GraphDrafter(DrafterWrapper):
             )
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Bring the books up to what the device has done."""
+        """Record a completed step: accepted drafts, rows without guesses, and the head's own request."""
         drafts = self.made.pop(id(work), None)
         if drafts is None:  # an ordinary step
             self.speculator.on_step_finished(work, accepted)
@@ -298,17 +319,23 @@ class GraphDrafter(DrafterWrapper):
 
 
 def draft_lengths(most: int) -> list[int]:
-    """Drafts a request for which there are graphs: one, two, and the most."""
+    """Return the numbers of drafts for which graphs are captured: one, two and `most`."""
     return sorted({length for length in (1, 2, most) if 1 <= length <= most})
 
 
 def request_sizes(rows: int, *, models: int) -> list[int]:
-    """Requests for which there are graphs, of engines with so many rows."""
-    return decode_sizes(min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows))
+    """Return the numbers of requests for which graphs are captured, for an engine with `rows` rows.
+
+    models: 2 with a draft head, 1 with n-grams.
+    """
+    return decode_sizes(min(SMALL_BATCH if models > 1 else MAX_NGRAM_REQUESTS, rows))
 
 
 def drafting_graph_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
-    """Return what the graphs take, an estimate from above; `models` counts the model itself."""
+    """Return the bytes that the graphs take, an estimate from above.
+
+    models: 2 with a draft head, 1 with n-grams.
+    """
     sizes, lengths = request_sizes(rows, models=models), draft_lengths(drafts)
     tokens = sizes[-1] * (drafts + 1)
     graphs = len(sizes) * len(lengths) * len(CAPTURED)
@@ -316,40 +343,43 @@ def drafting_graph_bytes(model: Model, rows: int, drafts: int, *, models: int) -
 
 
 class GraphDraftingLoop:
-    """A `Loop` around another one: while all that runs is decodes, the device drafts.
+    """A `Loop` around another one: while only decodes run, graphs draft on the device.
 
-    The next step is launched before the host knows how far the last one came: the device knows, and that is
-    enough. Whatever else there is to do (a request waits, a prompt is not done, a request wants
-    log-probabilities) is done by steps of the inner loop, as soon as that last one has landed.
+    The next step is launched before the host knows the result of the last one, since the device knows it.
+    Everything else (a request waits, a prompt is not done, a request wants log-probabilities) is done by
+    steps of the inner loop, once the step in flight is collected.
 
-    ahead: launches such steps. flight: the newest of them.
+    drafter: launches such steps.
+    in_flight: the newest of them; None: there is none.
     """
 
-    flight: DraftedStep | None = None
+    in_flight: DraftedStep | None = None
 
-    def __init__(self, inner: OverlappedLoop, ahead: GraphDrafter) -> None:
-        self.inner, self.ahead = inner, ahead
+    def __init__(self, inner: OverlappedLoop, drafter: GraphDrafter) -> None:
+        self.inner, self.drafter = inner, drafter
 
     @property
     def idle(self) -> bool:
-        """True if no step of either kind is under way."""
-        return self.inner.idle and self.flight is None
+        """True if no step of either loop is in flight."""
+        return self.inner.idle and self.in_flight is None
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step that drafts and collect the one before; or advance the inner loop."""
+        """Launch the next drafting step and collect the one before; if none can run, advance
+        the inner loop.
+        """
         if engine.scheduler.drafter.needs_finished_step:
             self.inner.finish_steps(engine)
         if self.inner.idle:
-            before, self.flight = self.flight, None
-            self.flight = self.ahead.launch(before)
-            if self.flight is None and before is not None:
-                self.ahead.speculator.throttle.skip()  # two will have landed
+            before, self.in_flight = self.in_flight, None
+            self.in_flight = self.drafter.launch(before)
+            if self.in_flight is None and before is not None:
+                self.drafter.speculator.throttle.skip()  # two steps will be finished
             if before is not None:
                 self._collect(engine, before)
-            if self.flight is not None or (before is not None and engine.scheduler.idle):
+            if self.in_flight is not None or (before is not None and engine.scheduler.idle):
                 return
         self.inner.advance(engine)
 
-    def _collect(self, engine: Engine, flight: DraftedStep) -> None:
-        self.ahead.made = flight.made
-        engine.collect(flight)
+    def _collect(self, engine: Engine, step: DraftedStep) -> None:
+        self.drafter.made = step.made
+        engine.collect(step)

@@ -1,4 +1,5 @@
-"""Steps of one token, and of a few: as few kernels as there are matrices to read, and little besides.
+"""Kernels for steps of one token, and of two to eight: one launch for each matrix, and little more.
 
-These ways pay inside a graph only. Launched from Python, a step of one token takes as long as its launches.
+They are faster inside a CUDA graph only. Launched from Python, a step of one token takes as long as its
+launches.
 """

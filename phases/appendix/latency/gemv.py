@@ -1,15 +1,15 @@
-"""Matrix times vector for a batch of one token, with what stands before and after it in the same kernel.
+"""Matrix times vector for a batch of one token, with the operators before and after it in the same kernel.
 
 With one token every weight is used once: a projection is a read of its matrix, and a library's tiles for
-matrix products only get in the way. Here a program owns a few output rows and reads each in one sweep. The
-norm before the product is so cheap that every program repeats it; bias, residual addition and the gate
-follow in registers.
+matrix products only get in the way. Here a program computes `ROWS` outputs and reads each row in one sweep.
+The norm before the product costs so little that every program repeats it; bias, residual addition and the
+gate follow in registers.
 
 On Hopper the kernel starts while its predecessor still runs (programmatic dependent launch): weights depend
-on no kernel, so their loads are issued before `gdc_wait`, and only the input vector and the residual are read
-after it. `gdc_launch_dependents` lets the next kernel start in turn. Where that one, too, reads nothing but
-weights before its own wait, it may do so at once, even while the predecessor still runs: a wait returns when
-the kernel before is complete, which it cannot be before its own wait has returned.
+on no kernel, so their loads are issued before `gdc_wait`, and only the input vector and the residual are
+read after it. `gdc_launch_dependents` lets the next kernel start in turn. Where that one, too, reads
+nothing but weights before its own wait, it may do so at once, even while the predecessor still runs: a wait
+returns when the kernel before is complete, which it cannot be before its own wait has returned.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def gemv_kernel(
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection.
+    """Compute `ROWS` outputs a program; with GATED from row `r` of the gate and row `N + r` of the up
+    projection.
 
-    TRIGGER: the next kernel may start at once (0), when the one before is done (1), or when the matrix is
-    read (2).
+    TRIGGER: when the next kernel may start: at once (0), when the one before this is done (1), or when the
+        matrix is read (2).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -96,13 +97,18 @@ def gemv_kernel(
     tl.store(out + row, (total + added).to(out.dtype.element_ty), mask=row < N)
 
 
-class Around(TypedDict, total=False):
-    """The operators around a product of one token, each if it is given.
+class FusedOperators(TypedDict, total=False):
+    """Keyword arguments of `gemv`: the operators to compute in the same kernel as the product; each may be
+    left out.
 
-    norm: of the input. gate: a key of `linear.KINDS`; then the matrix is gate rows over up rows.
-    out_dtype: by default that of the input.
-    run_ahead: the next kernel may start while the one before this still runs. False if, before its own wait,
-        it reads anything that the kernels before have written.
+    norm: RMSNorm of the input.
+    bias: `[N]`, added to the product.
+    residual: `[..., N]`, added to the result.
+    gate: activation, a key of `linear.KINDS`; the matrix then holds the gate's rows above the up
+        projection's.
+    out_dtype: of the result; by default that of the input.
+    trigger_early: True (the default) lets the next kernel start while the one before this still runs. It
+        must be False if the next kernel reads, before its own wait, what an earlier kernel has written.
     """
 
     norm: NormWeights | None
@@ -110,7 +116,7 @@ class Around(TypedDict, total=False):
     residual: Tensor | None
     gate: str | None
     out_dtype: torch.dtype | None
-    run_ahead: bool
+    trigger_early: bool
 
 
 def launch(
@@ -119,17 +125,23 @@ def launch(
     x: Tensor,
     weights: Sequence[Tensor],
     rows: int,
-    around: Around,
+    operators: FusedOperators,
     **more: Any,
 ) -> Tensor:
-    """Launch a kernel with what stands around its product: `[..., rows]`.
+    """Launch a matrix-vector kernel with the operators around its product; return its output `[..., rows]`.
 
-    weights: the arguments between `x` and the norm's weight. more: the others.
+    Args:
+        programs: size of the grid.
+        x: the input vector `[..., K]`.
+        weights: the kernel's arguments between `x` and the norm's weight.
+        rows: number of outputs.
+        operators: to compute in the same kernel.
+        more: further constants of the kernel.
     """
-    norm = around.get("norm")
-    bias = around.get("bias")
-    residual = around.get("residual")
-    gate, dtype = around.get("gate"), around.get("out_dtype") or x.dtype
+    norm = operators.get("norm")
+    bias = operators.get("bias")
+    residual = operators.get("residual")
+    gate, dtype = operators.get("gate"), operators.get("out_dtype") or x.dtype
     out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
     norm_weight, eps, one_plus = norm or (x, 0.0, False)
     early = dependent_launch(x.device)
@@ -145,17 +157,18 @@ def launch(
     return out
 
 
-def gemv(x: Tensor, weight: Tensor, **around: Unpack[Around]) -> Tensor:
-    """`residual + bias + weight @ norm(x)`, or `act(gate rows @ norm(x)) * (up rows @ norm(x))`.
+def gemv(x: Tensor, weight: Tensor, **operators: Unpack[FusedOperators]) -> Tensor:
+    """Return `residual + bias + weight @ norm(x)`, or with a gate `act(gate rows @ norm(x)) * (up rows @
+    norm(x))`.
 
-    `x [..., K]`, one row, and weight `[N, K]`, or `[2 N, K]` when gated -> `[..., N]`.
+    x: `[..., K]`, one row. weight: `[N, K]`, or `[2 N, K]` with a gate. Returns `[..., N]`.
     """
-    gated = around.get("gate") is not None
+    gated = operators.get("gate") is not None
     size, rows = weight.shape[1], weight.shape[0] // (1 + gated)
     shape = gemv_config(rows, size, gated, x.device)
-    trigger = 2 if shape.late else int(not around.get("run_ahead", True))
+    trigger = 2 if shape.trigger_after_read else int(not operators.get("trigger_early", True))
     return launch(
-        gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, around,
+        gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, operators,
         K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger,
         num_warps=shape.num_warps,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ways of phase 06's layers for one token and for a few, and the attention that they call."""
+"""Kernels of phase 06's layers for one token and for two to eight, and the attention that they call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from forward.layers import GatedMLP
 from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
 from phases.appendix.latency.gemv import gemv
-from phases.appendix.latency.heads import project_heads
+from phases.appendix.latency.output_projection import project_heads
 from phases.appendix.latency.single_request import (
     SingleRequestInputs,
     SingleRequestSplits,
     attend_single_request,
     starts_early,
 )
-from phases.appendix.latency.small_batch import FEW_TOKENS, MOST_ROWS, attend_small_batch, fits
+from phases.appendix.latency.small_batch import (
+    MAX_SMALL_BATCH,
+    MOST_ROWS,
+    attend_small_batch,
+    fits,
+)
 from phases.appendix.latency.tables import (
     fused_heads_are_faster,
     single_request_default,
@@ -34,26 +39,28 @@ from triton_paged_attention.linear import FusedLinear, FusedProjection
 
 
 class LatencyAttention(TritonPagedAttention):
-    """`TritonPagedAttention`, and what `LatencyBlock` calls in its place for a lone request."""
+    """`TritonPagedAttention` with fused kernels for steps of a single request, which `LatencyBlock` calls."""
 
     def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
         super().__init__(pool, num_heads, **options)
         data, d_pad = pool.data, self._workspace.d_pad
         kv_heads, number = data.shape[-2], data.element_size()
-        self._lone_config = single_request_default(kv_heads, d_pad, number, data.device)
-        self._few_config = small_batch_config(d_pad, number)
-        self._few_workspace = Workspace(
-            kv_heads * self._few_config.splits * MOST_ROWS, d_pad, data.device
+        self._single_request_config = single_request_default(
+            kv_heads, d_pad, number, data.device
+        )
+        self._small_batch_config = small_batch_config(d_pad, number)
+        self._small_batch_workspace = Workspace(
+            kv_heads * self._small_batch_config.splits * MOST_ROWS, d_pad, data.device
         )
         self._requests = 0
 
     @property
     def alone(self) -> bool:
-        """True if the step is one request's, whose tokens then come first, and the cache has no scales."""
+        """True if the step has one request, and the cache has no scales."""
         return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
 
     def plan(self) -> None:
-        """Also: count the requests."""
+        """Sort the requests as `TritonPagedAttention.plan` does, and count them."""
         super().plan()
         self._requests = len(self.batch.context_lens)
 
@@ -69,63 +76,75 @@ class LatencyAttention(TritonPagedAttention):
         cos_sin: tuple[Tensor, Tensor],
         norms: HeadNorms | None,
         *,
-        few: bool,
+        small_batch: bool,
         wait_for_all_splits: bool,
     ) -> SingleRequestSplits:
-        """From the projection's output to attention's, head norms, RoPE and KV store included.
+        """Compute head norms, RoPE, KV store and attention of a single request from the QKV projection's
+        output.
 
-        few: whether the request has more than one token. meet: see `attend_single_request`.
+        Args:
+            layer: of the model.
+            qkv: `[T, (H + 2 KH) D]`.
+            cos_sin: angles of the tokens.
+            norms: of query and key heads, if the family has them.
+            small_batch: True if the request has two to eight tokens, False if it has one.
+            wait_for_all_splits: False leaves the splits in the workspace, for the output projection to
+                combine.
         """
         batch, cache = self.batch, self.pool.layers[layer.index]
         where = batch.block_tables, batch.context_lens, batch.slots
         given = SingleRequestInputs(qkv, cos_sin, norms, layer, cache, *where)
-        if few:
+        if small_batch:
             given = given._replace(query_starts=batch.query_starts)
             return attend_small_batch(
                 given,
-                workspace=self._few_workspace,
-                config=self._few_config,
+                workspace=self._small_batch_workspace,
+                config=self._small_batch_config,
                 wait_for_all_splits=wait_for_all_splits,
             )
         return attend_single_request(
             given,
             workspace=self._workspace,
-            config=self._lone_config,
+            config=self._single_request_config,
             wait_for_all_splits=wait_for_all_splits,
         )
 
 
 class LatencyKernel:
-    """One token in one kernel, norm, gate and residual included.
+    """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
 
-    run_ahead: see `gemv`.
-    out_dtype: of the result; by default that of the input.
+    linear: the layer whose weights it reads.
+    trigger_early: see `FusedOperators`.
+    out_dtype: of the result; None: that of the input.
     """
 
     def __init__(
-        self, linear: Any, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
+        self, linear: Any, *, trigger_early: bool = True, out_dtype: torch.dtype | None = None
     ) -> None:
         self.linear = linear
-        self.run_ahead = run_ahead
+        self.trigger_early = trigger_early
         self.out_dtype = out_dtype
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """See `Way.supports`; the kernel has no gate for biased outputs."""
+        """Return True for one token; a layer with a bias has no gate."""
         return tokens == 1 and (gate is None or self.linear.bias is None)
 
-    def __call__(self, x: Tensor, **around: Any) -> Tensor:
+    def __call__(self, x: Tensor, **operators: Any) -> Tensor:
         """See `FusedLinear.forward`."""
         how = {
-            **around,
+            **operators,
             "bias": self.linear.bias,
-            "run_ahead": self.run_ahead,
+            "trigger_early": self.trigger_early,
             "out_dtype": self.out_dtype,
         }
         return gemv(x, self.linear.weight, **how)
 
 
 def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
-    """Give a layer of plain weights its way; one of another format has none here."""
+    """Add a `LatencyKernel` to a layer that is not quantized, and return it; None for other layers.
+
+    options: `trigger_early` and `out_dtype` of the kernel.
+    """
     if not isinstance(fused.linear, nn.Linear):
         return None
     kernel = LatencyKernel(fused.linear, **options)
@@ -133,29 +152,33 @@ def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
     return kernel
 
 
-CombinesHeads = Callable[[SingleRequestSplits, Tensor], Tensor]
-"""From the splits of a request's tokens and a residual `[T, hidden]` to its sum with the projection behind
-attention."""
+HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
+"""Maps attention's splits and a residual `[T, hidden]` to residual plus output projection `[T, hidden]`."""
 
 
-def heads_of(linear: nn.Module) -> CombinesHeads | None:
-    """Return what combines splits in a projection of plain weights; None: attention had better do it."""
+def heads_of(linear: nn.Module) -> HeadCombiner | None:
+    """Return the function that combines attention's splits in this output projection.
+
+    None: the layer is quantized, or attention combines them faster.
+    """
     if not (isinstance(linear, nn.Linear) and fused_heads_are_faster(*linear.weight.shape)):
         return None
     return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts)
 
 
 class LatencyBlock:
-    """A direct way: norms and residual additions go along with the projections.
+    """A `BlockKernel` that fuses norms and residual additions into the projections, for one token.
 
-    heads, few_heads: combine attention's splits in the output projection; None: attention does it.
-    few: whether it takes two to eight tokens, too. It pays where the layers have ways for these.
+    heads: combines attention's splits in the output projection, for one token; None: attention combines
+        them.
+    small_batch: True if the block also takes two to eight tokens; its layers then need kernels for these.
+    small_batch_heads: as `heads`, for two to eight tokens.
     """
 
-    few = False
-    few_heads: CombinesHeads | None = None
+    small_batch = False
+    small_batch_heads: HeadCombiner | None = None
 
-    def __init__(self, heads: CombinesHeads | None = None) -> None:
+    def __init__(self, heads: HeadCombiner | None = None) -> None:
         self.heads = heads
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
@@ -164,7 +187,7 @@ class LatencyBlock:
             return False
         if len(x) == 1 and attention.alone:
             return True
-        return self.few and len(x) <= FEW_TOKENS and attention.stores_early
+        return self.small_batch and len(x) <= MAX_SMALL_BATCH and attention.stores_early
 
     def __call__(
         self,
@@ -179,10 +202,10 @@ class LatencyBlock:
         norm = block.post_attention_layernorm
         assert isinstance(x, Tensor) and isinstance(attention, LatencyAttention)
         assert isinstance(attend, FusedAttention)
-        lone = len(x) == 1 and attention.alone
-        heads = self.heads if lone else self.few_heads
+        alone = len(x) == 1 and attention.alone
+        heads = self.heads if alone else self.small_batch_heads
         qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
-        if not lone and not (
+        if not alone and not (
             attention.alone and fits(len(x), attend.spec)
         ):  # of several requests
             x = attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
@@ -193,7 +216,7 @@ class LatencyBlock:
                 qkv,
                 cos_sin,
                 attend.norms,
-                few=not lone,
+                small_batch=not alone,
                 wait_for_all_splits=wait_for_all_splits,
             )
             x = attend.o_proj(parts.out, residual=x) if heads is None else heads(parts, x)
@@ -204,10 +227,11 @@ class LatencyBlock:
 
 
 def install(model: Model) -> Model:
-    """Add ways to a model's blocks and linear layers, and return the model, which is the same object.
+    """Add latency kernels to a model's blocks and linear layers, and return the same model.
 
-    Blocks whose layers were left to torch stay as they are. The way is taken with a `LatencyAttention` only.
-    Products outside of these blocks have ways as well: nothing behind them reads early what they write.
+    Blocks of which some layers are left to torch stay as they are. A `LatencyBlock` runs only with a
+    `LatencyAttention`. Linear layers outside of these blocks get kernels as well: no kernel behind them
+    reads their output early.
     """
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     inside = {part for block in blocks for part in block.modules()}
@@ -218,7 +242,7 @@ def install(model: Model) -> Model:
         if whole(block):
             attend, mlp = block.self_attn, block.mlp
             assert isinstance(attend, FusedAttention)
-            add_kernel(attend.qkv_proj, run_ahead=starts_early(attend.spec))
+            add_kernel(attend.qkv_proj, trigger_early=starts_early(attend.spec))
             behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
             for linear in (attend.o_proj, *behind):
                 add_kernel(linear)
@@ -233,7 +257,9 @@ def install(model: Model) -> Model:
 
 
 def whole(block: FusedBlock) -> bool:
-    """Return whether all layers of a block are kernels of phase 06, or experts in the place of an MLP."""
+    """Return True if all layers of a block are kernels of phase 06, or a mixture of experts
+    replaces the MLP.
+    """
     attend, mlp = block.self_attn, block.mlp
     inside = (
         (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) and mlp.fused else ()

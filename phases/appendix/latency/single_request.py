@@ -1,15 +1,16 @@
-"""Attention of a lone token, from the output of the QKV projection to the input of the output projection.
+"""Attention of a single request's one token, from the QKV projection's output to the output projection's
+input.
 
-With one token, what takes time is not work but waiting: every kernel waits for the one before, and every
-load for the address it depends on. So head norms, RoPE, KV store and attention are one kernel, and all
-that does not depend on the new token is loaded before the wait: lengths, block ids, and each split's last
-tile of keys and values. The newest key and value come from registers, so nothing in the cache has to wait for
+With one token, time is spent not on work but on waiting: every kernel waits for the one before, and every
+load for the address it depends on. So head norms, RoPE, KV store and attention are one kernel, and all that
+does not depend on the new token is loaded before the wait: lengths, block ids, and each split's last tile
+of keys and values. The newest key and value come from registers, so no load from the cache has to wait for
 them.
 
-A split leaves its part of the output and the logarithm of its weight. The parts are combined:
-- `project_heads` in `heads.py`: by every program of the output projection, before its product. None waits
-  for the last split to arrive, but each reads all parts: right while these are small beside its rows.
-- Otherwise by the last split to arrive, as in `decode.py`.
+A split writes its part of the output and the logarithm of its weight. Two kernels can combine the parts:
+- `project_heads`: every program of the output projection combines them before its product. No program waits
+for the last split, but each reads all parts: right while these are small beside the program's rows.
+- Otherwise the last split to arrive combines them, as in `decode.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from paged_cache.pool import LayerBlocks
 from phases.appendix.latency.tables import SingleRequestConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
-from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
+from triton_paged_attention.kernels.rope import (
+    HeadNorms,
+    apply_norm_weight,
+    norm_scale,
+    rotate,
+)
 from triton_paged_attention.tiles import (
     attend,
     combine,
@@ -40,17 +46,18 @@ from triton_paged_attention.tiles import (
 )
 
 LOG_STEP = tl.constexpr(2)
-"""Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
-several heads, to load them at once, and would have to shuffle them before it can use them."""
+"""Distance between the logarithms of neighbouring heads. At distance 1 the compiler would give a thread
+several heads, to load them at once, and would have to shuffle them before it can use them.
+"""
 
 
 @triton.jit
 def splits_of(
     position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty).
+    """Return the first tile's first key, the tiles of a split, and how many splits have work (at least one).
 
-    They share the keys before `end` that a query at `position` sees.
+    The splits share the keys before `end` that a query at `position` sees; a single split may be empty.
     """
     begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
@@ -62,13 +69,15 @@ def splits_of(
 def norm_and_turn(
     x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
 ):  # fmt: skip
-    """Heads `x [rows, D_PAD]`, whose partners in rotation are `y`, as attention wants them."""
+    """Return heads `x [rows, D_PAD]` normalized (with NORM) and rotated; `y` holds each number's partner in
+    rotation.
+    """
     if NORM:
         full = x.to(tl.float32)
         scale = norm_scale(tl.sum(full * full, axis=1), eps, D)[:, None]
         x = apply_norm_weight(x, scale, w_x, ONE_PLUS)
         y = apply_norm_weight(y, scale, w_y, ONE_PLUS)
-    return turn(x, y, cos, sin)
+    return rotate(x, y, cos, sin)
 
 
 @triton.jit
@@ -78,7 +87,7 @@ def wait_for_all_splits(
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of a key/value head's group into `out`."""
+    """Combine the `used` splits of the query heads of one key/value head, and write them to `out`."""
     d = tl.arange(0, D_PAD)
     member = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + member
@@ -98,9 +107,12 @@ def single_request_attention_kernel(
     D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    MEET: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
+    WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per key/value head and split."""
+    """Compute one split of the keys for the query heads of one key/value head; a program for each pair.
+
+    WAIT_FOR_SPLITS: the last split combines all; otherwise they stay in the workspace.
+    """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
     newest = context - 1
@@ -194,16 +206,16 @@ def single_request_attention_kernel(
     weight_sum = tl.where(total > 0, total, 1.0)
     acc = acc * (1.0 / weight_sum)[:, None]
     head = kv_head * GROUP + row
-    if MEET and used == 1:
+    if WAIT_FOR_SPLITS and used == 1:
         tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
     else:
         at_part = split * H + head
         part = acc.to(partial.dtype.element_ty)
         tl.store(partial + at_part[:, None] * D_PAD + d[None, :], part, mask=real)
         log = m + tl.log2(weight_sum)
-        step = 1 if MEET else LOG_STEP
+        step = 1 if WAIT_FOR_SPLITS else LOG_STEP
         tl.store(lse + at_part * step, log, mask=row < GROUP)
-        if MEET:
+        if WAIT_FOR_SPLITS:
             tl.debug_barrier()  # all threads' stores first, then one release
             if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + kv_head, 0)  # ready for the next launch
@@ -214,16 +226,24 @@ def single_request_attention_kernel(
 
 
 def starts_early(layer: LayerSpec) -> bool:
-    """Return True if attention may start before the projection in front of it has waited.
+    """Return True if attention may start before the QKV projection in front of it has waited.
 
-    What it reads before its own wait must be complete then. Behind the first layer it is: that one's
-    attention lets no kernel start before it has waited.
+    What attention reads before its own wait must be complete then. Behind the first layer it is: the first
+    layer's attention lets no kernel start before it has waited.
     """
     return layer.index > 0
 
 
 class SingleRequestInputs(NamedTuple):
-    """Inputs of attention of a lone request: of one token, or of a few, which have `query_starts`."""
+    """Inputs of `attend_single_request` and `attend_small_batch`.
+
+    qkv: `[T, (H + 2 KH) D]`, the projection's output.
+    cos_sin: angles, each `[T, 1, D]` float32.
+    norms: of query and key heads, or None.
+    layer, cache: the layer, and its blocks.
+    block_tables, context_lens, slots: of the step, see `PagedBatch`.
+    query_starts: `[2]`, for two to eight tokens; None: there is one.
+    """
 
     qkv: Tensor  # [T, (H + 2 KH) D]
     cos_sin: tuple[Tensor, Tensor]  # T D numbers each, float32
@@ -239,10 +259,11 @@ class SingleRequestInputs(NamedTuple):
 
 
 class SingleRequestSplits(NamedTuple):
-    """Attention's output of a lone request.
+    """Attention's output of a single request, combined or in splits.
 
-    out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, those of a few
-        tokens by split, token and head.
+    out: `[T, H D]`; complete only if attention has combined the splits.
+    layer, context_lens, config, query_starts: those of the launch.
+    workspace: otherwise holds the splits; for several tokens in the order split, token, head.
     """
 
     out: Tensor
@@ -260,10 +281,12 @@ def attend_single_request(
     config: SingleRequestConfig,
     wait_for_all_splits: bool,
 ) -> SingleRequestSplits:
-    """Attention's output; with `wait_for_all_splits` false, its splits stay apart in the workspace for
-    `project_heads`.
+    """Compute attention of one request's one token, new key and value included.
 
-    Launch it behind a `gemv` with `run_ahead=False` where it does not start early: see `starts_early`.
+    Launch it behind a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
+
+    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for
+        `project_heads`.
     """
     group = triton.next_power_of_2(given.layer.num_heads // given.layer.num_kv_heads)
     return launch(
@@ -285,7 +308,7 @@ def launch(
     wait_for_all_splits: bool,
     **more: int,
 ) -> SingleRequestSplits:
-    """Launch the attention of a lone request. more: what only this kernel is told."""
+    """Launch an attention kernel of a single request. more: constants that only this kernel has."""
     qkv = given.qkv
     layer = given.layer
     cache = given.cache
@@ -309,7 +332,7 @@ def launch(
         SOFT_CAP=layer.soft_cap is not None,
         NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n,
         SPLITS=config.splits,
-        MEET=wait_for_all_splits, PDL=early, num_warps=config.num_warps,
+        WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=config.num_warps,
         num_stages=config.num_stages, **more,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

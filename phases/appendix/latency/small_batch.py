@@ -1,9 +1,9 @@
-"""Attention of a few tokens of a lone request: drafts that are verified, and a drafter that catches up.
+"""Attention of two to eight tokens of a single request: drafts to verify, or a drafter that catches up.
 
-`lone.py` for two to eight tokens, where a step is as much a chain of kernels as with one. The keys of the
-new tokens are a tile of their own, which comes from registers; what is in the cache does not depend on them
-and is being loaded before the wait. Its splits are combined as a lone token's are: by every program of the
-output projection (a `CombinesHeads`), or by the last of them to arrive.
+This is `single_request.py` for more than one token, where a step is as much a chain of kernels as with one.
+The keys of the new tokens are a tile of their own, which comes from registers; keys in the cache do not
+depend on them and are loaded before the wait. The splits are combined as those of one token are: by every
+program of the output projection (a `HeadCombiner`), or by the last split to arrive.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from triton_paged_attention.tiles import (
     unit,
 )
 
-FEW_TOKENS = 8
-"""Tokens of a step, at most."""
+MAX_SMALL_BATCH = 8
+"""Most tokens of a step."""
 MOST_ROWS, WIDEST = 64, 128
 """Rows of a tile: new tokens times the query heads of a key/value head. Wider heads do not fit into registers
 with all that is loaded before the wait."""
@@ -52,9 +52,9 @@ def small_batch_attention_kernel(
     D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, WAIT_FOR_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per key/value head and split of the cached keys; the last split takes the new ones, too.
+    """Compute one split of the cached keys for one key/value head; the last split takes the new keys, too.
 
     Row `r` of the tile is new token `r // GROUP` and query head `r % GROUP` of this key/value head.
     """
@@ -146,7 +146,7 @@ def small_batch_attention_kernel(
         total > 0, total, 1.0
     )  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
-    if not MEET:
+    if not WAIT_FOR_SPLITS:
         at_part = (split * TOKENS + token) * H + head
         part = acc.to(partial.dtype.element_ty)
         tl.store(partial + at_part[:, None] * D + d[None, :], part, mask=real)
@@ -168,9 +168,11 @@ def small_batch_attention_kernel(
 
 
 def fits(tokens: int, layer: LayerSpec) -> bool:
-    """Return True if so many tokens of a request may go through this kernel."""
+    """Return True if `tokens` tokens of a request, one of them or more, fit this kernel's tile
+    for `layer`.
+    """
     rows = triton.next_power_of_2(tokens) * (layer.num_heads // layer.num_kv_heads)
-    return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
+    return tokens <= MAX_SMALL_BATCH and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
 
 def attend_small_batch(
@@ -180,11 +182,12 @@ def attend_small_batch(
     config: SingleRequestConfig,
     wait_for_all_splits: bool,
 ) -> SingleRequestSplits:
-    """Attention's output for the tokens of one request; rows of padding are left as they are.
+    """Compute attention of two to eight tokens of one request; rows of padding are not written.
 
-    With `wait_for_all_splits` false, its splits stay apart in the workspace for a `CombinesHeads`.
+    Launch it behind a projection with `trigger_early=False`, unless `starts_early` is True for the layer.
 
-    Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
+    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for a
+        `HeadCombiner`.
     """
     layer, count = given.layer, len(given.qkv)
     assert fits(count, layer), (

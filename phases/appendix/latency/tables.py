@@ -1,4 +1,4 @@
-"""Configurations of the kernels for one token and for a few: see `triton_paged_attention.tables`."""
+"""Block sizes of the latency kernels, for one token and for two to eight."""
 
 from __future__ import annotations
 
@@ -13,39 +13,48 @@ from triton_paged_attention.hardware import multiprocessors
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Block sizes of a matrix-vector kernel: output rows per program, inputs per sweep, warps.
+    """Block sizes of a matrix-vector kernel.
 
-    late: let the next kernel start only when this one has read its matrix, not when it begins to.
+    rows: outputs of a program.
+    block_k: inputs that are read at a time.
+    num_warps: of a program.
+    trigger_after_read: the next kernel may start when this one has read its matrix, not when it begins to
+        read.
     """
 
     rows: int
     block_k: int
     num_warps: int = 4
-    late: bool = False
+    trigger_after_read: bool = False
 
 
 @cache  # kernels ask at every launch
 def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> GemvConfig:
-    """Defaults for a matrix `[rows, size]`, if gated of two: about 16,384 weights a program, 32 KiB in half
-    precision, and at least 256 programs.
+    """Return the block sizes for a matrix `[rows, size]`, or two of them if `gated`.
 
-    As long as a row is read in one sweep, the next kernel may start at once and wait with its own weights in
-    registers; otherwise it would only take this one's place.
+    A program gets about 16,384 weights, 32 KiB in half precision, and there are at least 256 programs. As
+    long as a row is read in one sweep, the next kernel may start at once and wait with its own weights in
+    registers; otherwise it would only take this one's room on the multiprocessor.
 
-    On a CPU kernels are interpreted, a millisecond a program: few of them, whatever they do.
+    On a CPU kernels are interpreted, a millisecond a program, so there the tiles are large.
     """
     if device.type == "cpu":
         return GemvConfig(32, min(512, 1 << (size - 1).bit_length()))
     block_k = min(4096, 1 << (size - 1).bit_length())
     wanted = max(1, min(16_384 // (size * (2 if gated else 1)), rows // 256))
     num_warps = 4 if gated and size <= 2048 else 8
-    return GemvConfig(1 << (wanted.bit_length() - 1), block_k, num_warps, late=size > block_k)
+    return GemvConfig(
+        1 << (wanted.bit_length() - 1), block_k, num_warps, trigger_after_read=size > block_k
+    )
 
 
 @dataclass(frozen=True)
 class SingleRequestConfig:
-    """Block sizes of attention of a lone request: keys per tile, and programs (a power of two) per key/value
-    head, at most.
+    """Block sizes of attention of a single request.
+
+    block_n: keys of a tile.
+    num_warps, num_stages: of a program.
+    splits: most programs for a key/value head, a power of two.
     """
 
     block_n: int = 64
@@ -55,7 +64,10 @@ class SingleRequestConfig:
 
 
 def tile_keys(d_pad: int, itemsize: int) -> int:
-    """Keys of a tile that fits a program's registers: of a head's padded size, and the bytes of a number."""
+    """Return how many keys a tile may have to fit a program's registers: 16 to 64.
+
+    d_pad: a head's padded size. itemsize: bytes of a number.
+    """
     return max(16, min(64, 16_384 // (d_pad * itemsize)))
 
 
@@ -63,9 +75,9 @@ def tile_keys(d_pad: int, itemsize: int) -> int:
 def single_request_default(
     kv_heads: int, d_pad: int, itemsize: int, device: torch.device
 ) -> SingleRequestConfig:
-    """Two programs per multiprocessor, and tiles that fit a program's registers.
+    """Return block sizes for one token: two programs per multiprocessor, and tiles that fit the registers.
 
-    One stage, so that little shared memory is taken and the programs of neighbouring kernels fit beside it.
+    One stage takes little shared memory, so that programs of neighbouring kernels fit beside it.
     """
     splits = max(1, min(32, 2 * multiprocessors(device) // kv_heads))
     return SingleRequestConfig(
@@ -74,10 +86,10 @@ def single_request_default(
 
 
 def small_batch_config(d_pad: int, itemsize: int) -> SingleRequestConfig:
-    """Defaults: tiles like a lone token's, one or more a split, and as many splits as the decode kernel has.
+    """Return block sizes for two to eight tokens, with as many splits as the decode kernel has.
 
-    Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
-    once.
+    Heads of more than 64 numbers take twice the warps, whose registers hold the first tile, the new keys
+    and all queries at once.
     """
     num_warps = 4 if d_pad <= 64 else 8
     return SingleRequestConfig(
@@ -86,8 +98,8 @@ def small_batch_config(d_pad: int, itemsize: int) -> SingleRequestConfig:
 
 
 def fused_heads_are_faster(rows: int, size: int) -> bool:
-    """Return True if an output projection `[rows, size]` had better combine the splits of attention itself.
+    """Return True if an output projection `[rows, size]` should combine the splits of attention itself.
 
-    Every program reads all parts, so there may not be many programs nor large parts.
+    Every program of the projection reads all parts, so there may be neither many programs nor large parts.
     """
     return size <= 2048 and rows <= 2048

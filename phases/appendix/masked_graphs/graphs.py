@@ -44,17 +44,17 @@ class MaskInputs:
     def __init__(self, most: int, model: Model) -> None:
         vocab_size, device = model.config.vocab_size, model.device
         self.words = torch.zeros(most, -(-vocab_size // 32), dtype=torch.int32, device=device)
-        self.places = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self.positions = torch.full((most,), -1, dtype=torch.int64, device=device)
         self.logits = torch.zeros(most, vocab_size, dtype=logits_dtype(model), device=device)
         self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
 
     def put(self, allowed: TokenBitmask | None, size: int) -> None:
         """Copy a step's masks, for a graph of `size` requests: a few microseconds of the device."""
-        count = 0 if allowed is None else len(allowed.places)
+        count = 0 if allowed is None else len(allowed.positions)
         if allowed is not None:
             self.words[:count].copy_(allowed.words)
-            self.places[:count].copy_(allowed.places)
-        self.places[count:size].fill_(-1)
+            self.positions[:count].copy_(allowed.positions)
+        self.positions[count:size].fill_(-1)
 
 
 class LogitsGraph:
@@ -102,7 +102,7 @@ class MaskedGraph:
         self.first = first
         self.plan = SamplingMetadata(features, (), None).for_any_rows()
         masks, size = first.masks, first.half.size
-        self._allowed = TokenBitmask(masks.words[:size], masks.places[:size])
+        self._allowed = TokenBitmask(masks.words[:size], masks.positions[:size])
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:

@@ -16,7 +16,7 @@ BLOCK = 4096
 def forbid_kernel(
     logits,
     words,
-    places,
+    positions,
     row_stride,
     token_stride,
     word_stride,
@@ -25,7 +25,7 @@ def forbid_kernel(
 ):
     """One program per mask and chunk of the vocabulary; place -1 is padding of a graph."""
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(places + mask)
+    row = tl.load(positions + mask)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     real = tl.where(row >= 0, token < V, False)
     word = tl.load(words + mask * word_stride + token // 32, mask=real, other=-1)
@@ -37,11 +37,11 @@ def forbid_kernel(
 
 def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
     """`common.sampling.ops.forbid` in place: `logits [B, V]` of any dtype."""
-    count, vocab = len(allowed.places), logits.shape[1]
+    count, vocab = len(allowed.positions), logits.shape[1]
     block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
     if count:
         forbid_kernel[(count, triton.cdiv(vocab, block))](
-            logits, allowed.words, allowed.places,
+            logits, allowed.words, allowed.positions,
             logits.stride(0), logits.stride(1), allowed.words.stride(0),
             V=vocab, BLOCK=block,
         )  # fmt: skip

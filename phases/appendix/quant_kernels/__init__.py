@@ -1,1 +1,1 @@
-"""Quantized layers for a few tokens, and eight bits from kernel to kernel."""
+"""Quantized layers for one token, and activations that stay in eight bits from kernel to kernel."""

@@ -16,15 +16,19 @@ NUMBERS = 16_384
 """Weights that a program multiplies while as many more are on their way."""
 ROWS = 16
 EACH = {(8, 1): 4, (8, 2): 12, (4, 1): 4, (4, 2): 3}
-"""Programs of a multiprocessor, by bits and matrices; measured with the kernels before and behind. About as
-many as run at once, and a place is left for the next kernel's, which load their weights there."""
+"""Programs of a multiprocessor, by (bits, matrices); measured with the kernels before and behind. About as
+many as run at once, less the room for the next kernel's, which load their weights there.
+"""
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Block sizes of a matrix-vector kernel with few bits.
+    """Block sizes of a matrix-vector kernel for weights of 4 or 8 bits.
 
-    rows: outputs of a tile. block_k: inputs of a tile. each: programs of a multiprocessor, at most.
+    rows: outputs of a tile.
+    block_k: inputs of a tile.
+    each: most programs of a multiprocessor.
+    num_warps: of a program.
     """
 
     rows: int
@@ -33,7 +37,7 @@ class LoopConfig:
     num_warps: int = 4
 
     def programs(self, rows: int, device: torch.device) -> int:
-        """For `rows` outputs."""
+        """Return how many programs to launch for `rows` outputs."""
         return min(triton.cdiv(rows, self.rows), self.each * multiprocessors(device))
 
 
@@ -41,10 +45,10 @@ class LoopConfig:
 def loop_config(
     outputs: int, size: int, matrices: int, bits: int, device: torch.device
 ) -> LoopConfig:
-    """For `outputs` of `size` inputs, and as many matrices as are multiplied at once.
+    """Return block sizes for `outputs` rows of `size` inputs, in 1 or 2 `matrices` of 4 or 8 `bits`.
 
-    In four bits a weight costs half the registers, and what a program does around its weights as much as
-    ever. Inputs that are longer than a tile take the registers of twice as many threads.
+    In four bits a weight costs half the registers, and what a program does around its weights costs as much
+    as ever. Rows longer than a tile take the registers of twice as many threads.
     """
     block_k = min(BLOCK_K[1], max(BLOCK_K[0], triton.next_power_of_2(size)))
     parts = triton.cdiv(size, block_k)

@@ -1,11 +1,11 @@
 """Matrix times vector for a batch of one token, the matrix in eight bits.
 
-`latency.gemv` with half the bytes, which leaves half the time for everything else. There, every program
-prepares the input for a few rows; here a program prepares it once, stays, and takes further rows.
-Numbers of e4m3 become pairs of float16 by one instruction, and sixteen products are summed up in float16
-before anything is float32: that is a third of the instructions of a float32 for each weight. A row's scale is
-multiplied once, when its sum is known. Where the scheme rounds a layer's inputs, this does so, too, though it
-gains nothing by it: a request gets the same tokens alone and among others.
+This is `latency.gemv` with half the bytes, which leaves half the time for everything else. There, every
+program prepares the input for its rows; here a program prepares the input once and then loops over tiles of
+rows. Numbers of e4m3 become pairs of float16 by one instruction, and sixteen products are summed up in
+float16 before anything is float32: that is a third of the instructions of a float32 for each weight. A
+row's scale is multiplied once, when its sum is known. Where the scheme rounds a layer's inputs, this kernel
+rounds them, too, though it gains nothing by it: a request gets the same tokens alone and in a batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.gemv import Around, launch
+from phases.appendix.latency.gemv import FusedOperators, launch
 from phases.appendix.quant_kernels.configs import loop_config
 from quant.formats import BLOCK, LARGEST
 from quant.products import hardware_rounds, rounded, token_scale
@@ -28,7 +28,7 @@ from triton_paged_attention.linear import activate
 
 @triton.jit
 def sum_and_top(square_a, top_a, square_b, top_b):
-    """Two reductions in one: a sum, and a maximum."""
+    """Combine two partial results (sum of squares, maximum) into one: lets one reduction compute both."""
     return square_a + square_b, tl.maximum(top_a, top_b)
 
 
@@ -52,21 +52,23 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
 
 @triton.jit
 def power_scale(top):
-    """The power of two below `top`, and 1 over it: to divide by it rounds nothing, and leaves less than 2."""
+    """Return the largest power of two that is not above `top`, and its inverse; dividing by it
+    rounds nothing.
+    """
     bits = tl.maximum(top, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), ((254 << 23) - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def pair(low, high):
-    """Two numbers as float16 in one word."""
+def float16_pair(low, high):
+    """Return two numbers as float16 in one int32 word, `low` in the lower half."""
     low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
-def four(x):
-    """`x [A, B, 4]` as four tensors `[A, B]`."""
+def split_four(x):
+    """Split `x [A, B, 4]` into four tensors `[A, B]`."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -74,12 +76,14 @@ def four(x):
 
 
 @triton.jit
-def place_of(
+def tile_origin(
     first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """Rows and first input of a tile of `ROWS` outputs: tiles are of all matrices, then of all inputs."""
+    """Return the rows `[ROWS]` and the first input of tile number `tile`: matrices alternate, then inputs
+    advance.
+    """
     row = first_row + tl.arange(0, ROWS)
     # Behind the last row of the first matrix lies the second: no program owns such rows.
     row = tl.where(row < N, row + tile % MATRICES * N, MATRICES * N)
@@ -104,11 +108,13 @@ def load_rows(
     weight, weight_scale, first_row, q, N, scale_stride, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, SIDE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The weights of `ROWS` outputs as tiles `[ROWS, Q, 16]` or of words `[ROWS, Q, 4]`, and their scales."""
+    """Load the weights of `ROWS` outputs as a tuple of tiles `[ROWS, Q, 16]`, or of words `[ROWS, Q, 4]`, and
+    their scales.
+    """
     EACH: tl.constexpr = 16 if WORDS == "" else 4
     weights, scales = (), ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
-        row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         k = start * EACH // 16 + q[:, None] * EACH + tl.arange(0, EACH)[None, :]
         at = row.to(tl.int64)[:, None, None] * (K * EACH // 16) + k[None, :, :]
@@ -140,8 +146,10 @@ PAIRS = {
 
 
 def _four_words(kind: str) -> str:
-    """Instructions: products of four words with eight pairs of float16, summed up: the words, the first pair
-    of inputs of each, and the second.
+    """Return PTX that multiplies four words of weights with eight pairs of float16 inputs and sums the
+    products.
+
+    Operands: the words, then the first pair of inputs of each word, then the second. kind: "fp8" or "int8".
     """
     text = "{.reg .b32 t, low, a, b, p, q; .reg .b16 x, y; .reg .f32 f, g; mov.b32 low, 0x64806480;"
     for word, total in enumerate("ppqq"):
@@ -160,14 +168,14 @@ OPERANDS = tl.constexpr("=r" + ",r" * 12)
 
 
 @triton.jit
-def sixteen(w, x, WORDS: tl.constexpr):
-    """Products of a tile with its inputs `[Q, 16]`, sixteen at a time: `[ROWS, Q]`."""
+def sum_sixteen_products(w, x, WORDS: tl.constexpr):
+    """Multiply a tile with its inputs `[Q, 16]`, and sum sixteen products at a time: `[ROWS, Q]`."""
     if WORDS != "":
-        w0, w1, w2, w3 = four(w)
+        w0, w1, w2, w3 = split_four(w)
         low, high = tl.split(tl.reshape(x, [x.shape[0], 8, 2]))
-        even, odd = tl.split(tl.reshape(pair(low, high), [1, x.shape[0], 4, 2]))
-        a0, a1, a2, a3 = four(even)
-        b0, b1, b2, b3 = four(odd)
+        even, odd = tl.split(tl.reshape(float16_pair(low, high), [1, x.shape[0], 4, 2]))
+        a0, a1, a2, a3 = split_four(even)
+        b0, b1, b2, b3 = split_four(odd)
         total = tl.inline_asm_elementwise(
             FP8_WORDS if WORDS == "fp8" else INT8_WORDS, OPERANDS,
             [w0, w1, w2, w3, a0, a1, a2, a3, b0, b1, b2, b3],
@@ -186,14 +194,16 @@ def gemv8_kernel(
     ADD: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr,
+    TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Run as many programs as fit at once. Each prepares the input and takes `ROWS` outputs in turn; the
-    weights of the next are on their way while some are multiplied.
+    """Compute tiles of `ROWS` outputs in a loop; the weights of the next tile are loaded while one is
+    multiplied.
 
-    SIDE: of blocks that share a scale; 0: a row does. WORDS: the numbers in a word, if the hardware has a
-    short way to make float16 of them; else "". AHEAD: whether the next kernel may start at once; else it does
-    when this one's input is complete.
+    There are as many programs as run at once, and each prepares the input once.
+
+    SIDE: side of the square blocks of weights that share a scale; 0: each row has a scale.
+    WORDS: "fp8" or "int8" if instructions convert whole words to float16; else "".
+    TRIGGER_EARLY: the next kernel may start at once; otherwise when this one's input is complete.
     """
     MATRICES: tl.constexpr = 2 if GATED else 1
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -217,10 +227,10 @@ def gemv8_kernel(
         WORDS,
     )
     if PDL:
-        if AHEAD:
+        if TRIGGER_EARLY:
             gdc_launch_dependents()
         gdc_wait()
-        if not AHEAD:
+        if not TRIGGER_EARLY:
             gdc_launch_dependents()
     # The whole input at once, so that its loads wait together; and then its scales, once.
     parts = ()
@@ -284,7 +294,7 @@ def gemv8_kernel(
         for matrix in tl.static_range(MATRICES):
             product = tl.zeros([ROWS, BLOCK_K // 16], tl.float32)
             for i in tl.static_range(PARTS):
-                sums = sixteen(weights[i * MATRICES + matrix], vectors[i], WORDS)
+                sums = sum_sixteen_products(weights[i * MATRICES + matrix], vectors[i], WORDS)
                 product += sums * scales[i * MATRICES + matrix] if SIDE > 0 else sums
             total = tl.sum(product, axis=1) * scale
             if SIDE == 0:
@@ -299,24 +309,26 @@ def gemv8_kernel(
         weights, scales = later, later_scales
 
 
-def gemv8(x: Tensor, weight: QuantizedWeight, **around: Unpack[Around]) -> Tensor:
-    """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
+def gemv8(x: Tensor, weight: QuantizedWeight, **operators: Unpack[FusedOperators]) -> Tensor:
+    """Return `latency.gemv` with a weight of eight bits whose scales are by channel or by
+    block: `[..., N]`.
+    """
     scheme = weight.scheme
     assert scheme.scales in ("channel", "block") and weight.order is None, (
         "not a form that this kernel reads"
     )
-    matrices = 1 if around.get("gate") is None else 2
+    matrices = 1 if operators.get("gate") is None else 2
     rows, size = weight.shape[0] // matrices, weight.shape[1]
     shape = loop_config(rows, size, matrices, 8, x.device)
     hardware = hardware_rounds(x.device)
     known = x.is_cuda and size % 16 == 0 and (scheme.weights == "int8" or hardware)
     data = weight.data.view(torch.int32) if known else weight.data
     return launch(
-        gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, around,
+        gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, operators,
         scale_stride=weight.scale.stride(0), K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
         SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
         LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
         HARDWARE=hardware,
-        WORDS=scheme.weights if known else "", AHEAD=around.get("run_ahead", True),
+        WORDS=scheme.weights if known else "", TRIGGER_EARLY=operators.get("trigger_early", True),
         num_warps=shape.num_warps,
     )  # fmt: skip

@@ -1,12 +1,12 @@
 """Matrix times vector for a batch of one token, the matrix in four bits.
 
-A quarter of the bytes leaves so little time that what unpacks a number must cost less than reading it. So the
-nibbles lie where tensor registers want them: one word has four pairs of inputs, and a mask alone turns a pair
-of nibbles into a pair of float16 numbers. For a float16 with `n` in its last bits and nothing else is n times
-2^-24, small, but a number that multiplies like any other; four bits further up it is 16 n times 2^-24. So
-inputs are made as large as float16 allows, and those that meet the higher nibbles a sixteenth of it. Sixteen
-products are summed up in float16; then the zero point's share is taken off, and the group's scale multiplied,
-in float32.
+A quarter of the bytes leaves so little time that unpacking a number must cost less than reading it. So the
+nibbles lie where tensor registers want them: one word has four pairs of inputs, and a mask alone turns a
+pair of nibbles into a pair of float16 numbers. A float16 with `n` in its last bits and nothing else is n
+times 2^-24, small, but a number that multiplies like any other; four bits further up it is 16 n times
+2^-24. So inputs are made as large as float16 allows, and those multiplied with the higher nibbles a
+sixteenth of it. Sixteen products are summed up in float16; then the zero point's share is taken off, and
+the group's scale multiplied, in float32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.gemv import Around, launch
+from phases.appendix.latency.gemv import FusedOperators, launch
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import (
-    four,
+    float16_pair,
     input_scales,
     load_addends,
-    pair,
-    place_of,
     power_scale,
+    split_four,
+    tile_origin,
 )
 from quant.products import SPAN
 from quant.weights import QuantizedWeight
@@ -34,7 +34,7 @@ from triton_paged_attention.linear import activate
 
 
 def _products(word: int, total: str) -> str:
-    """Instructions that add a word's eight products to `total`, a pair of float16."""
+    """Return PTX that adds a word's eight products to `total`, a pair of float16."""
     x = [f"${5 + 4 * word + part}" for part in range(4)]
     first = (
         f"mul.f16x2 {total}, a, {x[0]}"
@@ -68,7 +68,8 @@ def load_rows(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The words of `ROWS` outputs as tiles `[ROWS, Q, 4]`; if groups are spans, scales and zeros `[ROWS, Q]`.
+    """Load the words of `ROWS` outputs as a tuple of tiles `[ROWS, Q, 4]`, with scales and zeros `[ROWS, Q]`
+    under ASM.
 
     A quarter of a span's words belongs to each `q`.
     """
@@ -77,7 +78,7 @@ def load_rows(
     scales = ()
     zeros = ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
-        row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
         at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
@@ -95,14 +96,16 @@ def load_rows(
 
 @triton.jit
 def load_group(numbers, row, real, k, other, K: tl.constexpr, GROUP: tl.constexpr):
-    """Scales or zero points of the groups of inputs `k [Q]`: `[ROWS, Q]`."""
+    """Load the scales or zero points of the groups of inputs `k [Q]`: `[ROWS, Q]`."""
     at = row.to(tl.int64)[:, None] * (K // GROUP) + (k // GROUP)[None, :]
     return tl.load(numbers + at, mask=real[:, None] & (k < K)[None, :], other=other)
 
 
 @triton.jit
 def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
-    """Inputs that part `part` of each word meets: four even and four odd ones a `q`, `[Q, 4]`, in float32."""
+    """Load the inputs for part `part` of each word: four even and four odd ones for each `q`, `[Q, 4]`
+    float32 each.
+    """
     at = (start + q // 4 * 128 + q % 4 * 8)[:, None] + part * 32 + tl.arange(0, 8)[None, :]
     eight = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)  # as they lie: one load
     return tl.split(tl.reshape(eight, [q.shape[0], 4, 2]))
@@ -115,19 +118,20 @@ def sums(
     MATRICES: tl.constexpr,
     ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products of a tile with the input, `[ROWS, Q]`, from the four parts of the input that it meets.
+    """Multiply a tile with its inputs, zero points and scales applied: `[ROWS, Q]`.
 
-    words, s, z: what `load_rows` says. even, odd: `[Q, 4]` each; pairs: the same as words of two; inputs
-    `[Q]`: their sums.
+    words, s, z: tiles, scales and zeros of `load_rows`.
+    even, odd: inputs `[Q, 4]` of each of the four parts; pairs: the same as words of two float16.
+    inputs: `[Q]`, the sums of the inputs, for the zero points.
     """
     PART: tl.constexpr = tile // MATRICES
     FIRST: tl.constexpr = PART * 4
     if ASM:
-        w0, w1, w2, w3 = four(words[tile])
-        a0, a1, a2, a3 = four(pairs[FIRST][None, :, :])
-        b0, b1, b2, b3 = four(pairs[FIRST + 1][None, :, :])
-        c0, c1, c2, c3 = four(pairs[FIRST + 2][None, :, :])
-        d0, d1, d2, d3 = four(pairs[FIRST + 3][None, :, :])
+        w0, w1, w2, w3 = split_four(words[tile])
+        a0, a1, a2, a3 = split_four(pairs[FIRST][None, :, :])
+        b0, b1, b2, b3 = split_four(pairs[FIRST + 1][None, :, :])
+        c0, c1, c2, c3 = split_four(pairs[FIRST + 2][None, :, :])
+        d0, d1, d2, d3 = split_four(pairs[FIRST + 3][None, :, :])
         total = tl.inline_asm_elementwise(
             FOUR_WORDS, OPERANDS,
             [w0, w1, w2, w3, a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3],
@@ -136,7 +140,7 @@ def sums(
         zero_point = z[tile].to(tl.float32) if ZEROS else 8.0
         total = (total * UNIT - zero_point * inputs[PART][None, :]) * s[tile].to(tl.float32)
     else:
-        row, start = place_of(here, N, tile, K, ROWS, BLOCK_K, MATRICES)
+        row, start = tile_origin(here, N, tile, K, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         total = tl.zeros([ROWS, BLOCK_K // 32], tl.float32)
         for part in tl.static_range(4):
@@ -159,9 +163,9 @@ def gemv4_kernel(
     ZEROS: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr,
-    KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TRIGGER_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs as in `gemv8_kernel`: as many as run at once, each with one input and ever more rows."""
+    """Compute tiles of `ROWS` outputs in a loop, as `gemv8_kernel` does: as many programs as run at once."""
     MATRICES: tl.constexpr = 2 if GATED else 1
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first_row = tl.program_id(0) * ROWS
@@ -170,10 +174,10 @@ def gemv4_kernel(
         weight, scale, zero, first_row, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
     )
     if PDL:
-        if AHEAD:
+        if TRIGGER_EARLY:
             gdc_launch_dependents()
         gdc_wait()
-        if not AHEAD:
+        if not TRIGGER_EARLY:
             gdc_launch_dependents()
     # The whole input at once, in the order of the words: four parts of four pairs for each of their quarters.
     even, odd = (), ()
@@ -209,7 +213,7 @@ def gemv4_kernel(
         lows += (low,)  # type: ignore[assignment]
         highs += (high,)  # type: ignore[assignment]
         large = LARGE / 16 if i % 2 == 1 else LARGE
-        pairs += (pair(low * large, high * large),)  # type: ignore[assignment]
+        pairs += (float16_pair(low * large, high * large),)  # type: ignore[assignment]
     for i in tl.static_range(PARTS):
         every = lows[4 * i] + highs[4 * i]  # type: ignore[var-annotated]
         for part in tl.static_range(1, 4):
@@ -259,18 +263,18 @@ def gemv4(
     x: Tensor,  # [..., K], one row
     weight: QuantizedWeight,  # [N, K], or [2 N, K] when gated; its `data` is that of `to_words`
     size: int,
-    **around: Unpack[Around],
+    **operators: Unpack[FusedOperators],
 ) -> Tensor:
-    """`latency.gemv` with a weight of four bits, of `size` inputs: `[..., N]`."""
-    matrices, group = 1 if around.get("gate") is None else 2, weight.scheme.group
+    """Return `latency.gemv` with a weight of four bits and `size` inputs: `[..., N]`."""
+    matrices, group = 1 if operators.get("gate") is None else 2, weight.scheme.group
     rows = len(weight.data) // matrices
     shape = loop_config(rows, size, matrices, 4, x.device)
     zero = weight.scale if weight.zero is None else weight.zero
     return launch(
         gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero],
-        rows, around,
+        rows, operators,
         K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k,
         ZEROS=weight.zero is not None,
-        ASM=x.is_cuda and group % SPAN == 0, AHEAD=around.get("run_ahead", True),
+        ASM=x.is_cuda and group % SPAN == 0, TRIGGER_EARLY=operators.get("trigger_early", True),
         num_warps=shape.num_warps,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Inputs of eight bits, rounded by the kernel that makes them, and products that are scaled by the next one.
+"""Inputs rounded to eight bits by the kernel that computes them, and products scaled by the kernel that reads
+them.
 
 A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
-that alone would read and write everything once more. But what follows a projection reads its output anyway:
-a norm, an activation, RoPE. So the product is handed on as it is (`PendingScales`), and its reader
-multiplies.
-In the same way, the kernel that makes a projection's input also finds each token's largest number and rounds
-(`Rounded`).
+that alone would read and write everything once more. But the operator behind a projection reads its output
+anyway: a norm, an activation, RoPE. So the product is handed on unscaled (`PendingScales`), and its reader
+multiplies. In the same way, the kernel that computes a projection's input also finds each token's largest
+number and rounds (`Rounded`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from triton_paged_attention.linear import KINDS, activate
 
 @triton.jit
 def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: tl.constexpr):
-    """Numbers of a token, as float32, with their scales if they are pending."""
+    """Load numbers of a token as float32; with PENDING, multiplied by the token's and the
+    channels' scales.
+    """
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
     if PENDING:
         x = (
@@ -38,7 +40,10 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: 
 def round_vector(
     vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """`latency.heads.as_it_is` in eight bits. Padding of heads may hold anything that is finite."""
+    """Round attention's output to eight bits; return it and its scale, as `output_projection.unrounded` does.
+
+    Padding of heads may hold any finite number.
+    """
     scale, inverse = token_scale(
         tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST
     )
@@ -52,7 +57,7 @@ def norm_rows_kernel(
     ONE_PLUS: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: add, norm, round."""
+    """Add, normalize and round one token a program."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
@@ -82,7 +87,7 @@ def gated_rows_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PENDING: tl.constexpr,
     HALF: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: activation, product, round. HALF: the type that the model computes in."""
+    """Apply the gate's activation, multiply, and round one token a program. HALF: the model's dtype."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     top = tl.zeros([BLOCK], tl.float32)
@@ -112,7 +117,9 @@ def _warps(padded: int) -> int:
 
 
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
-    """Make room for tokens of `size` numbers: rounded to a kind, with their scales, or of `x`'s type."""
+    """Allocate output `[T, size]`: in the format `kind` with scales `[T]`, or in `x`'s dtype if
+    kind is None.
+    """
     tokens = x.numel() // x.shape[-1]
     dtype = x.dtype if kind is None else DTYPES[kind]
     shape = (*x.shape[:-1], size) if kind is None else (tokens, size)
@@ -128,7 +135,11 @@ def norm_rows(
     norm: NormWeights,
     kind: Activations | None,
 ) -> tuple[Tensor, Rounded | Tensor]:
-    """`x + delta` (or `x`), and the norm of that, rounded to `kind`, or as it is without one."""
+    """Return `x + delta` (or `x`), and its RMSNorm, rounded to `kind` with a scale for each token if kind is
+    given.
+
+    x: `[..., size]`. delta: of the same shape, perhaps with pending scales; None: nothing is added.
+    """
     x = x.contiguous()
     size = x.shape[-1]
     out, scale = _room(x, size, kind)
@@ -154,8 +165,10 @@ def norm_rows(
 def gated_rows(
     gate_up: PendingScales | Tensor, gate: str, kind: Activations, dtype: torch.dtype
 ) -> Rounded:
-    """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `linear.KINDS`.
+    """Return `act(gates) * ups` of `gate_up [T, 2 I]`, rounded to eight bits with a scale for each token.
 
+    gate: the activation, a key of `linear.KINDS`.
+    kind: the format to round to.
     dtype: the model's, to which every intermediate result is rounded.
     """
     pending = isinstance(gate_up, PendingScales)

@@ -1,4 +1,4 @@
-"""Ways of a quantized layer for one token, and of a block whose numbers stay in eight bits in between."""
+"""Kernels of a quantized layer for one token, and of a block whose activations stay in eight bits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from forward.attention import Attention
 from forward.model import Model
-from phases.appendix.latency.heads import Rounding, project_heads
-from phases.appendix.latency.layers import CombinesHeads, LatencyBlock, LatencyKernel
+from phases.appendix.latency.layers import HeadCombiner, LatencyBlock, LatencyKernel
+from phases.appendix.latency.output_projection import Rounding, project_heads
 from phases.appendix.latency.single_request import SingleRequestSplits, starts_early
 from phases.appendix.latency.tables import fused_heads_are_faster
 from phases.appendix.quant_kernels.gemv import gemv8
@@ -43,21 +43,21 @@ MANY = 1024
 
 
 class QuantLatencyKernel(LatencyKernel):
-    """`LatencyKernel` of a layer with few bits."""
+    """`LatencyKernel` for a layer of 4- or 8-bit weights."""
 
     linear: KernelLinear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """See `Way.supports`."""
+        """Return True for one token, unless the layer has a bias and a gate, or act-order (`desc_act`)."""
         return self.linear.order is None and super().supports(tokens, gate)
 
-    def __call__(self, x: Tensor, **around: Any) -> Tensor:
+    def __call__(self, x: Tensor, **operators: Any) -> Tensor:
         """See `FusedLinear.forward`."""
         linear = self.linear
         how = {
-            **around,
+            **operators,
             "bias": linear.bias,
-            "run_ahead": self.run_ahead,
+            "trigger_early": self.trigger_early,
             "out_dtype": self.out_dtype,
         }
         if linear.scheme.weights == "int4":
@@ -65,8 +65,11 @@ class QuantLatencyKernel(LatencyKernel):
         return gemv8(x, linear.stored, **how)
 
 
-def heads_of(linear: KernelLinear) -> CombinesHeads | None:
-    """See `latency.layers.heads_of`: of a weight of eight bits with scales by channel."""
+def heads_of(linear: KernelLinear) -> HeadCombiner | None:
+    """Return the function that combines attention's splits in an output projection of 8-bit weights.
+
+    None: its scales are not by channel, it has act-order, or attention combines the splits faster.
+    """
     plain = linear.scheme.scales == "channel" and linear.order is None
     return (
         partial(_combine, linear) if plain and fused_heads_are_faster(*linear.shape) else None
@@ -87,10 +90,12 @@ def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor)
 
 
 class EightBitBlock:
-    """A way through a block between whose projections no number of 16 bits is written that has eight.
+    """A `BlockKernel` for more than one token whose activations are in eight bits between the projections.
 
-    Norms and activations round what they make, and multiply what they read by its scales. A lone token goes
-    through the block as it was: there every projection is a kernel that does all this by itself.
+    Norms and activations round their outputs, and multiply their inputs by the pending scales. A single
+    token takes the block's other kernels, each of which rounds and scales by itself.
+
+    kind: the format of the activations.
     """
 
     def __init__(self, kind: Activations) -> None:
@@ -132,10 +137,12 @@ class EightBitBlock:
 def multiply(
     layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype
 ) -> PendingScales | Tensor:
-    """`x` times a layer that is `eight`; a product of few tokens is still to be scaled.
+    """Return `x` times a layer of eight-bit weights; below `MANY` tokens the product's scales are pending.
 
-    With one scale for all, the library has a faster product of few tokens than with a scale for each row and
-    column: so it is told that all scales are 1, and the next kernel does the rest.
+    The library multiplies a small batch faster with one scale for all than with a scale for each row and
+    column: so it is given scales of 1, and the next kernel multiplies by the true ones.
+
+    dtype: the model's.
     """
     assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
     weight = layer.linear.stored
@@ -145,7 +152,7 @@ def multiply(
 
 
 class PendingScalesNorm(FusedRMSNorm):
-    """The norm behind the last `EightBitBlock`, which hands its product on unscaled."""
+    """The norm behind the last `EightBitBlock`: it applies the pending scales of that block's product."""
 
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)
@@ -153,17 +160,17 @@ class PendingScalesNorm(FusedRMSNorm):
         self.eps = norm.eps
         self.one_plus = norm.one_plus
 
-    def both(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """See `FusedRMSNorm.both`."""
-        if isinstance(x, Tensor):  # of a lone token, to which all has been added
-            return super().both(x)
+    def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+        """See `FusedRMSNorm.add_and_normalize`."""
+        if isinstance(x, Tensor):  # of a single token: nothing is pending
+            return super().add_and_normalize(x)
         total, normed = norm_rows(*x, self.weights, None)
         assert isinstance(normed, Tensor)
         return total, normed
 
 
 def install(model: Model) -> Model:
-    """Add ways to a model's blocks and quantized layers, and return the model, which is the same object."""
+    """Add kernels to a model's quantized layers and blocks, and return the same model."""
     for fused in model.modules():
         if isinstance(fused, FusedLinear) and isinstance(fused.linear, KernelLinear):
             fused.kernels.insert(0, QuantLatencyKernel(fused.linear))
@@ -184,13 +191,15 @@ def install(model: Model) -> Model:
 
 
 def add_kernels(block: FusedBlock) -> None:
-    """Say how a block's projections start, and combine attention's splits in the one behind it."""
+    """Set when a block's QKV kernel triggers the next, and let the output projection combine attention's
+    splits.
+    """
     attend = block.self_attn
     if not isinstance(attend, FusedAttention):
         return
     for kernel in attend.qkv_proj.kernels:
         if isinstance(kernel, QuantLatencyKernel):
-            kernel.run_ahead = starts_early(attend.spec)
+            kernel.trigger_early = starts_early(attend.spec)
     out = attend.o_proj
     for direct in block.kernels:
         if (
@@ -202,7 +211,9 @@ def add_kernels(block: FusedBlock) -> None:
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return what a block's inputs are rounded to, if all its projections are products of eight bits."""
+    """Return the format of a block's activations if all its projections multiply eight-bit
+    numbers, else None.
+    """
     attend, mlp = block.self_attn, block.mlp
     if not (
         isinstance(attend, FusedAttention)

@@ -1,1 +1,1 @@
-"""Kernels are compiled before a request waits for them."""
+"""Compile every kernel before the first request, by serving made-up ones."""

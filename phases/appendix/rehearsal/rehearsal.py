@@ -1,8 +1,8 @@
-"""A rehearsal: made-up requests of every kind, so that no real one waits for a compiler.
+"""Warm-up: serve made-up requests of every kind, so that no real request waits for a compiler.
 
 Triton compiles a kernel when it is first launched, and once more for every set of constants and every class
-of integer arguments (1, divisible by 16, others). Graphs compile what they capture. What only eager steps use
-is met when the first long prompt comes, or the first request with penalties.
+of integer arguments (1, divisible by 16, others). Graphs compile what they capture. Kernels that only eager
+steps use would be compiled when the first long prompt comes, or the first request with penalties.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class WarmupBatch:
-    """Requests that come at once.
+    """Requests that are added at once.
 
-    lengths: of their prompts; each then generates `tokens` tokens.
-    running: so many requests decode already when they come.
+    title: shown while the batch runs.
+    lengths: of their prompts, in tokens.
+    tokens: tokens that each request generates.
+    params: their sampling settings.
+    running: number of requests that decode already when these are added.
     """
 
     title: str
@@ -41,7 +44,9 @@ class WarmupBatch:
 
 
 def warmup_batches(engine: PagedEngine) -> list[WarmupBatch]:
-    """Return the scenes to play: steps of all sizes, whose numbers of tokens 16 divides or does not."""
+    """Return the batches to run: steps of all sizes, with numbers of tokens that 16 divides and that it does
+    not.
+    """
     rows, most = engine.scheduler.rows.count, engine.scheduler.step_tokens
     sampled = SamplingParams(temperature=0.8, seed=1)
     picky = SamplingParams(
@@ -80,55 +85,58 @@ def warmup_batches(engine: PagedEngine) -> list[WarmupBatch]:
 
 
 def rehearse(engine: PagedEngine) -> None:
-    """Play every scene on an engine that has just been made; it forgets them."""
+    """Run every warm-up batch on an engine that has just been made, then reset its statistics and its prefix
+    cache.
+    """
     played = warmup_batches(engine)
     with bar("compiling kernels", len(played)) as part:
-        for scene in played:
-            part(scene.title)
-            play(engine, scene)
+        for batch in played:
+            part(batch.title)
+            run_batch(engine, batch)
     vars(engine.stats).update(vars(Stats()))  # from zero
     engine.cache.forget()
     if engine.runner.model.device.type == "cuda":
         torch.cuda.synchronize(engine.runner.model.device)
 
 
-def play(engine: PagedEngine, scene: WarmupBatch) -> None:
-    """Serve a scene's requests, as far as the engine has room for them.
+def run_batch(engine: PagedEngine, batch: WarmupBatch) -> None:
+    """Serve the requests of one warm-up batch to the end, as far as the engine has room for them.
 
     Raises:
         RuntimeError: a step failed.
     """
-    for number in range(scene.running):
-        _add(engine, scene, number, 16, 6)
-    for _ in range(2 if scene.running else 0):
-        _step(engine, scene)
-    for number, length in enumerate(scene.lengths):
-        _add(engine, scene, scene.running + number, length, scene.tokens)
+    for number in range(batch.running):
+        _add(engine, batch, number, 16, 6)
+    for _ in range(2 if batch.running else 0):
+        _step(engine, batch)
+    for number, length in enumerate(batch.lengths):
+        _add(engine, batch, batch.running + number, length, batch.tokens)
     while not engine.idle:
-        _step(engine, scene)
+        _step(engine, batch)
 
 
 def _add(
-    engine: PagedEngine, scene: WarmupBatch, number: int, length: int, tokens: int
+    engine: PagedEngine, batch: WarmupBatch, number: int, length: int, tokens: int
 ) -> None:
-    """A request with a prompt of `length` tokens, or as many as this engine serves.
+    """Add a request with a prompt of `length` tokens, or as many as this engine serves.
 
-    A prefix cache finds nothing of another scene's in it: what is left of a long prompt would be a short one.
+    The salt keeps the prefix cache from finding another batch's blocks: a long prompt would become a short
+    one.
     """
     vocab = min(1000, engine.config.vocab_size)
     prompt = [
         (7 * number + token) % vocab
         for token in range(max(1, min(length, engine.max_len - tokens - 1)))
     ]
-    given = SamplingParams(**{**vars(scene.params), "max_tokens": tokens, "ignore_eos": True})
+    given = SamplingParams(**{**vars(batch.params), "max_tokens": tokens, "ignore_eos": True})
     with suppress(UserError):  # its cache is smaller than that
-        engine.add(prompt, given, salt=f"rehearsal: {scene.title}")
+        engine.add(prompt, given, salt=f"rehearsal: {batch.title}")
 
 
-def _step(engine: PagedEngine, scene: WarmupBatch) -> None:
+def _step(engine: PagedEngine, batch: WarmupBatch) -> None:
     for output in engine.step():
         if output.finish_reason == "error":
-            raise RuntimeError(f"a rehearsal failed: {scene.title}") from output.request.error
+            raise RuntimeError(f"a rehearsal failed: {batch.title}") from output.request.error
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ LATER: dict[str, str] = {
     "gpt_oss": "experts.gpt_oss.GptOss",
     "qwen3_5": "hybrid_cache.qwen3_5.Qwen35",
 }
-"""A seam: families that a later phase brings, each as `module.Class`, imported when a model of it is made."""
+"""A seam: families of later phases, each as `module.Class`, imported when a model of it is made."""
 
 
 def family_of(name: str) -> type[Model]:

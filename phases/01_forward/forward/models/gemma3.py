@@ -21,7 +21,7 @@ from forward.rope import Rope
 
 
 class Gemma3RMSNorm(nn.Module):
-    """RMSNorm whose stored weight is the distance from 1."""
+    """RMSNorm that stores its weight less 1."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Gemma3RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., size]`` -> ``[..., size]`` in ``x``'s dtype; the sum ``1 + weight`` is in float32."""
+        """Return ``x [..., size]`` normalized, in ``x``'s dtype; the sum ``1 + weight`` is in float32."""
         return F.rms_norm(
             x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps
         ).to(x.dtype)
 
 
 class Gemma3Attention(Qwen3Attention):
-    """Qwen3's attention, but for the form of its norms."""
+    """Qwen3's attention with Gemma's form of the norms."""
 
     norm_class: ClassVar[type[nn.Module]] = Gemma3RMSNorm
 
@@ -57,7 +57,10 @@ class Gemma3Block(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``x [..., hidden]`` plus attention's and the MLP's outputs.
+
+        cos_sin: angles of this layer's kind. attention: mixes the tokens.
+        """
         x = x + self.post_attention_layernorm(
             self.self_attn(self.input_layernorm(x), cos_sin, attention)
         )
@@ -93,7 +96,9 @@ class Gemma3(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Text-only and multimodal checkpoints wrap the same names differently."""
+        """Remove the prefixes of text-only and of multimodal checkpoints; None for tensors of the vision
+        tower.
+        """
         if name.startswith(
             ("vision_tower.", "multi_modal_projector.", "model.vision", "model.multi_modal")
         ):

@@ -22,7 +22,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return attention's output: ``[..., hidden]`` -> ``[..., hidden]``."""
         heads = (self.spec.num_heads, self.spec.head_dim)
         q, k, v = (
             part.unflatten(-1, heads) for part in self.c_attn(x).chunk(3, dim=-1)
@@ -40,7 +40,7 @@ class GPT2MLP(nn.Module):
         self.act = activation(config.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return the MLP's output: ``[..., hidden]`` -> ``[..., hidden]``."""
         return self.c_proj(self.act(self.c_fc(x)))
 
 
@@ -55,7 +55,7 @@ class GPT2Block(nn.Module):
         self.mlp = GPT2MLP(config)
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Return ``x [..., hidden]`` plus attention's and the MLP's outputs."""
         x = x + self.attn(self.ln_1(x), attention)
         return x + self.mlp(self.ln_2(x))
 
@@ -83,12 +83,12 @@ class GPT2(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Some files prefix ``transformer.``, some carry the causal mask as a buffer."""
+        """Remove the prefix ``transformer.``; None for the causal masks that some files hold."""
         name = name.removeprefix("transformer.")
         return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """GPT-2's own code multiplies from the other side and stores these matrices transposed."""
+        """Transpose the matrices that GPT-2's own code multiplies from the other side."""
         matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         return tensor.t() if name.endswith(matrices) and tensor.dim() == 2 else tensor

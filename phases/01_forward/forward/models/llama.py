@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783), the family that SmolLM2 belongs to, and the skeleton of most since.
+"""Llama 3 (arXiv 2407.21783), the family that SmolLM2 belongs to; most later families change details of it.
 
 Pre-norm blocks, RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 """
@@ -17,7 +17,7 @@ from forward.rope import Rope, apply_rope
 
 
 class LlamaAttention(nn.Module):
-    """Projections and RoPE around the seam."""
+    """The projections before and after attention, and RoPE."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[..., hidden]`` -> ``q [..., H, D]``, ``k`` and ``v [..., KH, D]``, not yet rotated."""
+        """Return ``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` of ``x [..., hidden]``, not yet rotated."""
         q = self.q_proj(x).unflatten(-1, (self.spec.num_heads, self.spec.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim))
@@ -39,7 +39,8 @@ class LlamaAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``attention``.
+        """Return attention's output ``[..., hidden]`` for ``x [..., hidden]``; only ``attention`` mixes
+        tokens.
 
         Queries and keys are rotated after `project`, which families override; values are not.
         """
@@ -65,7 +66,10 @@ class LlamaBlock(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``; what is added back is added to `x` as it came."""
+        """Return ``x [..., hidden]`` plus attention's output, and plus the MLP's output.
+
+        The residual is `x` as it came, not its normalized copy.
+        """
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -98,7 +102,7 @@ class Llama(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Hugging Face puts everything but the head under ``model.``."""
+        """Remove Hugging Face's prefix ``model.``; None for frequencies, which `Rope` computes."""
         if name.endswith("rotary_emb.inv_freq"):
             return None  # old checkpoints stored the frequencies that `Rope` computes
         return name.removeprefix("model.")

@@ -12,7 +12,7 @@ from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
 
 class Qwen2Attention(LlamaAttention):
-    """The output projection keeps no bias."""
+    """Llama's attention with biases on the query, key and value projections, and none on the output's."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)

@@ -1,8 +1,8 @@
-"""The paged pool as kernels see it: where a token's keys and values lie, and how new ones get there.
+"""The layout of the paged pool for kernels, and the kernel that stores new keys and values.
 
-A slot is `block * P + offset`. On Hopper tiles are copied by the tensor memory accelerator (TMA): one thread
-asks for a whole tile, and the addresses of its rows are worked out in hardware instead of in registers by
-every thread. It copies a box out of a dense array, so the tile must lie inside one block.
+A slot is `block * P + offset`. On Hopper tiles are copied by the tensor memory accelerator (TMA): one
+thread asks for a whole tile, and the addresses of its rows are worked out in hardware instead of in
+registers by every thread. It copies a box out of a dense array, so the tile must lie inside one block.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from triton_paged_attention.tiles import attend
 
 @triton.jit
 def value_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the place of a token's first value, and how far apart its values are."""
+    """Return the offset of a token's first value in the cache, and the distance between its values."""
     return (slot // P) * block_stride + (slot % P) * slot_stride, 1
 
 
 class ValueLayout(NamedTuple):
-    """The layout of values in a block, a seam: functions of kernels, and what a launch does for them.
+    """The layout of values in a block, a seam: device functions, and what a launch does for them.
 
-    attend, place: as `tiles.attend` and `value_place`.
-    fit: return a configuration (of `tables`) in which they can run, for a block size.
-    words: return values in the type that `attend` loads.
+    attend, place: have the signatures of `tiles.attend` and `value_place`.
+    fit: returns a configuration (of `tables`) in which they can run, from one and the block size.
+    words: returns values in the type that `attend` loads.
     """
 
     attend: Any = attend
@@ -62,7 +62,10 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
 
 @triton.jit
 def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
-    """`paged_cache.pool.encode` of a tile whose numbers have these scales, but for the dtype."""
+    """Return a tile divided by its scales and rounded to the cache's format, but not converted to its dtype.
+
+    LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    """
     x = tl.div_rn(x.to(tl.float32), scale)  # as torch divides
     if WHOLE:
         x = tl.floor(x + 0.5)
@@ -77,7 +80,9 @@ def kv_store_kernel(
     SCALED: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and part of its heads."""
+    """Store part of one token's key and value heads in its slot. One program per token and part
+    of its heads.
+    """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
     i = part * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +106,11 @@ def kv_store(
     cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
-    """Write every token's key and value heads to its slot of the layer's cache, in the cache's format."""
+    """Write every token's key and value heads, `[T, KH, D]`, to its slot of the layer's cache, in the cache's
+    format.
+
+    slots: `[T]` int64; tokens with slot -1 are not stored.
+    """
     tokens, kv_heads, d = k.shape
     k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (k, v))
     size = kv_heads * d

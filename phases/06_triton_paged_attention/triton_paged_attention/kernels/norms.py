@@ -32,7 +32,7 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, ONE_PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Normalize one row a program; with ADD, add `delta` first and write the sum to `total`."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
@@ -74,9 +74,10 @@ def _launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32; same shape and dtype as `x`.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, in `x`'s shape and
+    dtype.
 
-    The last three arguments are `NormWeights`.
+    weight, eps, one_plus: see `NormWeights`.
     """
     return _launch(x, None, weight, eps, one_plus)[1]
 
@@ -84,5 +85,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as when added apart."""
+    """Return `(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as by two operators.
+
+    weight, eps, one_plus: see `NormWeights`.
+    """
     return _launch(x, delta, weight, eps, one_plus)

@@ -1,8 +1,8 @@
-"""RoPE: the angles of a step, and the way from one fused QKV projection to attention, each in one kernel.
+"""RoPE in two kernels: the angles of a step, and everything from the QKV projection to attention.
 
-That way is the norm of the query and key heads, RoPE and the KV store. Apart, these are seven torch kernels
-that each read and write all heads. Fused, a program takes a few heads of one token into registers, normalizes
-and rotates them, and writes queries to a tensor, keys and values to the pool.
+That is the norm of the query and key heads, RoPE and the KV store. Apart, these are seven torch kernels
+that each read and write all heads. Fused, a program takes up to `HEADS` heads of one token into registers,
+normalizes and rotates them, and writes queries to a tensor, keys and values to the pool.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class HeadNorms(NamedTuple):
 
 
 class ProductScales(NamedTuple):
-    """The pending scales of a projection's output: `rows [T]`, `columns [N]`, both float32.
+    """Scales by which a projection's output is still to be multiplied: `rows [T]`, `columns [N]`, both
+    float32.
 
-    dtype: of the product. A later phase has projections whose output may be of any other.
+    dtype: of the scaled product; the output itself may be in any other.
     """
 
     rows: Tensor
@@ -50,7 +51,7 @@ def norm_scale(squares, eps, D: tl.constexpr):
 
 @triton.jit
 def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
-    """The rest of a norm whose `scale` is known, rounded as a norm apart."""
+    """Return `x` times the norm's `scale` and weight, rounded as by a norm of its own."""
     weight = weight.to(tl.float32)
     if ONE_PLUS:
         weight += 1.0
@@ -58,8 +59,10 @@ def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
 
 
 @triton.jit
-def turn(x, y, cos, sin):
-    """One half of each rotated pair; `y` is the other. The minus sign is in the first half's `sin`."""
+def rotate(x, y, cos, sin):
+    """Return one half `x` of rotated pairs, given the other half `y`. The minus sign is in the first half's
+    `sin`.
+    """
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
 
@@ -67,7 +70,7 @@ def turn(x, y, cos, sin):
 def store_head(
     out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Half of some heads of a token, in the cache's format."""
+    """Write half of each of a token's heads to `out + at`, in the cache's format."""
     if SCALED:
         x = encode(x, scale, LIMIT, WHOLE)
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
@@ -84,10 +87,12 @@ def norm_rope_kernel(
     PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and few heads: first the queries, then the keys, then the values.
+    """Normalize, rotate and store up to HEADS heads of one token: first the queries, then the keys, then the
+    values.
 
-    A thread has both numbers of a rotated pair, so nothing is read twice. PENDING: the projection's output is
-    still to be multiplied by `rows` and `columns`. SCALED: keys and values are stored over their scales.
+    One program per token and group of heads. A thread has both numbers of a rotated pair, so nothing is
+    read twice. PENDING: the projection's output is still to be multiplied by `rows` and `columns`. SCALED:
+    keys and values are stored divided by their scales.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF
@@ -144,7 +149,7 @@ def norm_rope_kernel(
             )
         c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
-        turned_x, turned_y = turn(x, y, c, -s), turn(y, x, c, s)
+        turned_x, turned_y = rotate(x, y, c, -s), rotate(y, x, c, s)
         if is_query:
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
@@ -168,10 +173,13 @@ def norm_rope(
     slots: Tensor | None = None,  # [T] int64
     pending: ProductScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
+    """Return queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
 
-    With a layer's `cache`, keys and values go there by `slots`, in its format, and what is returned for them
-    are the caches. `pending`: what `qkv` has to be multiplied by first.
+    qkv: `[T, (H + 2 KH) D]`, the projection's output. cos, sin: `[T, D]` float32.
+    spec: the layer. norms: of query and key heads; None: the family has none.
+    cache, slots: if given, keys and values are stored there, in the cache's format, and the caches are
+        returned for them.
+    pending: scales by which `qkv` is to be multiplied first.
     """
     tokens = len(qkv)
     heads = spec.num_heads
@@ -214,7 +222,7 @@ def norm_rope(
 def angles_kernel(
     cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr
 ):
-    """One program per token."""
+    """Write one token's cosines and sines. One program per token."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HALF_PAD)
     angle = tl.load(positions + token).to(tl.float32) * tl.load(
@@ -229,7 +237,7 @@ def angles_kernel(
 
 
 class FusedRope(nn.Module):
-    """`forward.rope.Rope` in one kernel instead of eight."""
+    """Computes the cosines and sines of positions in one kernel; `forward.rope.Rope` takes eight."""
 
     inverse_frequencies: Tensor
 

@@ -1,4 +1,4 @@
-"""The output projection of a lone request, which combines the splits of attention on its way."""
+"""The output projection of a single request, which combines the splits of attention in the same kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def combine_heads(
     H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Attention's output from the `used` splits in the workspace, all heads: `[H_PAD, D_PAD / 8, 8]`."""
+    """Combine the `used` splits of all heads in the workspace; return attention's output `[H_PAD, D_PAD / 8,
+    8]`.
+    """
     # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
     # loads what it needs of both, and nothing has to pass between threads.
     e = tl.arange(0, D_PAD // 8)[:, None]
@@ -63,10 +65,12 @@ def combine_heads(
 
 
 @triton.jit
-def as_it_is(
+def unrounded(
     vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Return attention's output, and the factor of its product: a seam, for other formats round."""
+    """Return attention's output unchanged, and 1 as the factor of its product; other formats round in its
+    place.
+    """
     return vector, 1.0
 
 
@@ -79,7 +83,7 @@ def heads_kernel(
     BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per `ROWS` outputs: combine all heads' splits, then the product with these rows.
+    """Compute `ROWS` outputs of the projection a program: combine all heads' splits, then multiply.
 
     SCALED: each row of the weight has a scale.
     """
@@ -112,9 +116,15 @@ def heads_kernel(
 
 
 class Rounding(NamedTuple):
-    """The rounding of attention's output: a function like `as_it_is`, and its constants."""
+    """A device function that rounds attention's output, and its constants.
 
-    function: Any = as_it_is
+    function: has the signature of `unrounded`.
+    largest: largest magnitude of the format that it rounds to.
+    whole: True for integers.
+    hardware: True if the GPU rounds to the format by an instruction.
+    """
+
+    function: Any = unrounded
     largest: float = 0.0
     whole: bool = False
     hardware: bool = False
@@ -131,7 +141,18 @@ def project_heads(
     scale: Tensor | None = None,  # [N] float32, of each row
     rounding: Rounding | None = None,
 ) -> Tensor:
-    """`residual + bias + weight @ attention's output`, the output in the workspace as `parts`: `[1, N]`."""
+    """Return `residual + bias + weight @ (attention's output)`, `[1, N]`, from splits in the workspace.
+
+    Args:
+        residual: `[1, N]`.
+        weight: `[N, H D]`.
+        bias: `[N]`, or None.
+        parts: splits of `attend_single_request`, left in its workspace.
+        rows: outputs of a program.
+        chunk: splits that are combined at a time.
+        scale: of each row of a quantized weight, `[N]`.
+        rounding: of attention's output before the product; None: it is not rounded.
+    """
     layer = parts.layer
     workspace = parts.workspace
     config = parts.config
