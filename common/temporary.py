@@ -9,13 +9,15 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-PATTERN = "ladder-*-*"
+NAME = re.compile(r"inference-ladder-\d+-[a-z0-9_]{8}")
+"""The name of a temporary folder: no other folder that a user has is called so."""
 _locks: dict[Path, int] = {}
 """The folders of this process, and the descriptors that hold their locks."""
 
@@ -26,9 +28,9 @@ def temporary_folder() -> Path:
     Raises:
         OSError: there is no place for it.
     """
-    sweep(Path(tempfile.gettempdir()).glob(PATTERN))
+    sweep(_temporary_folders())
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"ladder-{os.getpid()}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"inference-ladder-{os.getpid()}-"))
         lock = lock_path(folder)
         if lock is not None and folder.exists():  # not swept before it was locked
             _locks[folder] = lock
@@ -65,6 +67,13 @@ def lock_path(path: Path, *, wait: bool = True) -> int | None:
     return descriptor
 
 
+def _temporary_folders() -> list[Path]:
+    """Return the temporary folders of all processes that there are or were."""
+    return [
+        path for path in Path(tempfile.gettempdir()).iterdir() if NAME.fullmatch(path.name)
+    ]
+
+
 def sweep(paths: Iterable[Path]) -> None:
     """Delete those of this user's files and folders that no process has locked."""
     for path in paths:
@@ -83,4 +92,4 @@ def _delete_all() -> None:
     for folder in list(_locks):
         delete_folder(folder)
     with suppress(OSError):
-        sweep(Path(tempfile.gettempdir()).glob(PATTERN))
+        sweep(_temporary_folders())

@@ -44,8 +44,12 @@ def test_a_folder_is_this_users_alone_and_deleted_once():
 def test_the_next_process_deletes_what_a_killed_one_has_left_and_nothing_else(
     number: int, place: Path
 ):
-    ours, foreign = temporary_folder(), place / "ladder-foreign"
-    foreign.mkdir()
+    ours = temporary_folder()
+    foreign = [
+        place / name for name in ("ladder-kit-abc", "ladder-1-models", "inference-ladder-x")
+    ]
+    for folder in foreign:
+        folder.mkdir()
     environment = os.environ | {"TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", WAITS], env=environment, stdout=subprocess.PIPE
@@ -58,7 +62,8 @@ def test_the_next_process_deletes_what_a_killed_one_has_left_and_nothing_else(
     assert theirs.is_dir()
     delete_folder(temporary_folder())
     assert not theirs.exists()
-    assert ours.is_dir() and foreign.is_dir()
+    assert ours.is_dir()
+    assert all(folder.is_dir() for folder in foreign), "a folder of the user's was swept"
 
 
 def test_a_folder_ends_with_its_process(place: Path):
