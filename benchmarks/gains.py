@@ -47,10 +47,20 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
     return None
 
 
+def is_level(found: Gain) -> bool:
+    """Return True if a gain is one in name only: the samples before and after overlap."""
+    before = found.before.metrics[found.metric].samples
+    after = found.after.metrics[found.metric].samples
+    apart = min(after) > max(before) or max(after) < min(before)
+    return found.factor > 1 and not apart
+
+
 def factor_text(found: Gain | None) -> str:
-    """`5.3×`, or nothing without a comparison."""
+    """`5.3×`, `level` where samples of both overlap, or nothing without a comparison."""
     if found is None:
         return ""
+    if is_level(found):
+        return "level"
     return f"{found.factor:.2g}×" if found.factor < 100 else f"{found.factor:,.0f}×"
 
 

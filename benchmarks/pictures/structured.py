@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 from benchmarks.pictures.svg import INK, LINE, NEUTRAL, PAPER, SOFT, Picture
 from structured.automata.dfa import compile
-from structured.automata.pushdown import Machine, MaskMaker
+from structured.automata.nodes import Call, Cat, literal
+from structured.automata.pushdown import Machine, MaskMaker, Stack
 from structured.automata.regex import parse
 from structured.automata.trie import Trie
 
 PATTERN = "(ab|c)+d"
 TOKENS = ("a", "b", "ab", "abc", "c", "cd", "d", "bd", "abd")
+
+RULES = {
+    "object": Cat((literal('{"a":'), Call("array"), literal("}"))),
+    "array": parse(r"\[([01](,[01])*)?\]"),
+}
+NESTED = '{"a":[1]}'
+"""Two rules, the first of which calls the second, and a text of the first."""
 
 PLACES = {0: (70, 100), 1: (210, 50), 2: (210, 150), 3: (350, 150)}
 """Where the states are drawn."""
@@ -206,10 +214,62 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
     return picture
 
 
+def stacks() -> Sequence[tuple[str, Stack, str]]:
+    """What was read, the one stack that is possible after it, and the bytes that may come next."""
+    machine = Machine(RULES, "object")
+    place = machine.start
+    found = []
+    for at in range(len(NESTED) + 1):
+        (stack,) = place
+        row = machine.table[stack[-1]].tolist()
+        following = " ".join(chr(byte) for byte, state in enumerate(row) if state >= 0)
+        found.append((NESTED[:at], stack, following or "end"))
+        if at < len(NESTED):
+            place = machine.step(place, ord(NESTED[at]))
+    return found
+
+
+def stack(found: Sequence[tuple[str, Stack, str]]) -> Picture:
+    """A column for each byte read: the stack after it, and what may come next."""
+    wide = 66
+    high = 30
+    left = 96
+    picture = Picture(
+        f"The stack while {NESTED} is read",
+        "; ".join(f"after {text or 'nothing'}: {states}" for text, states, _ in found),
+        height=176,
+    )
+    for y, words in (
+        (28, "byte read"),
+        (66, "array"),
+        (100, "object"),
+        (150, "may come next"),
+    ):
+        picture.text(8, y, words, bold=True, size=11)
+    for at, (text, states, following) in enumerate(found):
+        x = left + wide * at
+        middle = x + wide / 2
+        picture.text(middle, 28, text[-1:] or "·", anchor="middle", mono=True, size=14)
+        for height, state in enumerate(states):
+            top = height == len(states) - 1
+            y = 80 - 34 * height
+            picture.cell(
+                x + 3, y, wide - 6, high, "now" if top else "kept", "ab"[height], str(state)
+            )
+        picture.text(middle, 150, following, anchor="middle", mono=True)
+    picture.line([(left, 36), (left + wide * len(found), 36)], LINE)
+    picture.line([(left, 122), (left + wide * len(found), 122)], LINE)
+    return picture
+
+
 def pictures() -> dict[str, Picture]:
-    """The lesson's two."""
+    """The lesson's three."""
     edges, ends, walks, masks = record()
-    return {"automaton": automaton(edges, ends), "walk": walk(walks[0], masks)}
+    return {
+        "automaton": automaton(edges, ends),
+        "walk": walk(walks[0], masks),
+        "stack": stack(stacks()),
+    }
 
 
 def show(state: int) -> Picture:

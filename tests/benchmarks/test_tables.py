@@ -95,6 +95,19 @@ def test_gain_compares_the_same_work_with_the_phase_below():
     assert factor_text(None) == ""
 
 
+def test_a_gain_whose_samples_overlap_is_level():
+    before, after = run("01_forward", 10.0), run("02_kv_cache", 11.0)
+    name = "output_tokens_per_s"
+
+    def sampled(one, *samples):
+        return replace(one, metrics={**one.metrics, name: Metric(samples)})
+
+    noisy = evidence(sampled(before, 9.0, 10.0, 12.0), sampled(after, 10.5, 11.0, 12.5))
+    clear = evidence(sampled(before, 9.0, 10.0, 10.4), sampled(after, 10.5, 11.0, 12.5))
+    assert factor_text(gain(find_phase("02"), noisy)) == "level"
+    assert factor_text(gain(find_phase("02"), clear)) == "1.1×"
+
+
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

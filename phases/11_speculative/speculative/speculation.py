@@ -5,7 +5,7 @@ K draft tokens behind a request's newest token. One step of the target model com
 (*verify*), and samples in every place with the random number that this place has without drafts. So a draft
 is right if it is what was sampled in its place, and drafts are *accepted* up to the first that is not; the
 token sampled there is kept, too. Then the scheduler *rolls back*: `num_computed_tokens` ends behind what was
-accepted (`Scheduler.finish_steps`), and later tokens are written over the rest.
+accepted (`Scheduler.finish_step`), and later tokens are written over the rest.
 """
 
 from __future__ import annotations
