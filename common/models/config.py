@@ -58,16 +58,14 @@ class RopeConfig:
 class ExpertConfig:
     """A layer whose MLP is a mixture of experts.
 
-    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
-    the weight 1. ``shared_size`` is the inside of the expert that every token goes through, 0 where there is
-    none. ``dense_layers`` have a plain MLP.
+    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``shared_size`` is the inside of the
+    expert that every token goes through, 0 where there is none. ``dense_layers`` have a plain MLP.
     """
 
     count: int
     top_k: int
     intermediate_size: int
     normalize: bool = True
-    weighted: bool = True
     shared_size: int = 0
     dense_layers: frozenset[int] = frozenset()
 
