@@ -32,7 +32,6 @@ OVER = {
     "structured": 12_350,
     "serving": 11_640,
     "parallel": 10_290,
-    "hybrid_cache": 15_490,
 }
 """Packages that are over their budget still: they may only shrink."""
 WIDTH, WIDE = 95, 0.03

@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 from forward.loading import facts_of
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
-from hybrid_cache.layout import LayerGroups
+from hybrid_cache.groups import LayerGroups
 from hybrid_cache.pool import HybridPool
-from hybrid_cache.qwen3_5 import GatedDeltaNet
-from hybrid_cache.state import slot_count
-from hybrid_cache.state_pool import StatePool
+from hybrid_cache.states.manager import slot_count
+from hybrid_cache.states.pool import StatePool
+from hybrid_cache.states.qwen3_5 import GatedDeltaNet
 from paged_cache import EngineBuilder, Feature, PagedAttention
 from prefix_cache import INDEXES, Prefix
 from speculative import Speculate
 from triton_paged_attention import Kernels
-from triton_paged_attention.feature import check_triton
 
 
 class OnHost(Speculate):
@@ -44,13 +43,11 @@ class Hybrid(Feature):
                 for each in asked.features
             )
             builder.recipe = replace(asked, features=tuple(features))
-            if any(isinstance(each, Kernels) for each in asked.features):
-                builder.stages.get("load", []).append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
+        """Put in the pool, the cache and attention over groups, unless all layers have full attention."""
         layout = LayerGroups.of(builder.model.config)
-        if layout.plain:
+        if layout.full_attention_only:
             return
         if layout.states is not None:
             each = StatePool.bytes_per_slot(layout.states, builder.model.dtype)
@@ -58,6 +55,8 @@ class Hybrid(Feature):
                 lambda whole: each * (slot_count(whole.size("max_rows")) + 2)
             )
             builder.plans.pop("verify", None)  # it refreshes for no works: states get no slots
+            if any(isinstance(layer, GatedDeltaNet) for layer in builder.model.modules()):
+                builder.plans.clear()  # the mixer in plain torch waits for the device: no graph holds it
         builder.decorate(
             self,
             pool=lambda plain: partial(_pool, builder, layout),
@@ -72,15 +71,6 @@ class Hybrid(Feature):
         from hybrid_cache.kernels import GroupedTriton
 
         return kernels.attention_of(GroupedTriton, builder.model)
-
-
-def _fuse(builder: EngineBuilder) -> None:
-    """Put layers over kernels into a model with states, before other features look for products."""
-    check_triton(builder.model.device.type)
-    from hybrid_cache.kernels import FusedDelta
-    from triton_paged_attention.layers import replace as put
-
-    put(builder.own_model(), GatedDeltaNet, FusedDelta)
 
 
 def _pool(

@@ -13,7 +13,7 @@ from common.errors import UserError
 from forward.loading import facts_of
 from paged_cache import EngineBuilder, Feature, PagedAttention
 from triton_paged_attention import Kernels
-from triton_paged_attention.feature import LAYERS
+from triton_paged_attention.feature import LAYERS, check_triton
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ def _whole(kernels: Feature | None) -> bool:
 
 
 def _fuse(builder: EngineBuilder) -> None:
-    from hybrid_cache.qwen3_5 import Qwen35
+    from hybrid_cache.states.qwen3_5 import Qwen35
     from phases.appendix.delta_layers.layers import fuse
 
+    check_triton(builder.model.device.type)
     model = builder.own_model()
     if isinstance(model, Qwen35):
         fuse(model)

@@ -38,8 +38,8 @@ class DeltaTokens(NamedTuple):
     decay: Tensor
     beta: Tensor
 
-    def cut(self, first: int, last: int) -> DeltaTokens:
-        """The tokens `first .. last - 1`."""
+    def span(self, first: int, last: int) -> DeltaTokens:
+        """Return the inputs of the tokens `first .. last - 1`."""
         wide = (x[..., first:last, :, :] for x in self[:3])
         return DeltaTokens(*wide, *(x[..., first:last, :] for x in self[3:]))
 
@@ -69,7 +69,7 @@ def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor
     length = tokens.v.shape[-3]
     parts = []
     for first in range(0, length, chunk):
-        out, state = one_chunk(state, tokens.cut(first, min(first + chunk, length)))
+        out, state = one_chunk(state, tokens.span(first, min(first + chunk, length)))
         parts.append(out)
     return torch.cat(parts, -3) if parts else torch.empty_like(tokens.v), state
 
