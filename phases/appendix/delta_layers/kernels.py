@@ -258,7 +258,10 @@ def scan_kernel(
 def scan(
     out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
 ) -> None:
-    """See `hybrid_cache.delta_kernels.scan`."""
+    """Fill in the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels.
+
+    x: output of the layer's first projection. sizes: the kernels' constants.
+    """
     layer, config, conv, *rates, (norm, eps, _) = weights
     index = pool.index[layer]
     requests = pool.step.shape[1]
