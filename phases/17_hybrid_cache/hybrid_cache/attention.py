@@ -36,6 +36,6 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """See `Mixer.mix`."""
+        """Return the outputs `[T, H, Dv]` of a layer of Gated DeltaNet. See `Mixer.mix`."""
         assert self.pool.states is not None
         return self.pool.states.mix(inputs)

@@ -27,7 +27,7 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """Changes that the device must learn before a step: pages `[n]` int64, and their blocks now, `[groups, n]` int32.
+    """Pages whose blocks changed, for the device: `[n]` int64, and their blocks now, `[groups, n]` int32.
 
     With layers that keep states, `blocks` has two rows more: slots and tails. See `StateManager`.
     """

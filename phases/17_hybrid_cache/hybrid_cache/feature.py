@@ -29,7 +29,7 @@ class OnHost(Speculate):
 
 @dataclass(frozen=True)
 class Hybrid(Feature):
-    """Layers with a window give back the blocks that no query of theirs will see again."""
+    """The hybrid KV cache: layers with a window give back skipped blocks, and layers with states keep slots."""
 
     name: ClassVar[str] = "hybrid_cache"
     phase: ClassVar[int] = 17

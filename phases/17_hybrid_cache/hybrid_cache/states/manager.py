@@ -30,7 +30,10 @@ def slot_count(rows: int) -> int:
 
 
 class SlotPool(LruPool):
-    """The slots of states. Running requests need at most two thirds of them."""
+    """A `LruPool` of slots of states, which evicts snapshots by itself.
+
+    Running requests need at most two thirds of the slots, so there is always one to take.
+    """
 
     def take(self, count: int) -> list[int]:
         """Return `count` slots: free ones, then those of the oldest snapshots."""
