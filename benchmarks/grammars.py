@@ -175,7 +175,7 @@ def made_up(model: Model) -> Spelling:
         b"" if number in eos else token for number, token in enumerate(tokens[:size])
     )
     found = longest_first(hidden)
-    return Spelling(hidden, eos, lambda text: found.encode(text).ids, found.to_str())
+    return Spelling(hidden, eos, lambda text: found.encode(text).ids)
 
 
 def longest_first(tokens: Sequence[bytes]) -> tokenizers.Tokenizer:

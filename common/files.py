@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 import tempfile
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import UserError
+from common.temporary import lock_path, sweep
 
 PROBE_BYTES = 1 << 16
 
@@ -18,14 +20,19 @@ PROBE_BYTES = 1 << 16
 def whole(path: Path) -> Iterator[Path]:
     """A file beside `path` to write, of the same ending: it becomes `path` when the block ends well.
 
-    Readers see the old file or the new one, never half of one. Folders are made.
+    Readers see the old file or the new one, never half of one. Folders are made. What processes that were
+    killed have left there of the same name is deleted.
 
     Raises:
         UserError: it cannot be written.
     """
     scratch = path.with_name(f".{os.getpid()}-{path.name}")
+    lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent.glob(f".*-{glob.escape(path.name)}"))
+        scratch.touch()
+        lock = lock_path(scratch, wait=False)
         yield scratch
         scratch.replace(path)
     except OSError as error:
@@ -33,6 +40,8 @@ def whole(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             scratch.unlink()
+        if lock is not None:
+            os.close(lock)
 
 
 def check_folder(folder: Path, name: str = "") -> None:

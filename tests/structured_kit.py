@@ -78,7 +78,7 @@ def tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    folder = Path(mkdtemp(prefix="ladder-kit-"))
+    folder = Path(mkdtemp(prefix="tokenizer-kit-"))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": SIZE, "eos_token_id": EOS}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))

@@ -22,9 +22,10 @@ from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import bars, lines, panels, save, times
-from benchmarks.roofline import ceilings, decode_work, layer_parameters, summarize_generation
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.workloads import Workload, uniform, workload
 from common.models.config import ExpertConfig, ModelConfig
+from common.roofline import decode_work, layer_parameters
 from experts.routing import route
 from forward.loading import random_model
 from forward.shapes import SHAPES

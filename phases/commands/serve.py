@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,8 +11,6 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.made_up import RANDOM, made_up_tokenizer
-from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
@@ -24,12 +20,17 @@ from common.neighbours import Usage, usage, warn
 from common.options import route
 from common.sampling.params import sampling_defaults
 from common.sockets import listen
+from common.temporary import temporary_folder
+from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
+from forward.loading import RANDOM
+from forward.shapes import SHAPES
 from phases import Phase, phase_named
 from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.pooling import PoolingObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
+from phases.commands.one_at_a_time import OneAtATime
 from phases.commands.plain import version
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.options import ReplicaOptions
@@ -38,6 +39,8 @@ from serving.app import App
 from serving.http.limits import Limits
 
 KEY = "LADDER_API_KEY"
+RAY_BEYOND_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Tells Ray whether its processes may talk to other machines. Where not, they listen on the loopback."""
 
 
 def run(given: SimpleNamespace) -> int:
@@ -80,8 +83,11 @@ def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
     if not model.startswith(RANDOM):
         return model_folder(model)
-    folder = made_up_tokenizer(model)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shape = SHAPES.get(model.removeprefix(RANDOM))
+    if shape is None:
+        raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
+    folder = temporary_folder()
+    write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
     return folder
 
 
@@ -136,6 +142,11 @@ def _serve_replicas(
     given: SimpleNamespace,
 ) -> int:
     """Serve copies of the same server under Ray (phase 15), which is imported here."""
+    if copies.cluster is None:
+        os.environ |= {
+            RAY_BEYOND_THIS_MACHINE: "0",
+            "RAY_AUTH_MODE": "token",
+        }  # read when Ray is imported
     from replicas.cluster import Cluster
 
     cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)

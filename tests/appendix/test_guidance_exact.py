@@ -177,7 +177,10 @@ def test_dates_are_those_of_the_calendar(year: int) -> None:
             "properties": {"x-guidance": {"const": 1}, "pattern": {}},
             "required": ["x-guidance"],
         },
-        {"pattern": r"^[^\x00-\x1f]+[\x00-\x08a]?\n\t\x20$", "enum": ['\b\f\n\r\t"\\']},
+        {
+            "pattern": r"^[^\u0000-\u001F]+[\u0000-\u0008a]?\u000A\u0020$",
+            "enum": ['\b\f\n\r\t"\\'],
+        },
     ],
     ids=["keywords", "options", "control characters"],
 )

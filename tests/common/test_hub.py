@@ -136,7 +136,7 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"]
 )
-@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
+@pytest.mark.parametrize("how", ["missing", "cut", "changed", "changed by the disk"])
 def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, how):
     folder = model_folder("tiny")
     path = folder / name
@@ -146,9 +146,12 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, h
     elif how == "cut":
         path.write_bytes(content[: len(content) // 2])
     else:
+        written = path.stat().st_mtime_ns
         path.write_bytes(content[:-9] + bytes(byte ^ 1 for byte in content[-9:]))
+        if how == "changed by the disk":
+            os.utime(path, ns=(written, written))
     assert name in damage("tiny", contents=True)
-    if how != "changed":  # which only reading everything can find
+    if how != "changed by the disk":  # which only reading everything can find
         assert name in damage("tiny") and damage("tiny")
         assert model_folder("tiny") == folder
     else:

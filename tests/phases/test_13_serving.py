@@ -672,6 +672,7 @@ async def test_engine_death_is_told_to_everybody(make):
         )
         assert error["error"]["code"] == "died", error
         assert one.status in (200, 503) and one.complete
+    assert not metrics(app)._last, "of completions that no engine knows any more"
     assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[
         0
     ] == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -28,7 +30,8 @@ from forward.loading import load_model
 from forward.shapes import SHAPES
 from paged_cache.memory import weight_bytes
 from parallel import worker_group
-from parallel.launch import part
+from parallel.launch import part, store_folder, together
+from parallel.ranks import Ranks
 from parallel.shard import Shard, Slice
 from parallel.worker_group import WorkerLostError
 from tests import structured_kit
@@ -465,3 +468,17 @@ def test_quantized_parts_are_those_of_the_whole(llama: Path, scheme: str) -> Non
             assert torch.equal(found, layer.weight.dequantize()), (
                 f"{name}: another weight in parts"
             )
+
+
+def test_ranks_meet_by_a_file_that_only_this_user_can_reach():
+    folder = store_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert together(2, sockets_of, device="cpu") == [True, True]
+
+
+def sockets_of(ranks: Ranks) -> bool:
+    """Whether all that listens in this rank does so on the loopback."""
+    found = psutil.Process().net_connections("inet")
+    return all(
+        each.laddr.ip == "127.0.0.1" for each in found if each.status == psutil.CONN_LISTEN
+    )

@@ -250,10 +250,15 @@ def test_half_precision_sums_in_float32() -> None:
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     layer = layer_of()
     exact = written_out(layer.bfloat16(), x)
+    scores = (x.double() @ layer.gate.weight.double().t()).sort(1, descending=True).values
+    top_k = layer.facts.top_k
+    # In bfloat16 near scores may choose another expert.
+    clear = scores[:, top_k - 1] - scores[:, top_k] > 0.05
+    assert clear.sum() > 20
     for form in (layer, grouped(layer)):
         found = form(x)
         assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), exact, atol=0.03, rtol=0.03)
+        torch.testing.assert_close(found[clear].double(), exact[clear], atol=0.03, rtol=0.03)
 
 
 # Families.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ from common.errors import UserError
 from forward.attention import RecomputeAttention
 from forward.model import Model
 
+TEXT = Path(__file__).with_name("news_from_nowhere.txt")
+"""The calibration text by default: the first 185,000 characters of William Morris, "News from Nowhere", 1890.
+
+It is in the public domain: the author died in 1896. The transcription is Project Gutenberg's eBook 3261, of
+the edition of 1908, with each paragraph on one line and without Project Gutenberg's own words.
+"""
 Hessians = dict[str, Tensor]
 """Of each linear layer of a block, under its name within it: `[K, K]` float32."""
 

@@ -6,16 +6,16 @@ import asyncio
 import atexit
 import logging
 import multiprocessing
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from common.errors import UserError
+from common.temporary import delete_folder, temporary_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
@@ -73,8 +73,14 @@ class EngineProcess(EngineClient):
         pause = 0.0
         while not self._stopping:
             started = time.monotonic()
+            failure: Exception | None = None
             try:
                 failure = await self._live()
+            except (
+                OSError,
+                zmq.ZMQError,
+            ) as error:  # no folder, no socket, no process: not at this moment
+                failure = CannotStart(f"the engine process cannot be started: {error}")
             finally:
                 self._lose()
             if self._stopping:
@@ -87,7 +93,8 @@ class EngineProcess(EngineClient):
                 if time.monotonic() - started < QUICK
                 else 0.0
             )
-            log.error("the engine has ended; the next one starts in %.1f s", pause)
+            reason = f" ({failure})" if failure is not None else ""
+            log.error("the engine has ended%s; the next one starts in %.1f s", reason, pause)
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
@@ -102,44 +109,40 @@ class EngineProcess(EngineClient):
             self.process.kill()  # `_live` sees it and tidies up
 
     async def _live(self) -> Exception | None:
-        """One life of an engine process, from its start to its end, by itself or by our hand."""
-        folder = tempfile.mkdtemp(prefix="ladder-")
-        socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
-        socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{folder}/engine"
-        socket.bind(address)
-        context, arguments = (
-            multiprocessing.get_context("spawn"),
-            (self.make, address, self.observer),
-        )
-        child = self.process = context.Process(
-            target=process.main, args=arguments, name="engine"
-        )
-        child.start()
-        reading = asyncio.ensure_future(self._read(socket))
-        self._heard = time.monotonic()
-        try:
+        """One life of an engine process, from its start to its end, by itself or by our hand.
+
+        Raises:
+            OSError, zmq.ZMQError: it cannot be started.
+        """
+        with ExitStack() as undo:
+            folder = temporary_folder()
+            undo.callback(delete_folder, folder)
+            socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+            undo.callback(socket.close)
+            socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
+            socket.setsockopt(zmq.LINGER, 0)
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            arguments = (self.make, address, self.observer)
+            context = multiprocessing.get_context("spawn")
+            child = context.Process(target=process.main, args=arguments, name="engine")
+            child.start()
+            self._socket, self.process = socket, child
+            undo.callback(self._kill)
+            reading = asyncio.ensure_future(self._read(socket))
+            undo.callback(reading.cancel)
+            self._heard = time.monotonic()
             alive = True
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
-                if (
-                    self.state == "ready"
-                    and self._sinks
-                    and time.monotonic() - self._heard > self.silence
-                ):
+                silence = time.monotonic() - self._heard
+                if self.state == "ready" and self._sinks and silence > self.silence:
                     log.error(
                         "the engine has said nothing for %.0f s, so it is ended", self.silence
                     )
                     return None
             return reading.result() if reading.done() else None
-        finally:
-            reading.cancel()
-            self._socket = None
-            self._kill()
-            socket.close()
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
         """Deal out what the engine says."""
@@ -157,6 +160,7 @@ class EngineProcess(EngineClient):
                     return (UserError if message.wrong_input else CannotStart)(message.reason)
 
     def _kill(self) -> None:
+        self._socket = None
         child, self.process = self.process, None
         if child is not None:
             child.kill()

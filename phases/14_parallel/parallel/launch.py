@@ -7,14 +7,26 @@ import os
 import textwrap
 import uuid
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from common.temporary import temporary_folder
 from parallel import worker_group
 from parallel.messages import Closed, Here, Join, RunFunction
-from parallel.ranks import ENVIRONMENT, Ranks, device_of, meeting
+from parallel.ranks import ENVIRONMENT, Ranks, device_of, open_store
 from parallel.worker_group import WorkerGroup, WorkerLostError
+
+
+@cache
+def store_folder() -> Path:
+    """Return the folder of this process's stores, which only this user may enter.
+
+    It stays as long as the process: NCCL looks into its store as long as it lives.
+    """
+    return temporary_folder()
 
 
 def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
@@ -26,9 +38,8 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
     os.environ.update(ENVIRONMENT)
     device = device_of(str(device), 0)
     threads = max(1, torch.get_num_threads() // workers.size)
-    prefix = uuid.uuid4().hex
-    port, store = meeting(0, prefix, first=True)
-    workers.tell(Join(workers.size, str(device), port, prefix, threads))
+    path = str(store_folder() / uuid.uuid4().hex)
+    workers.tell(Join(workers.size, str(device), path, threads))
     here: set[int] = set()
     while (
         len(here) < workers.size - 1
@@ -39,7 +50,7 @@ def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
             if isinstance(message, Here)
         }
         workers.check()
-    ranks = Ranks(0, workers.size, device, store)
+    ranks = Ranks(0, workers.size, device, open_store(path, workers.size))
     workers.on_loss, workers.on_end = ranks.abort, ranks.leave
     return ranks
 

@@ -71,12 +71,11 @@ class FailedGrammars(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Meet the other ranks: on the device that many places behind rank 0's, at rank 0's store."""
+    """Meet the other ranks: on the device that many places behind rank 0's, in the store of this path."""
 
     size: int
     device: str
-    port: int
-    prefix: str
+    path: str
     threads: int
 
 

@@ -19,6 +19,8 @@ from common.errors import UserError
 HOST = "127.0.0.1"
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink's multicast is not used
+    "NCCL_SOCKET_IFNAME": "=lo",  # all ranks are on this machine, so no other one may connect to them
+    "NCCL_RAS_ENABLE": "0",  # a port for diagnoses
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # A pool would give memory again that other ranks, long gone, have met over, and take it for met.
     "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
@@ -31,16 +33,17 @@ PATIENCE = timedelta(seconds=600)
 one that compiles or loads."""
 
 
-def meeting(port: int, prefix: str, *, first: bool) -> tuple[int, Any]:
-    """Its port, and the store where ranks find each other, which lives as long as rank 0 keeps it.
+def open_store(path: str, size: int) -> Any:
+    """Open the store in which `size` ranks of this machine tell each other their addresses.
 
-    port: 0 on the first rank, which gets a free one.
+    It is a file: the port of a `TCPStore` would be open to every process that reaches the machine.
+
+    path: in a folder that only this user may enter.
     """
     kinds: Any = dist
-    master = kinds.TCPStore(
-        HOST, port, is_master=first, wait_for_workers=False, timeout=PATIENCE
-    )
-    return master.port, kinds.PrefixStore(prefix, master)
+    store = kinds.FileStore(path, size)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def device_of(first: str, rank: int) -> torch.device:

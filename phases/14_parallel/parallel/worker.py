@@ -28,7 +28,7 @@ from parallel.messages import (
     RunFunction,
     StepMessage,
 )
-from parallel.ranks import Ranks, device_of, graphs_of, meeting
+from parallel.ranks import Ranks, device_of, graphs_of, open_store
 
 
 def main(descriptor: int, rank: int) -> None:
@@ -54,7 +54,7 @@ def obey(line: BroadcastChannel, rank: int) -> NoReturn:
         if isinstance(message, Join):
             line.send(Here())
             torch.set_num_threads(message.threads)
-            _, store = meeting(message.port, message.prefix, first=False)
+            store = open_store(message.path, message.size)
             ranks = Ranks(rank, message.size, device_of(message.device, rank), store)
         elif isinstance(message, Build):
             assert ranks is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from common.console import err
-from common.paths import cache_home
 from continuous.runner import Forwarded
 from continuous.work import Work
 from paged_cache import EngineBuilder, Feature, PagedRunner
 from paged_cache.attention import PagedBatch, TorchPagedAttention
+from phases.appendix.cpu_step.build import load_library
 from quant.linear import QuantLinear
 
 # Registers of 16 numbers, for which PyTorch orders weights of four bits.
@@ -259,25 +258,9 @@ def connect(builder: EngineBuilder) -> None:
 
 @cache
 def library() -> CDLL | None:
-    """Return the compiled step; None, and a line on standard error, where it cannot be had.
-
-    Its name in the cache folder says source, compiler, and what `native` means to it here.
-    """
-    command = [os.environ.get("CXX", "g++"), *FLAGS]
+    """Return the compiled step; None, and a line on standard error, where it cannot be had."""
     try:
-        native = subprocess.run(
-            [*command, "-E", "-###", os.devnull], capture_output=True, check=True
-        ).stderr
-        name = hashlib.sha256(SOURCE.read_bytes() + native).hexdigest()[:16]
-        path = cache_home() / "compiled" / f"step-{name}.so"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            subprocess.run(
-                [*command, SOURCE, "-o", unfinished], capture_output=True, check=True
-            )
-            unfinished.replace(path)
-        return CDLL(str(path))
+        return load_library(SOURCE, [os.environ.get("CXX", "g++"), *FLAGS])
     except (OSError, subprocess.SubprocessError) as error:
         err.print(
             f"decode steps stay hundreds of calls of PyTorch: {error}",

@@ -102,7 +102,7 @@ def shift(
     )
     tl.debug_barrier()  # all threads have read what is overwritten
     to = kept + row[:, None] * C + channel[None, :]
-    tl.store(to + boundary * size, at_cut, mask=mask & (boundary >= 0))
+    tl.store(to + boundary * size, at_cut, mask=tl.where(boundary >= 0, mask, False))
     tl.store(to + into * size, at_end, mask=mask)
 
 

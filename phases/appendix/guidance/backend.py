@@ -7,13 +7,12 @@ refuses what it does not know; and every kind of work has a limit.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 from weakref import WeakSet
 
 import llguidance as ll
@@ -23,6 +22,7 @@ from common.neighbours import processors
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import LARGEST, OPTIONS, OWN_OPTIONS, SUSPECT, exact
 from phases.appendix.guidance.matcher import SLOW, GuidanceMatcher, Job
+from phases.appendix.guidance.patterns import rewrite_lark, rewrite_regex
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Backend, Compiled, Words
 
@@ -35,7 +35,6 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 NOTHING = "NoExtensionBias"
 """What the library says of a mask in which there is no token, and nothing else."""
 
@@ -97,10 +96,9 @@ class GuidanceBackend(Backend):
 
     def __init__(self, vocabulary: Spelling) -> None:
         super().__init__(vocabulary)
-        # The library's threads ask what the tokenizer would make of what is forced. If it is ours that they
-        # ask, each waits for Python's lock.
-        self.tokenizer = self._reader(vocabulary.source) if vocabulary.source else self._exact
-        self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
+        self.tokenizer = tokenizer_of(vocabulary)
+        # For Lark grammars that ask for tokens which are text elsewhere, such as Qwen's `<think>`.
+        self._asked = lru_cache(4)(lambda tokens: tokenizer_of(vocabulary, tokens))
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(processors()) - 1))
         self.threads, self._few = (
@@ -120,10 +118,11 @@ class GuidanceBackend(Backend):
                 time.sleep(early)
             self._begun = begun = time.perf_counter()
         try:
-            source = source_of(grammar)
-            inner = self._parser(source)
+            source, asked = source_of(grammar, self.vocabulary)
+            tokenizer = self._asked(frozenset(asked)) if asked else self.tokenizer
+            inner = self._parser(source, tokenizer)
         except (ValueError, OverflowError) as error:
-            raise UserError(f"grammar ({grammar}): {error}") from None
+            raise UserError(f"grammar ({grammar}) is refused: {error}") from None
         if inner.is_error():
             said = one_line(inner.get_error())[:300]
             if grammar.kind == "regex":  # the place of the regex in the library's own notation
@@ -133,23 +132,12 @@ class GuidanceBackend(Backend):
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         starts = [inner]
         while len(starts) < self.lexers and time.perf_counter() - begun < MAKING:
-            starts.append(self._parser(source))
+            starts.append(self._parser(source, tokenizer))
         size = BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
         return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
-    @cached_property
-    def _exact(self) -> ll.LLTokenizer:
-        """A tokenizer that keeps the bytes of every text."""
-        return self._reader(ll.TokenizerWrapper(_Wrapped(self.vocabulary)))
-
-    def _reader(self, source: str | ll.TokenizerWrapper) -> ll.LLTokenizer:
-        size, eos = len(self.vocabulary.tokens), list(self.vocabulary.eos)
-        return ll.LLTokenizer(source, n_vocab=size, eos_token=eos, slices=SLICES)
-
-    def _parser(self, source: str) -> ll.LLMatcher:
+    def _parser(self, source: str, tokenizer: ll.LLTokenizer) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
-        plain = ESCAPED.sub(lambda found: chr(int(found[1], 16)), source).replace("\\", "")
-        tokenizer = self._exact if self._changed.search(plain) else self.tokenizer
         made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
             made.compute_bitmask()
@@ -230,11 +218,15 @@ def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
         matcher.rollback(len(drafts))
 
 
-def source_of(grammar: Grammar) -> str:
+def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
     """Write a grammar in the library's own notation.
 
     A schema is put there as it stands, wherever that can be: reading it would hold Python's lock, and with it
     the engine's step, a millisecond for every 100 kB.
+
+    Args:
+        grammar: in ours.
+        vocabulary: whose tokens the grammar may ask for; returned are those of its `added` ones.
     """
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(
@@ -244,24 +236,66 @@ def source_of(grammar: Grammar) -> str:
             source = json.dumps(exact(json.loads(source)))
         rest = source[1:].lstrip()
         comma = "" if rest == "}" else ","
-        return f'{{"grammars":[{{"json_schema":{{"{OWN_OPTIONS}":{json.dumps(OPTIONS)}{comma}{rest}}}]}}'
+        options = f'"{OWN_OPTIONS}":{json.dumps(OPTIONS)}'
+        return f'{{"grammars":[{{"json_schema":{{{options}{comma}{rest}}}]}}', set()
     if grammar.kind == "regex":
-        return ll.LLMatcher.grammar_from_regex(grammar.source)
+        return ll.LLMatcher.grammar_from_regex(rewrite_regex(grammar.source)), set()
+    if grammar.kind == "choice":
+        return ll.grammar_from("choice", grammar.source), set()
     if f"-{LARGEST + 1}" in grammar.source:  # in a schema inside the grammar
         raise ValueError(f"it has -{LARGEST + 1}, which is beyond 64 bits")
-    return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
+    lark, asked = rewrite_lark(
+        ll.grammar_from("grammar", grammar.source), inner_schema, vocabulary
+    )
+    return ll.LLMatcher.grammar_from_lark(lark), asked
 
 
-class _Wrapped:
-    """A vocabulary in the shape that the library reads."""
+def inner_schema(source: str) -> str:
+    """Rewrite the text of a schema inside a Lark grammar, which may have options of its own."""
+    schema = json.loads(source) if SUSPECT.search(source) else None
+    if not isinstance(schema, dict):
+        return source
+    options = {OWN_OPTIONS: schema.pop(OWN_OPTIONS)} if OWN_OPTIONS in schema else {}
+    return json.dumps(exact(schema) | options)
 
-    def __init__(self, vocabulary: Spelling) -> None:
-        self.encode = vocabulary.encode
-        self.eos_token_id, self.bos_token_id = vocabulary.eos[0], None
+
+class TokenizerObject:
+    """A vocabulary in the shape that the library reads.
+
+    tokens: bytes of each; of a special token its name.
+    special_token_ids: tokens that are no text: only a Lark grammar may ask for one, by `<name>`.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Spelling, asked: Collection[int]) -> None:
+        self.encode, self.eos_token_id = vocabulary.encode, vocabulary.eos[0]
         self.tokens = list(vocabulary.tokens)
-        for token in vocabulary.eos:
-            self.tokens[token] = b"<|end|>"  # any name: it is special
-        self.special_token_ids = list(vocabulary.eos)
+        names = dict.fromkeys(vocabulary.eos, "<|end|>") | dict(vocabulary.special)
+        names |= {token: name for name, token in vocabulary.added.items() if token in asked}
+        for token, name in names.items():
+            self.tokens[token] = name.encode()
+        self.special_token_ids = list(names)
 
-    def __call__(self, text: str) -> list[int]:
-        return list(self.encode(text))
+    def __call__(self, text: str) -> Sequence[int]:
+        """Return tokens of a text; the library's threads ask for those of a forced one."""
+        return self.encode(text)
+
+
+def tokenizer_of(vocabulary: Spelling, asked: Collection[int] = ()) -> ll.LLTokenizer:
+    """Make the library's tokenizer of an object, and not of a `tokenizer.json`.
+
+    Of a file it takes every added token `<...>` for a special one, whatever the file says: it would force the
+    text of Qwen's `<think>`, and refuse its token.
+
+    Args:
+        vocabulary: the tokens.
+        asked: tokens of `vocabulary.added` that are no text here.
+    """
+    return ll.LLTokenizer(
+        cast(ll.TokenizerWrapper, TokenizerObject(vocabulary, asked)),
+        n_vocab=len(vocabulary.tokens),
+        eos_token=list(vocabulary.eos),
+        slices=SLICES,
+    )

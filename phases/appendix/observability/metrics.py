@@ -101,6 +101,10 @@ class Metrics(Extension):
         group = exchange.group
         if group is None:
             return
+        for (
+            choice
+        ) in group.choices:  # an engine that has died, or never knew of it, reports no end
+            self._last.pop(choice.number, None)
         trouble = group.trouble[0] if group.trouble is not None else None
         if trouble is not None:
             self.troubles[trouble] += 1
