@@ -66,7 +66,7 @@ def share(before: Usage, after: Usage) -> float:
 
 
 def others_share(before: Usage, after: Usage) -> float:
-    """Return the share as `share` does, for any time between the readings; a tick of the counters is 10 ms."""
+    """Return the share as `share` does, however close the readings are; a counter ticks every 10 ms."""
     elapsed = max(after.clock - before.clock, 1e-3)
     others = (after.machine - before.machine) - (after.ours - before.ours)
     return min(max(others / (elapsed * len(processors())), 0.0), 1.0)

@@ -153,8 +153,7 @@ _MORE: dict[int, dict[str, Any]] = {
         "headline_before": ("13_serving, copies",),
     },
     16: {
-        "headline_runs": {"active_experts": 4},
-        "headline_before": ("13_serving", "dense of equal activity"),
+        "headline_before": ("dense of all weights", "dense of equal activity"),
     },
     17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
 }

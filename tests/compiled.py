@@ -29,7 +29,6 @@ import phases  # noqa: F401  # puts every phase's package on the path
 from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
-from hybrid_cache import delta_kernels
 from phases.appendix.delta_layers import kernels as delta_layers
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
@@ -241,7 +240,7 @@ def experts(capability: int) -> Iterator[Kernel]:
 
 
 def delta(capability: int) -> Iterator[Kernel]:
-    """Kernels between two projections of Qwen3.5's layers, for prompts by phase 17's and in two kernels."""
+    """Kernels between two projections of Qwen3.5's layers, for one token and for prompts."""
     types = {
         "query_starts": "*i32",
         "step": "*i32",
@@ -267,14 +266,7 @@ def delta(capability: int) -> Iterator[Kernel]:
     }  # fmt: skip
     gate = {"SIZE": 2048, "BLOCK": 1024, "PDL": capability >= HOPPER}
     for name, kernel, constants, warps, more in (
-        ("step", delta_kernels.step_kernel, layer, 8, types),
-        (
-            "prompts",
-            delta_kernels.scan_kernel,
-            layer | {"CHUNK": delta_kernels.CHUNK},
-            8,
-            types,
-        ),
+        ("step", delta_layers.step_kernel, layer, 8, types),
         (
             "prepare",
             delta_layers.prepare_kernel,

@@ -35,7 +35,6 @@ COMMANDS = [
     ("10", "run 10 --quantization int8"),
     ("11", "run 11 --chat"),
     ("12", "run 12 --prompt 'Is the sky blue?' --choice yes,no --trace"),
-    ("16", "run 16 --active-experts 6"),
 ]
 
 

@@ -67,7 +67,7 @@ def record() -> list[Moment]:
                     if one is work.request
                 },
                 {name: one.num_computed_tokens for name, one in names.items()},
-                cache.stock.books.free,
+                cache.block_pool.allocator.free,
             )
         )
         for work in works:
@@ -83,7 +83,7 @@ def record() -> list[Moment]:
 def _blocks(cache: HybridCache, group: int, request: Request) -> list[int | None]:
     """A request's blocks in a group, as far as it has computed or reserved; no block behind that."""
     numbers = cache.blocks[group, cache.blocks_of(request.row)].tolist()
-    found = [None if number == cache.stock.null else number for number in numbers]
+    found = [None if number == cache.block_pool.null else number for number in numbers]
     while found and found[-1] is None:
         found.pop()
     return found

@@ -61,16 +61,15 @@ class ExpertConfig:
     """Sizes of a mixture of experts, which replaces the MLP of a layer.
 
     ``count`` experts, of which a token uses ``top_k``; each has an inner size of ``intermediate_size``.
-    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``weighted`` is false where each has
-    the weight 1. ``shared_size`` is the inner size of the expert that every token uses, 0 where there is
-    none. ``dense_layers`` are the numbers of layers with a plain MLP.
+    ``normalize``: the weights of a token's ``top_k`` experts sum to 1. ``shared_size`` is the inner size of
+    the expert that every token uses, 0 where there is none. ``dense_layers`` are the numbers of layers with
+    a plain MLP.
     """
 
     count: int
     top_k: int
     intermediate_size: int
     normalize: bool = True
-    weighted: bool = True
     shared_size: int = 0
     dense_layers: frozenset[int] = frozenset()
 

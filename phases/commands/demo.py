@@ -115,7 +115,7 @@ ELSEWHERE = {
     12: "ladder run 12 --chat --prompt 'Is the sky blue?' --choice yes,no --trace",
     14: "ladder run 14 --tensor-parallel 3",
     15: "ladder serve --replicas 2",
-    16: "ladder run 16 --active-experts 4",
+    16: "ladder serve Qwen/Qwen3-30B-A3B --phase 16",
     17: "ladder run 17 --model gemma3-270m",
 }
 

@@ -21,9 +21,10 @@ from common.errors import UserError
 from common.events import generate
 from common.models.config import ExpertConfig, ModelConfig
 from common.sampling.params import SamplingParams
-from experts.layer import ExpertList, Experts
+from experts import grouped_experts
+from experts.grouped_experts import GroupedExperts, combine, group_experts
+from experts.layer import ExpertModules, Experts
 from experts.routing import route, sort_by_expert
-from experts.stacked import StackedExperts, combine
 from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
@@ -93,15 +94,15 @@ def layer_of(
     return layer
 
 
-def stacked(layer: Experts) -> Experts:
-    """The same layer, its experts in stacks."""
+def grouped(layer: Experts) -> Experts:
+    """The same layer, its experts in two tensors."""
     made = copy.deepcopy(layer)
-    made.experts = StackedExperts(*list_of(layer).stacks("silu"))
+    made.experts = group_experts(layer.experts, "silu")
     return made
 
 
-def list_of(layer: Experts) -> ExpertList:
-    assert isinstance(layer.experts, ExpertList)
+def list_of(layer: Experts) -> ExpertModules:
+    assert isinstance(layer.experts, ExpertModules)
     return layer.experts
 
 
@@ -114,8 +115,11 @@ def written_out(layer: Experts, x: Tensor) -> Tensor:
         total = sum(scores[e] for e in ranked) if facts.normalize else 1.0
         for e in ranked:
             gate, up, down = (part.weight.double() for part in list_of(layer)[e].children())
-            weight = scores[e] / total if facts.weighted else 1.0
-            out[token] += weight * (down @ (nn.functional.silu(gate @ vector) * (up @ vector)))
+            out[token] += (
+                scores[e]
+                / total
+                * (down @ (nn.functional.silu(gate @ vector) * (up @ vector)))
+            )
     return out
 
 
@@ -190,7 +194,6 @@ LAYERS: list[dict[str, Any]] = [
     {"count": 9, "top_k": 1, "normalize": False},
     {"count": 4, "top_k": 4},
     {"normalize": False},
-    {"weighted": False},
 ]
 
 
@@ -199,7 +202,7 @@ LAYERS: list[dict[str, Any]] = [
 def test_both_forms_are_the_definition(facts: dict[str, Any], tokens: int) -> None:
     layer, x = layer_of(**facts), torch.randn(tokens, 48)
     expected = written_out(layer, x)
-    for form in (layer, stacked(layer)):
+    for form in (layer, grouped(layer)):
         found = form(x)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(
@@ -219,7 +222,7 @@ def test_ties_and_an_expert_that_no_token_chose() -> None:
             )
         )
     # Experts 4 to 6 never come before 0, 2 and 3, so nothing of them may be read.
-    for form in (layer, stacked(layer)):
+    for form in (layer, grouped(layer)):
         assert form(x).isfinite().all()
 
 
@@ -244,15 +247,15 @@ def test_half_precision_sums_in_float32() -> None:
         [[256.0], [1.0], [1.0]], dtype=torch.bfloat16
     )  # 256 + 1 is 256 in bfloat16
     assert combine(parts, torch.arange(3), torch.ones(1, 3)).tolist() == [[258.0]]
-    layer, x = layer_of(), torch.randn(40, 48).bfloat16()
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer = layer_of()
     exact = written_out(layer.bfloat16(), x)
     scores = (x.double() @ layer.gate.weight.double().t()).sort(1, descending=True).values
     top_k = layer.facts.top_k
-    clear = (
-        scores[:, top_k - 1] - scores[:, top_k] > 0.05
-    )  # in bfloat16 others may choose another expert
+    # In bfloat16 near scores may choose another expert.
+    clear = scores[:, top_k - 1] - scores[:, top_k] > 0.05
     assert clear.sum() > 20
-    for form in (layer, stacked(layer)):
+    for form in (layer, grouped(layer)):
         found = form(x)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found[clear].double(), exact[clear], atol=0.03, rtol=0.03)
@@ -266,8 +269,8 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = oracle(name, tmp_path)
     plain = load_model(tmp_path, device="cpu", dtype="float32")
     fast = experts.load(tmp_path, device="cpu", dtype="float32", **SMALL).runner.model
-    assert any(isinstance(part, ExpertList) for part in plain.modules())
-    assert not any(isinstance(part, ExpertList) for part in fast.modules())
+    assert any(isinstance(part, ExpertModules) for part in plain.modules())
+    assert not any(isinstance(part, ExpertModules) for part in fast.modules())
     for form in (plain, fast):
         assert_same_logits(form, reference, name)
 
@@ -356,24 +359,23 @@ def test_the_caller_s_model_stays_as_it_is(moe: Model) -> None:
         before, after = (
             model.get_submodule(f"layers.{index}.mlp.experts") for model in (moe, own)
         )
-        assert isinstance(before, ExpertList) and isinstance(after, StackedExperts)
+        assert isinstance(before, ExpertModules) and isinstance(after, GroupedExperts)
     assert own.get_parameter("embed_tokens.weight") is moe.get_parameter("embed_tokens.weight")
     assert experts.load(moe, experts=False, **SMALL).runner.model is moe
 
 
 def test_one_layer_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[weakref.ref[ExpertList]] = []
+    seen: list[weakref.ref[nn.Module]] = []
     alive: list[int] = []
-    plain = ExpertList.stacks
 
-    def noted(old: ExpertList, kind: str) -> Any:
+    def noted(old: nn.Module, activation: str) -> Any:
         alive.append(sum(layer() is not None for layer in seen))
         seen.append(weakref.ref(old))
-        return plain(old, kind)
+        return group_experts(old, activation)
 
-    monkeypatch.setattr(ExpertList, "stacks", noted)
+    monkeypatch.setattr("experts.feature.group_experts", noted)
     experts.load("random:tiny-moe", device="cpu", dtype="float32", **SMALL)
-    assert alive == [0, 0], "a layer that is stacked is still there when the next one is"
+    assert alive == [0, 0], "a layer that is grouped is still there when the next one is"
     assert all(layer() is None for layer in seen)
 
 
@@ -393,13 +395,39 @@ def test_quantized_experts(scheme: str, moe: Model) -> None:
 def test_rows_that_a_step_multiplies(moe: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three experts a token: three sevenths of what all of them would compute."""
     seen: list[tuple[int, int]] = []
-    plain = experts.stacked.sorted_loop
+    plain = grouped_experts.sorted_loop
 
-    def counted(layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def counted(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         seen.append((len(x), chosen.numel()))
         return plain(layer, x, weights, chosen)
 
-    monkeypatch.setattr("experts.stacked.sorted_loop", counted)
+    monkeypatch.setattr(grouped_experts, "sorted_loop", counted)
     generate(experts.load(moe, **SMALL), *work())
     assert seen and all(tokens > 1 for tokens, _ in seen), "a token alone needs no sorting"
     assert all(rows == 3 * tokens for tokens, rows in seen)
+
+
+def test_active_experts_replaces_the_model_s_number(moe: Model) -> None:
+    engine = experts.load(moe, active_experts=2, **SMALL)
+    layer = engine.runner.model.get_submodule("layers.0.mlp")
+    assert isinstance(layer, Experts) and layer.facts.top_k == 2 and layer.facts.count == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        (
+            "random:tiny",
+            {"active_experts": 4},
+            "active_experts is 4, but the model has no experts",
+        ),
+        ("random:tiny-moe", {"active_experts": 0}, "active_experts is 0"),
+        ("random:tiny-moe", {"active_experts": 8}, "active_experts is 8, but a layer has 7"),
+        ("random:tiny-moe", {"active_experts": 4, "experts": False}, "experts is off"),
+    ],
+)
+def test_numbers_of_active_experts_that_are_refused(
+    name: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        experts.load(name, device="cpu", dtype="float32", **options, **SMALL)

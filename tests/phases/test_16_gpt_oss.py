@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.events import generate
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
-from experts.gpt_oss import E2M1, unpack
+from experts.mxfp4 import E2M1, unpack
 from forward.attention import LayerSpec, attend, causal_mask
 from forward.loading import load_model, skeleton
 from forward.model import Model
@@ -154,7 +154,9 @@ def test_other_families_and_other_methods_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'fp8'"):
         load_model(tmp_path, device="cpu")
     configure(tmp_path, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(UserError, match=r"missing: .*blocks"):  # the file's weights are plain
+    with pytest.raises(
+        UserError, match=r"missing: .*experts\.down\.scale"
+    ):  # the file's weights are plain
         load_model(tmp_path, device="cpu")
     configure(tmp_path, hidden_size=40)
     with pytest.raises(UserError, match="40 inputs cannot be mxfp4"):
@@ -342,18 +344,15 @@ def test_kernels_give_the_tokens_of_phase_01() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["experts", "inside"])
-def test_two_ranks_give_the_tokens_of_one(cut: str, tmp_path: Path) -> None:
-    """Heads and their sinks are cut as in phase 14, experts that come as stacks as those that do not."""
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """Heads and their sinks are sharded as in phase 14; of packed experts each rank keeps its own."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     oracle(tmp_path, **heads, vocab_size=259, max_position_embeddings=512)
     pack(tmp_path)
     expected = ranks_kit.tokens_of(experts.load(tmp_path, **ranks_kit.SMALL))
-    engine: Any = experts.load(
-        tmp_path, tensor_parallel=2, rank_check=1, cut=cut, **ranks_kit.SMALL
-    )
+    engine: Any = experts.load(tmp_path, tensor_parallel=2, rank_check=1, **ranks_kit.SMALL)
     try:
-        ranks_kit.same(ranks_kit.tokens_of(engine), expected, f"two ranks, {cut}")
+        ranks_kit.same(ranks_kit.tokens_of(engine), expected, "two ranks")
     finally:
         engine.loop.close()
         ranks_kit.end_crews()

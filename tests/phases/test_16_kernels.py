@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from experts.grouped_experts import GroupedExperts
 from experts.kernels import grouped as grouped_module
 from experts.kernels.grouped import LARGE, OLDER, TABLE, Tile, grouped, tile_for
 from experts.kernels.routing import most_tiles, route_at_once, sort_in_tiles
 from experts.kernels.small_batch import gathered
-from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
-from experts.stacked import StackedExperts
+from experts.weights import ExpertWeights, Swiglu, stack_layers
 from quant.formats import FP8, FP8_BLOCK, FP8_WEIGHTS, INT4, INT8, Scheme
 from quant.linear import QuantLinear
 from tests.compiling import spilled
@@ -40,12 +40,14 @@ def normal(rng: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:
     return (size * torch.randn(*shape, device=DEVICE, generator=rng)).to(DTYPE)
 
 
-def stacks(rng: torch.Generator, bias: bool = False) -> tuple[ExpertStack, ExpertStack]:
+def both_products(
+    rng: torch.Generator, bias: bool = False
+) -> tuple[ExpertWeights, ExpertWeights]:
     up = normal(rng, E, 2 * INNER, HIDDEN, size=HIDDEN**-0.5)
     down = normal(rng, E, HIDDEN, INNER, size=INNER**-0.5)
     if not bias:
-        return ExpertStack(up), ExpertStack(down)
-    return ExpertStack(up, bias=normal(rng, E, 2 * INNER)), ExpertStack(
+        return ExpertWeights(up), ExpertWeights(down)
+    return ExpertWeights(up, bias=normal(rng, E, 2 * INNER)), ExpertWeights(
         down, bias=normal(rng, E, HIDDEN)
     )
 
@@ -60,7 +62,12 @@ def routed(rng: torch.Generator, tokens: int, kind: str = "spread") -> tuple[Ten
 
 
 def loop(
-    x: Tensor, up: ExpertStack, down: ExpertStack, weights: Tensor, chosen: Tensor, act: Swiglu
+    x: Tensor,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    weights: Tensor,
+    chosen: Tensor,
+    act: Swiglu,
 ) -> Tensor:
     """Each token's choices, one after the other, in float32."""
     out = torch.zeros(x.shape, device=x.device)
@@ -122,50 +129,53 @@ PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5)
 
 
 def compute(
-    way: str,
+    kernel: str,
     x: Tensor,
-    up: ExpertStack,
-    down: ExpertStack,
+    up: ExpertWeights,
+    down: ExpertWeights,
     weights: Tensor,
     chosen: Tensor,
     act: Swiglu,
 ) -> Tensor:
-    layer = StackedExperts(up, down, act)
-    if way == "few":
+    layer = GroupedExperts(up, down, act)
+    if kernel == "small batch":
         return gathered(layer, x, weights, chosen, ((32, 128, 4), (16, 64, 4)))
     return grouped(layer, x, weights, chosen, SMALL)
 
 
-@pytest.mark.parametrize("way", ["grouped", "few"])
+@pytest.mark.parametrize("kernel", ["grouped", "small batch"])
 @pytest.mark.parametrize("kind", ["spread", "crowd"])
 @pytest.mark.parametrize(("tokens", "act"), [(1, PLAIN), (20, PLAIN), (4, CLAMPED)])
 def test_it_is_the_loop_over_experts(
-    way: str, kind: str, tokens: int, act: Swiglu, rng: torch.Generator
+    kernel: str, kind: str, tokens: int, act: Swiglu, rng: torch.Generator
 ) -> None:
-    up, down = stacks(rng, bias=act is CLAMPED)
+    up, down = both_products(rng, bias=act is CLAMPED)
     x = normal(rng, tokens, HIDDEN)
     weights, chosen = routed(rng, tokens, kind)
-    found = compute(way, x, up, down, weights, chosen, act)
+    found = compute(kernel, x, up, down, weights, chosen, act)
     assert_close(
         found,
         loop(x, up, down, weights, chosen, act),
-        f"{way}, {tokens} tokens, {kind}, {act}",
+        f"{kernel}, {tokens} tokens, {kind}, {act}",
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["grouped", "few"])
+@pytest.mark.parametrize("kernel", ["grouped", "small batch"])
 @pytest.mark.parametrize(
     "scheme", [FP8, FP8_WEIGHTS, FP8_BLOCK, INT8], ids=lambda scheme: scheme.name
 )
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_eight_bits_are_the_dequantized_experts(
-    way: str, scheme: Scheme, tokens: int, rng: torch.Generator
+    kernel: str, scheme: Scheme, tokens: int, rng: torch.Generator
 ) -> None:
     # In blocks, one of them not whole.
     hidden, inner = (144, 128) if scheme.scales == "block" else (HIDDEN, INNER)
     layers = layers_of(rng, scheme, hidden, inner)
-    up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
+    up, down = (
+        stack_layers([each[:2] for each in layers]),
+        stack_layers([each[2:] for each in layers]),
+    )
     assert up.data.itemsize == down.data.itemsize == 1
     x = normal(rng, tokens, hidden)
     weights, chosen = routed(rng, tokens)
@@ -176,7 +186,9 @@ def test_eight_bits_are_the_dequantized_experts(
             middle = F.silu(gate.exact(x[token])) * linear.exact(x[token])
             wanted[token] += weight * out.exact(middle.to(DTYPE))
     assert_close(
-        compute(way, x, up, down, weights, chosen, PLAIN), wanted, f"{way}, {scheme.name}"
+        compute(kernel, x, up, down, weights, chosen, PLAIN),
+        wanted,
+        f"{kernel}, {scheme.name}",
     )
 
 
@@ -202,22 +214,22 @@ def layers_of(
 def test_experts_of_four_bits_are_refused_by_name(rng: torch.Generator) -> None:
     layers = [[QuantLinear.of(plain(rng, 32, 64), INT4, "x")] for _ in range(2)]
     with pytest.raises(UserError, match="not in w8a8 or int4"):
-        stacked(layers)
+        stack_layers(layers)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["grouped", "few"])
-def test_a_token_does_not_depend_on_the_others(way: str, rng: torch.Generator) -> None:
-    up, down = stacks(rng)
-    count = 8 if way == "few" else 40
+@pytest.mark.parametrize("kernel", ["grouped", "small batch"])
+def test_a_token_does_not_depend_on_the_others(kernel: str, rng: torch.Generator) -> None:
+    up, down = both_products(rng)
+    count = 8 if kernel == "small batch" else 40
     x = normal(rng, count, HIDDEN)
     weights, chosen = routed(rng, count)
-    whole = compute(way, x, up, down, weights, chosen, PLAIN)
+    whole = compute(kernel, x, up, down, weights, chosen, PLAIN)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     # The interpreter's products are NumPy's, which on some processors sum a row by its place in the tile.
     most = 1e-5 if DEVICE == "cpu" else 0.0
     for rows in (order, order[:7], order[:1]):
-        part = compute(way, x[rows], up, down, weights[rows], chosen[rows], PLAIN)
+        part = compute(kernel, x[rows], up, down, weights[rows], chosen[rows], PLAIN)
         off = (part - whole[rows]).abs().max()
         assert off <= most, f"{len(rows)} of {count} tokens, in another order: off by {off}"
 
@@ -241,24 +253,27 @@ def test_what_is_on_its_way_fits_the_shared_memory(
         )
 
 
-def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
+def part_of(stack: ExpertWeights, start: int, count: int) -> ExpertWeights:
     return stack.only(range(start, start + count))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["grouped", "few"])
+@pytest.mark.parametrize("kernel", ["grouped", "small batch"])
 @pytest.mark.parametrize("scheme", [None, FP8], ids=["plain", "fp8"])
 def test_parts_of_the_experts_add_up_to_all(
-    way: str, scheme: Scheme | None, rng: torch.Generator
+    kernel: str, scheme: Scheme | None, rng: torch.Generator
 ) -> None:
     layers = layers_of(rng, scheme)
-    up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
+    up, down = (
+        stack_layers([each[:2] for each in layers]),
+        stack_layers([each[2:] for each in layers]),
+    )
     x = normal(rng, 6, HIDDEN)
     weights, chosen = routed(rng, 6)
-    whole = compute(way, x, up, down, weights, chosen, PLAIN).float()
+    whole = compute(kernel, x, up, down, weights, chosen, PLAIN).float()
     parts = [
         compute(
-            way, x, part_of(up, *at), part_of(down, *at), weights, chosen - at[0], PLAIN
+            kernel, x, part_of(up, *at), part_of(down, *at), weights, chosen - at[0], PLAIN
         ).float()
         for at in ((0, 4), (4, 3))
     ]
@@ -266,14 +281,14 @@ def test_parts_of_the_experts_add_up_to_all(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["grouped", "few"])
-def test_a_graph_holds_any_routing(way: str, rng: torch.Generator) -> None:
-    up, down = stacks(rng)
+@pytest.mark.parametrize("kernel", ["grouped", "small batch"])
+def test_a_graph_holds_any_routing(kernel: str, rng: torch.Generator) -> None:
+    up, down = both_products(rng)
     x = normal(rng, 6, HIDDEN)
     logits = torch.zeros(6, E, device=DEVICE)
 
     def step() -> Tensor:
-        return compute(way, x, up, down, *route_at_once(logits, TOP, True), PLAIN)
+        return compute(kernel, x, up, down, *route_at_once(logits, TOP, True), PLAIN)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -285,7 +300,7 @@ def test_a_graph_holds_any_routing(way: str, rng: torch.Generator) -> None:
             logits[:, [2, 5, 0]] += 50.0
         graph.replay()
         wanted = loop(x, up, down, *route(logits, TOP, True), PLAIN)
-        assert_close(out, wanted, f"{way}, {kind}, in a graph")
+        assert_close(out, wanted, f"{kernel}, {kind}, in a graph")
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ import experts
 import parallel
 from common.errors import UserError
 from common.sampling.params import SamplingParams
-from experts.expert_parallel import cut_inside, own_experts
-from experts.kernels.stack import ExpertStack, stacked
-from quant.formats import FP8, FP8_BLOCK
+from experts.expert_parallel import own_experts
+from experts.weights import ExpertWeights, stack_layers
+from quant.formats import FP8
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
 from tests.ranks_kit import (
@@ -39,8 +39,8 @@ def _end_crews() -> Iterator[None]:
 
 def test_every_expert_is_on_one_rank() -> None:
     for count, size in ((7, 2), (128, 8), (5, 4)):
-        builder: list[Any] = [_Rank(rank, size) for rank in range(size)]
-        found = [own_experts(count, rank) for rank in builder]
+        ranks: list[Any] = [_Rank(rank, size) for rank in range(size)]
+        found = [own_experts(count, rank) for rank in ranks]
         assert [expert for own in found for expert in own] == list(range(count))
         assert max(map(len, found)) - min(map(len, found)) <= 1
 
@@ -50,44 +50,21 @@ class _Rank:
         self.rank, self.size = rank, size
 
 
-def dequantized(stack: ExpertStack) -> Tensor:
+def dequantized(stack: ExpertWeights) -> Tensor:
     """The last expert's weight."""
     if stack.scheme is None or stack.scale is None:
         return stack.data[-1]
     return QuantizedWeight(stack.scheme, stack.data[-1], stack.scale[-1]).dequantize()
 
 
-def _stacks(scheme: Any, hidden: int, inside: int) -> tuple[ExpertStack, ExpertStack]:
+def _stacks(scheme: Any, hidden: int, inside: int) -> tuple[ExpertWeights, ExpertWeights]:
     sizes = ((hidden, inside), (hidden, inside), (inside, hidden))
     layers: list[list[Any]] = [[torch.nn.Linear(*size) for size in sizes] for _ in range(2)]
     if scheme is not None:
         layers = [[QuantLinear.of(layer, scheme, "x") for layer in each] for each in layers]
-    return stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "sizes"), [(None, (6, 8)), (FP8, (6, 8)), (FP8_BLOCK, (130, 512))]
-)
-def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int, int]) -> None:
-    up, down = _stacks(scheme, *sizes)
-    builder: list[tuple[ExpertStack, ExpertStack]] = []
-    for rank in range(2):
-        ranks: Any = _Rank(rank, 2)
-        builder.append((cut_inside(up, ranks, True), cut_inside(down, ranks, False)))
-    half = sizes[1] // 2
-
-    def gates(stack: ExpertStack) -> list[Tensor]:
-        return list(dequantized(stack).chunk(2))
-
-    (gate, linear), (first, second) = gates(up), (gates(part) for part, _ in builder)
-    assert torch.equal(torch.cat([first[0], second[0]]), gate) and len(first[0]) == half
-    assert torch.equal(torch.cat([first[1], second[1]]), linear)
-    assert torch.equal(
-        torch.cat([dequantized(part) for _, part in builder], 1), dequantized(down)
+    return stack_layers([each[:2] for each in layers]), stack_layers(
+        [each[2:] for each in layers]
     )
-    biases = [part.bias for _, part in builder]
-    assert down.bias is not None and biases[0] is not None and biases[1] is not None
-    assert torch.equal(biases[0] + biases[1], down.bias), "the bias is added once"
 
 
 def test_some_experts_are_a_copy() -> None:
@@ -104,22 +81,10 @@ def test_some_experts_are_a_copy() -> None:
     )
 
 
-def test_an_inside_that_cannot_be_cut_is_refused() -> None:
-    ranks: Any = _Rank(0, 3)
-    with pytest.raises(
-        UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"
-    ):
-        cut_inside(_stacks(None, 6, 8)[0], ranks, True)
-    ranks = _Rank(0, 4)
-    with pytest.raises(UserError, match="an expert's inside is 384"):
-        cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, False)
-    with pytest.raises(UserError, match="cut is 'columns', but"):
-        experts.load("random:tiny-moe", cut="columns", **SMALL)
-    with pytest.raises(
-        UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"
-    ):
+def test_more_ranks_than_experts_are_refused() -> None:
+    with pytest.raises(UserError, match="tensor_parallel is 9, but a layer has 7 experts"):
         experts.load("random:tiny-moe", tensor_parallel=9, **SMALL)
-    with pytest.raises(UserError, match="active_experts cuts a dense model on one GPU"):
+    with pytest.raises(UserError, match="active_experts is 4, but the model has no experts"):
         experts.load("random:tiny", tensor_parallel=3, active_experts=4, **SMALL)
 
 
@@ -159,11 +124,8 @@ def _in_ranks(model: Path, *given: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["experts", "inside"])
-def test_ranks_give_the_tokens_of_one(
-    mixture: Path, expected: list[list[int]], cut: str
-) -> None:
-    same(_in_ranks(mixture, cut=cut), expected, f"two ranks, {cut}")
+def test_ranks_give_the_tokens_of_one(mixture: Path, expected: list[list[int]]) -> None:
+    same(_in_ranks(mixture), expected, "two ranks")
 
 
 @pytest.mark.slow
@@ -186,17 +148,17 @@ def test_kernels_in_ranks_give_the_tokens_of_one(mixture: Path) -> None:
     same(_in_ranks(mixture, *given, **options), wanted, "two ranks, kernels, fp8")
 
 
-def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]:
+def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
     """Shapes of what a rank keeps of each layer's second product."""
+    from experts.grouped_experts import GroupedExperts
     from experts.layer import Experts
-    from experts.stacked import StackedExperts
     from paged_cache import EngineBuilder, Recipe
     from parallel.feature import Parallel, Split
 
     features = (
         Split(Parallel(), ranks),
         experts.MixtureOfExperts(),
-        experts.ExpertParallel(cut),
+        experts.ExpertParallel(),
     )
     builder = EngineBuilder(Recipe(model, features=features, device="cpu", dtype="float32"))
     for feature in builder.recipe.features:
@@ -208,16 +170,14 @@ def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]
     return {
         index: tuple(layer.experts.down.data.shape)
         for index, layer in enumerate(layers)
-        if isinstance(layer, Experts) and isinstance(layer.experts, StackedExperts)
+        if isinstance(layer, Experts) and isinstance(layer.experts, GroupedExperts)
     }
 
 
 @pytest.mark.slow
 def test_no_rank_holds_the_whole(mixture: Path) -> None:
-    first, second = parallel.together(2, _own_experts, str(mixture), "experts")
+    first, second = parallel.together(2, _own_experts, str(mixture))
     assert first == {0: (3, 64, 48), 2: (3, 64, 48)} and second == {
         0: (4, 64, 48),
         2: (4, 64, 48),
     }
-    both = parallel.together(2, _own_experts, str(mixture), "inside")
-    assert both == [{0: (7, 64, 24), 2: (7, 64, 24)}] * 2

@@ -8,10 +8,8 @@ import random
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -30,11 +28,7 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from hybrid_cache import HybridCache, LayerGroups
-from hybrid_cache.delta_rule import DeltaTokens, causal_conv, recurrence, scan, unit
-from hybrid_cache.mixer import Mixer
-from hybrid_cache.qwen3_5 import GatedDeltaNet
-from hybrid_cache.state_pool import StatePool
-from paged_cache import PagedBatch
+from hybrid_cache.states.delta_rule import DeltaTokens, causal_conv, recurrence, scan, unit
 from phases import phase_named
 from phases.registry import load_engine
 from speculative.speculation import Proposer
@@ -191,7 +185,7 @@ def test_a_scan_in_parts_is_one_scan() -> None:
     expected, after = recurrence(state, given)
     parts = []
     for first, last in [(0, 7), (7, 8), (8, 50)]:
-        out, state = scan(state, given.cut(first, last), chunk=16)
+        out, state = scan(state, given.span(first, last), chunk=16)
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(state, after, atol=1e-5, rtol=0)
@@ -251,7 +245,7 @@ def poisoned(model: Model, **options: Any) -> Any:
     """An engine whose free slots are full of NaN when a step is launched."""
     engine: Any = hybrid_cache.load(model, **options)
     pool = engine.runner.attention.pool
-    books = engine.cache.states.stock.books
+    books = engine.cache.state_manager.pool.allocator
     take = engine.cache.take_moves
 
     def take_moves(works: Sequence[Work]) -> Any:
@@ -436,89 +430,6 @@ def test_the_second_prompt_leaves_a_snapshot_where_it_parts(model: Model) -> Non
     assert found == [0, 0, 40]
 
 
-def delta_layer(config: DeltaConfig, rng: torch.Generator) -> GatedDeltaNet:
-    """A layer of random weights for inputs of 24 numbers."""
-    shape = SimpleNamespace(hidden_size=24, norm_eps=1e-6)
-    layer = GatedDeltaNet(cast(ModelConfig, shape), config, 0).requires_grad_(False)
-    for parameter in layer.parameters():
-        parameter.copy_(
-            torch.randn(parameter.shape, generator=rng) * parameter.shape[-1] ** -0.5
-        )
-    return layer.to(DEVICE)
-
-
-WORKS: list[tuple[int, list[tuple[int, int]], int]] = [
-    (4, [(0, 1), (5, 1), (8, 1)], 4),
-    (2, [(0, 7), (6, 9), (8, 1)], 4),
-    (4, [(3, 130), (2, 3), (9, 1), (0, 2)], 16),
-    (4, [(0, 65), (64, 3)], 8),
-]
-"""Widths of the convolution, works (start, count), and sizes of blocks."""
-
-
-def compare_kernels(
-    scan: Any, width: int, works: list[tuple[int, int]], block_size: int
-) -> None:
-    """Outputs, states at the end of each work (start, count), and those at its cut are torch's."""
-    from hybrid_cache.delta_kernels import mix
-    from hybrid_cache.kernels import FusedDelta
-
-    rng = torch.Generator().manual_seed(0)
-    config = DeltaConfig(3, 6, 12, 20, width, (True, False))
-    starts, counts = (np.array(column) for column in zip(*works, strict=True))
-    contexts, total = starts + counts, int(counts.sum())
-    places = -(-int(contexts.max()) // block_size)
-    pools = []
-    for _ in range(2):
-        pool = StatePool(
-            config, 40, 64, block_size, device=torch.device(DEVICE), dtype=torch.float32
-        )
-        rng.manual_seed(1)
-        for part in (pool.recurrent, pool.conv):
-            part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
-        pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[
-            : len(works) * places
-        ].int()
-        lasts = (contexts - 1) // block_size
-        cuts = np.where(lasts * block_size > starts, contexts - lasts * block_size, 0)
-        if block_size == 16:
-            cuts[0] = -5  # guesses
-        pool.tails[torch.from_numpy(np.arange(len(works)) * places + lasts)] = torch.tensor(
-            cuts, dtype=torch.int32, device=DEVICE
-        )
-        pools.append(pool)
-    ends = np.cumsum(counts)
-    batch = cast(PagedBatch, SimpleNamespace(
-        host=SimpleNamespace(query_lens=counts, query_starts=np.r_[0, ends], context_lens=contexts),
-        query_starts=torch.tensor(np.r_[0, ends], dtype=torch.int32, device=DEVICE),
-        context_lens=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-        block_tables=torch.arange(len(works) * places, dtype=torch.int32, device=DEVICE).view(-1, places),
-    ))  # fmt: skip
-    layer = delta_layer(config, rng)
-    x = torch.randn(total, 24, generator=rng).to(DEVICE)
-    by_torch, by_kernels = pools
-    by_torch.begin(batch)
-    wanted = layer(x, cast(Mixer, by_torch))
-    by_kernels.begin(batch)
-    fused = FusedDelta(layer)
-    longer = None if (counts == 1).all() else scan
-    mixed = mix(by_kernels, fused.weights, fused.in_proj(x), longer)
-    found = fused.out_proj(mixed)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(by_kernels.recurrent, by_torch.recurrent, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(by_kernels.conv, by_torch.conv, atol=0, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "works", "block_size"), WORKS)
-def test_kernels_leave_the_states_of_torch(
-    width: int, works: list[tuple[int, int]], block_size: int
-) -> None:
-    from hybrid_cache.delta_kernels import scan
-
-    compare_kernels(scan, width, works, block_size)
-
-
 # Any schedule.
 
 
@@ -531,8 +442,8 @@ class StateRunner(GroupRunner):
 
     def __init__(self, rows: RequestRows, cache: HybridCache) -> None:
         super().__init__(rows, cache)
-        assert cache.states is not None
-        self.null, self.snapshots = cache.states.stock.null, 0
+        assert cache.state_manager is not None
+        self.null, self.snapshots = cache.state_manager.pool.null, 0
         self.states: dict[int, int] = {self.null: 0}
         self.reads: dict[int, Work] = {}
         self.writes: dict[int, Work] = {}
@@ -544,7 +455,7 @@ class StateRunner(GroupRunner):
         return FakeRunner.forward(self, works, masked=masked)
 
     def _refresh(self) -> None:
-        behind = self.cache.states.behind  # type: ignore[union-attr]
+        behind = self.cache.state_manager.slot_offset  # type: ignore[union-attr]
         copies = [
             pair
             for _, pairs in self.cache._block_copies
@@ -632,10 +543,9 @@ def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
         hits += runner.cache.stats.hit_tokens
         nothing_leaks(engine)
-        states = runner.cache.states
-        assert states is not None and states.stock.books.free == states.stock.books.count, (
-            "slots are lost"
-        )
+        states = runner.cache.state_manager
+        assert states is not None
+        assert states.pool.allocator.free == states.pool.allocator.count, "slots are lost"
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
     assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)

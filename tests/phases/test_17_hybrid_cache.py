@@ -26,7 +26,7 @@ from cuda_graphs import Graphs, Overlap
 from forward.loading import load_model, random_model
 from forward.model import Model
 from hybrid_cache import Hybrid, HybridCache, HybridPool, LayerGroups
-from hybrid_cache.managers import Manager, WindowManager
+from hybrid_cache.windows.manager import SingleTypeManager, SlidingWindowManager
 from paged_cache import BlockPool, KVFormat, PagedSizes, Recipe, build
 from paged_cache.scheduler import PagedScheduler
 from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
@@ -73,7 +73,7 @@ class GroupRunner(FakeRunner):
             print_ = fingerprint(print_, tokens[position])
             prints.append(print_)
         group = 0
-        for manager in self.cache.managers:
+        for manager in self.cache.attention_managers:
             for _ in manager.groups:
                 self._compute_group(name, group, manager, work, prints, written)
                 group += 1
@@ -83,21 +83,21 @@ class GroupRunner(FakeRunner):
         self,
         name: str,
         group: int,
-        manager: Manager,
+        manager: SingleTypeManager,
         work: Work,
         prints: list[int],
         written: dict[tuple[int, int], Work],
     ) -> None:
         oldest = (
             max(0, work.start - manager.window + 1)
-            if isinstance(manager, WindowManager)
+            if isinstance(manager, SlidingWindowManager)
             else 0
         )
         for position in range(oldest, len(prints)):
             page, offset = super().slot(work, position)
             block = int(self.places[group, page])
             must(
-                block != manager.stock.null,
+                block != manager.pool.null,
                 f"{name}: token {position} was given back in group {group}",
             )
             if position < work.start:
@@ -124,17 +124,19 @@ class GroupRunner(FakeRunner):
 def smallest_pool(layout: LayerGroups, block_size: int, step_tokens: int) -> int:
     """Blocks that just hold the longest request, the null block included."""
     cache = HybridCache(1, MAX_LEN, 4000, block_size, None, layout, step_tokens=step_tokens)
-    return sum(manager.most(MAX_LEN) for manager in cache.managers) + 1
+    return sum(manager.max_blocks(MAX_LEN) for manager in cache.attention_managers) + 1
 
 
 def nothing_leaks(engine: Any) -> None:
     cache = engine.scheduler.cache
-    assert cache.stock.pinned == 0, (
-        f"nobody is left, but {cache.stock.pinned} blocks are pinned"
+    assert cache.block_pool.pinned == 0, (
+        f"nobody is left, but {cache.block_pool.pinned} blocks are pinned"
     )
     cache.forget()
-    assert cache.stock.books.free == cache.stock.books.count, "blocks are lost"
-    assert not cache.stock.slid and not cache.stock.ends
+    assert cache.block_pool.allocator.free == cache.block_pool.allocator.count, (
+        "blocks are lost"
+    )
+    assert not cache.block_pool.skipped and not cache.block_pool.finished
 
 
 def machine(
@@ -240,15 +242,18 @@ def hybrid(features: Sequence[Any], blocks: int, block_size: int = 4, **options:
     room = PagedSizes(block_size=block_size, cache_bytes=cache_bytes, **sizes)
     engine = build(Recipe(windowed(), room, tuple(features)))
     runner = engine.runner
-    pool, stock = runner.attention.pool, engine.cache.stock  # type: ignore[attr-defined]
+    pool, block_pool = runner.attention.pool, engine.cache.block_pool  # type: ignore[attr-defined]
+    allocator = block_pool.allocator
     pool.stained = True  # a block with NaN is wiped for its next owner
     regroup = pool.regroup
 
     def poison(moves: Any) -> None:
         regroup(moves)
-        free = [block for block in range(stock.books.count) if stock.books.refs[block] == 0]
+        free = [block for block in range(allocator.count) if allocator.refs[block] == 0]
         pool.data[:, :, free] = float("nan")
-        assert not pool.data[:, :, stock.null].any(), "something was written to the null block"
+        assert not pool.data[:, :, block_pool.null].any(), (
+            "something was written to the null block"
+        )
 
     runner.attention.pool.regroup = poison  # type: ignore[attr-defined]
     return engine
@@ -306,7 +311,7 @@ def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
     assert first == again and isinstance(engine.cache, HybridCache)
     assert engine.cache.stats.hit_tokens == 2096, "the second time the prompt is found"
     layout = LayerGroups.of(model.config)
-    assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
+    assert [len(groups) for groups in layout.by_window.values()] == [5, 1] and layout.size == 3
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         gemma3_folder, dtype=torch.float32
     ).eval()
@@ -342,8 +347,8 @@ def test_two_ranks_keep_the_same_blocks() -> None:
 RULES = LayerGroups(1, {6: [[0], [1]], None: [[2]]})
 
 
-class Books:
-    """A cache, and requests whose steps land at once."""
+class CacheAlone:
+    """A cache without an engine, and requests whose steps finish at once."""
 
     def __init__(
         self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = RadixIndex
@@ -377,21 +382,24 @@ class Books:
     def kept(self, request: Request, manager: int = 0) -> list[bool]:
         """Whether each page of a request has blocks of a kind."""
         return [
-            self.cache.managers[manager].has(page)
+            self.cache.managers[manager].has_blocks(page)
             for page in self.cache.blocks_of(request.row)
         ]
 
 
 def test_a_window_keeps_what_its_next_query_sees() -> None:
-    books = Books()
+    books = CacheAlone()
     window, full = books.cache.managers
     for start in range(60):
         oldest = max(0, start - 5)
-        assert window.first(start) == oldest // 4 and full.first(start) == 0
+        assert (
+            window.first_needed_page(start) == oldest // 4
+            and full.first_needed_page(start) == 0
+        )
     request = books.add([1] * 9)
     for upto in range(9, 40):
         books.compute(request, upto)
-        first, end = window.held[request.row]
+        first, end = window.ranges[request.row]
         assert first * 4 <= max(0, upto - 6) and end * 4 >= upto, (
             f"token {upto - 1} does not see its window"
         )
@@ -399,24 +407,24 @@ def test_a_window_keeps_what_its_next_query_sees() -> None:
 
 
 def test_a_long_prompt_reserves_a_window_and_a_step() -> None:
-    books = Books()
+    books = CacheAlone()
     request = books.add([1] * 40)
     window, full = books.cache.managers
-    assert window.held[request.row] == (0, 4) and full.held[request.row] == (
+    assert window.ranges[request.row] == (0, 4) and full.ranges[request.row] == (
         0,
         10,
     )  # 5 + 8 tokens, and 40
-    assert books.cache.stock.pinned == 2 * 4 + 10
+    assert books.cache.block_pool.pinned == 2 * 4 + 10
     most = 0
     for upto in range(8, 41, 8):
         books.compute(request, upto)
-        most = max(most, books.cache.stock.pinned)
-    assert most <= window.most(40) + full.most(40) == 2 * 4 + 10
-    assert not Books(blocks=18).cache.holds(40) and Books(blocks=19).cache.holds(40)
+        most = max(most, books.cache.block_pool.pinned)
+    assert most <= window.max_blocks(40) + full.max_blocks(40) == 2 * 4 + 10
+    assert not CacheAlone(blocks=18).cache.holds(40) and CacheAlone(blocks=19).cache.holds(40)
 
 
 def test_a_hit_of_a_window_is_matched_from_the_right() -> None:
-    books = Books()
+    books = CacheAlone()
     tokens = list(range(1, 33))
     first = books.add(tokens)
     books.compute(first, 32)
@@ -424,10 +432,16 @@ def test_a_hit_of_a_window_is_matched_from_the_right() -> None:
     books.end(first)
     window = books.cache.managers[0]
     assert books.cache.lookup(Request(1, [*tokens, 7], 33, 64, SamplingParams())) == 32
-    window.lose(pages[2])  # no hit from 5 pages on needs it: position 20 sees 15 to 20
-    assert window.agrees(pages) == 8 and window.agrees(pages[:5]) == 5
-    assert window.agrees(pages[:4]) == 2 and window.agrees(pages[:3]) == 2
-    window.lose(pages[7])
+    window.evict(pages[2])  # no hit from 5 pages on needs it: position 20 sees 15 to 20
+    assert (
+        window.find_longest_cache_hit(pages) == 8
+        and window.find_longest_cache_hit(pages[:5]) == 5
+    )
+    assert (
+        window.find_longest_cache_hit(pages[:4]) == 2
+        and window.find_longest_cache_hit(pages[:3]) == 2
+    )
+    window.evict(pages[7])
     assert books.cache.lookup(Request(1, [*tokens, 7], 33, 64, SamplingParams())) == 28
     second = books.add([*tokens, 7])
     assert second.cached_tokens == 28
@@ -435,9 +449,9 @@ def test_a_hit_of_a_window_is_matched_from_the_right() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_kinds_agree_on_a_hit(seed: int) -> None:
+def test_all_managers_can_use_a_hit(seed: int) -> None:
     rng = random.Random(seed)
-    books = Books(LayerGroups(1, {3: [[0]], 10: [[1]], None: [[2]]}))
+    books = CacheAlone(LayerGroups(1, {3: [[0]], 10: [[1]], None: [[2]]}))
     request = books.add(list(range(1, 49)))
     books.compute(request, 48)
     pages = books.cache.blocks_of(request.row)
@@ -446,17 +460,17 @@ def test_all_kinds_agree_on_a_hit(seed: int) -> None:
     for manager in (small, large):
         for page in pages:
             if rng.random() < 0.3:
-                manager.lose(page)
+                manager.evict(page)
 
     def usable(length: int) -> bool:
         return all(
-            manager.has(page)
+            manager.has_blocks(page)
             for manager in (small, large)
-            for page in pages[manager.first(4 * length) : length]
+            for page in pages[manager.first_needed_page(4 * length) : length]
         )
 
     found, longest = (
-        books.cache.agree(pages),
+        books.cache.find_longest_cache_hit(pages),
         max(n for n in range(len(pages) + 1) if usable(n)),
     )
     assert found == longest, (
@@ -465,34 +479,38 @@ def test_all_kinds_agree_on_a_hit(seed: int) -> None:
 
 
 def test_pages_before_the_window_stay_for_hits_only() -> None:
-    books, alone = Books(), Books(index=None)
+    books, alone = CacheAlone(), CacheAlone(index=None)
     for one in (books, alone):
         request = one.add([1] * 32)
         one.compute(request, 32)
         assert one.cache.reserve(request, 33)
         window = one.cache.managers[0]
-        assert window.held[request.row][0] == window.first(32)
+        assert window.ranges[request.row][0] == window.first_needed_page(32)
         kept = one.kept(request)
-        assert kept[window.first(32) :] == [True] * len(kept[window.first(32) :])
+        assert kept[window.first_needed_page(32) :] == [True] * len(
+            kept[window.first_needed_page(32) :]
+        )
         assert all(kept) == (one is books), "only an index can find what is kept"
-        assert len(one.cache.stock.slid) == (window.first(32) if one is books else 0)
+        assert len(one.cache.block_pool.skipped) == (
+            window.first_needed_page(32) if one is books else 0
+        )
 
 
-def test_a_twin_without_blocks_gets_them() -> None:
-    books = Books()
+def test_a_shared_page_without_blocks_gets_them() -> None:
+    books = CacheAlone()
     first, second = books.add([5] * 12), books.add([5] * 12)
     for request in (first, second):  # both compute the prompt before either lands
         assert books.cache.reserve(request, 12)
         request.num_computed_tokens = 12
     books.cache.commit(first, 12)
     books.compute(first, 28)
-    stock, window = books.cache.stock, books.cache.managers[0]
-    while stock.slid:
-        stock.evict_oldest(stock.slid)
+    pool, window = books.cache.block_pool, books.cache.managers[0]
+    while pool.skipped:
+        pool.evict_oldest(pool.skipped)
     assert books.kept(first) == [False] * 3 + [True] * 4
     books.cache.commit(second, 12)
     assert books.cache.blocks_of(second.row)[:3] == books.cache.blocks_of(first.row)[:3]
-    assert books.kept(second)[1:3] == [True, True] and window.held[second.row][0] <= 1
+    assert books.kept(second)[1:3] == [True, True] and window.ranges[second.row][0] <= 1
     books.cache.check()
     for request in (first, second):
         books.end(request)
@@ -533,11 +551,13 @@ def test_layers_in_groups(
 ) -> None:
     config = replace(windowed().config, num_layers=len(windows), sliding_windows=windows)
     layout = LayerGroups.of(config)
-    assert layout.size == size and [len(found) for found in layout.kinds.values()] == groups
+    assert (
+        layout.size == size and [len(found) for found in layout.by_window.values()] == groups
+    )
     assert sorted(layer for group in layout.groups for layer in group) == list(
         range(len(windows))
     )
-    assert layout.plain == (set(windows) == {None})
+    assert layout.full_attention_only == (set(windows) == {None})
 
 
 def test_a_model_of_windows_only() -> None:
@@ -550,7 +570,7 @@ def test_a_model_of_windows_only() -> None:
     (request,) = engine.add([3] * 50, params)
     while not engine.idle:
         engine.step()
-        assert engine.cache.stock.pinned <= 7
+        assert engine.cache.block_pool.pinned <= 7
     assert request.output_ids == plain.token_ids
 
 

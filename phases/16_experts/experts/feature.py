@@ -9,26 +9,24 @@ from typing import ClassVar
 
 from common.errors import UserError, integer
 from common.options import option
-from experts import cut
-from experts.layer import ExpertList, Experts
-from experts.stacked import StackedExperts
+from experts.grouped_experts import GroupedExperts, group_experts
+from experts.layer import Experts
+from forward.loading import facts_of
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature
-from quant.calibrate import TEXT
 from quant.linear import QuantLinear
 from triton_paged_attention import Kernels
 
 
 @dataclass(frozen=True)
 class MixtureOfExperts(Feature):
-    """Each layer's experts lie in two stacks, and a step computes the tokens of each together."""
+    """Each layer's experts lie in two tensors, and a step computes the tokens of each expert together."""
 
     name: ClassVar[str] = "experts"
     phase: ClassVar[int] = 16
 
     active_experts: int | None = option(
-        None,
-        f"experts a token goes through; a dense model's MLPs are cut in {cut.COUNT} for it",
+        None, "experts that a token goes through, instead of as many as the model says"
     )
 
     def __post_init__(self) -> None:
@@ -37,42 +35,36 @@ class MixtureOfExperts(Feature):
             integer("active_experts", self.active_experts, low=1)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Stack the experts when the model is loaded."""
-        builder.surgeries.append(self._stack)
-        if self.active_experts is not None:
-            builder.surgeries.append(self._choose)
+        """Group the experts when the model is loaded. Raises `UserError` for more than a layer has."""
+        count = self.active_experts
+        facts = facts_of(builder.recipe.model).experts if count is not None else None
+        if count is not None and (facts is None or count > facts.count):
+            has = "the model has no experts" if facts is None else f"a layer has {facts.count}"
+            raise UserError(f"active_experts is {count}, but {has}")
+        builder.surgeries.append(self._group)
 
-    def _stack(self, builder: EngineBuilder) -> None:
-        """Put experts into stacks, a layer at a time: no more than one layer's weights are there twice.
+    def _group(self, builder: EngineBuilder) -> None:
+        """Group each layer's experts, one layer after the other, so that only one is in memory twice.
 
-        Those of eight bits are for kernels, which read them. Otherwise experts of few bits stay one by one.
+        Those of eight bits are for kernels, which read them. Otherwise experts of few bits stay modules.
         """
         if not any(expert_layers(builder.model)):
             return
         kernels = builder.feature(Kernels) is not None
-        for layer in expert_layers(builder.own_model()):
+        model = builder.own_model()
+        if self.active_experts is not None:
+            assert model.config.experts is not None
+            facts = replace(model.config.experts, top_k=self.active_experts)
+            model.config = replace(model.config, experts=facts)
+        for layer in expert_layers(model):
+            assert model.config.experts is not None
+            layer.facts = model.config.experts
             few_bits = any(isinstance(part, QuantLinear) for part in layer.experts.modules())
-            if isinstance(layer.experts, ExpertList) and (kernels or not few_bits):
-                layer.experts = StackedExperts(
-                    *layer.experts.stacks(builder.model.config.activation)
-                )
-
-    def _choose(self, builder: EngineBuilder) -> None:
-        """Let a token go through another number of experts than the model says, or than it has."""
-        model, count = builder.own_model(), self.active_experts
-        facts = model.config.experts
-        most = cut.COUNT if facts is None else facts.count
-        if count is None or count > most:
-            raise UserError(f"active_experts is {count}, but a layer has {most}")
-        if facts is None:
-            cut.cut(model, _text(builder), count)
-        else:
-            model.config = replace(model.config, experts=replace(facts, top_k=count))
-            for layer in expert_layers(model):
-                layer.facts = replace(facts, top_k=count)
+            if kernels or not few_bits:
+                layer.experts = group_experts(layer.experts, model.config.activation)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the layers the kernels' ways, where there are kernels."""
+        """Give the layers Triton's kernels, where phase 06's are on."""
         if builder.feature(Kernels) is None or not any(expert_layers(builder.model)):
             return
         from experts.kernels.grouped import grouped, scratch_bytes
@@ -80,7 +72,7 @@ class MixtureOfExperts(Feature):
         from experts.kernels.small_batch import SMALL_BATCH, gathered
 
         for layer in expert_layers(builder.own_model()):
-            assert isinstance(layer.experts, StackedExperts)
+            assert isinstance(layer.experts, GroupedExperts)
             layer.experts.kernels = (SMALL_BATCH, gathered, grouped)
             layer.route = route_at_once
             room = partial(
@@ -93,16 +85,5 @@ class MixtureOfExperts(Feature):
 
 
 def expert_layers(model: Model) -> Iterator[Experts]:
-    """Return the layers of experts, from the first to the last."""
+    """Return the model's layers of experts, from the first to the last."""
     return (layer for layer in model.modules() if isinstance(layer, Experts))
-
-
-def _text(builder: EngineBuilder) -> list[int]:
-    """Return the tokens of the calibration text, by which a dense model's MLPs are cut.
-
-    A model without a tokenizer gets all of its own tokens.
-    """
-    tokenizer, most = builder.recipe.tokenizer, builder.model.config.vocab_size
-    if tokenizer is None:
-        return [number * 7919 % most for number in range(cut.PIECES * cut.LENGTH)]
-    return tokenizer.encode(TEXT.read_text(encoding="utf-8"))

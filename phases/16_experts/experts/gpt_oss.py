@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv 2508.10925): Llama's skeleton, with sinks, and experts that a checkpoint keeps in four bits.
+"""gpt-oss (arXiv 2508.10925): a Llama with attention sinks, and with experts that are stored in four bits.
 
 - A *sink* is one more column of the softmax: for each query head a learned score, of a key that every query
   sees and whose value is 0. A head that finds nothing can so give its weight to nothing.
@@ -9,116 +9,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
 from common.models.config import ModelConfig
-from experts.kernels.stack import ExpertStack, Swiglu
-from experts.layer import ExpertList, ExpertRouter, Experts
+from experts.grouped_experts import GroupedExperts
+from experts.layer import ExpertRouter, Experts
+from experts.mxfp4 import BLOCK, MXFP4
+from experts.weights import ExpertWeights, Swiglu
 from forward.attention import LayerSpec
 from forward.models.llama import Llama, LlamaAttention, LlamaBlock
 
 SWIGLU = Swiglu("silu", limit=7.0)
-MXFP4 = "mxfp4"
-BLOCK = 32
-"""Numbers that share a power of two."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of four bits without their sign, which is the highest bit."""
-
-
-def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack MXFP4: each number is one of 16, times its block's power of two. Both are exact in bfloat16.
-
-    Args:
-        blocks: `[..., blocks, 16]` uint8, two numbers a byte, the first in its lower half.
-        scales: `[..., blocks]` uint8, the exponents plus 127.
-        dtype: of the result.
-
-    Returns:
-        `[..., 32 * blocks]`.
-    """
-    table = torch.tensor((*E2M1, *(-number for number in E2M1)), device=blocks.device)
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [..., blocks, 32]
-    powers = torch.exp2(scales.float() - 127).unsqueeze(-1)
-    return (table[halves.int()] * powers).to(dtype).flatten(-2)
-
-
-class PackedStack(nn.Module):
-    """A linear layer for each expert: `blocks` and `scales` as `unpack` takes them, and bias `[E, out]`."""
-
-    def __init__(self, count: int, outputs: int, inputs: int) -> None:
-        super().__init__()
-        if inputs % BLOCK:
-            raise UserError(
-                f"a matrix of {inputs} inputs cannot be {MXFP4}: {BLOCK} of them share a scale"
-            )
-        shape = (count, outputs, inputs // BLOCK)
-        self.blocks = nn.Parameter(
-            torch.empty(*shape, BLOCK // 2, dtype=torch.uint8), requires_grad=False
-        )
-        self.scales = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(count, outputs))
-
-    def multiply(self, expert: int, x: Tensor) -> Tensor:
-        """`[T, in]` -> `[T, out]`; the expert's weight is unpacked at every call."""
-        weight = unpack(self.blocks[expert], self.scales[expert], self.bias.dtype)
-        return F.linear(x, weight, self.bias[expert])
-
-    def only(self, own: range) -> ExpertStack:
-        """Return some experts as kernels read them; one at a time is unpacked."""
-        blocks, scales, bias = (
-            t[own.start : own.stop] for t in (self.blocks, self.scales, self.bias)
-        )
-        each = [unpack(*one, bias.dtype) for one in zip(blocks, scales, strict=True)]
-        return ExpertStack(torch.stack(each), bias=bias.clone())
-
-
-class ClampedMLPs(ExpertList):
-    """The experts of a layer, which lie in stacks from the start."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        facts, hidden = config.experts, config.hidden_size
-        assert facts is not None
-        self.count, inside = facts.count, facts.intermediate_size
-
-        def empty(outputs: int, inputs: int) -> PackedStack | ExpertStack:
-            size = (self.count, outputs, inputs)
-            plain = ExpertStack(torch.empty(size), bias=torch.empty(size[:2]))
-            return PackedStack(*size) if packed(config) else plain
-
-        self.gate_up, self.down = empty(2 * inside, hidden), empty(hidden, inside)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return each expert as a function of its tokens."""
-        return (partial(self.expert, number) for number in range(self.count))
-
-    def expert(self, number: int, x: Tensor) -> Tensor:
-        """`[T, hidden]` -> `[T, hidden]`."""
-        return self.down.multiply(number, SWIGLU(self.gate_up.multiply(number, x)))
-
-    def only(self, own: range) -> ExpertList:
-        """See `ExpertList.only`."""
-        self.gate_up = self.gate_up.only(own)
-        self.down = self.down.only(own)
-        self.count = len(own)
-        return self
-
-    def stacks(self, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
-        """See `ExpertList.stacks`: these lie in stacks already, perhaps packed."""
-        everything = range(self.count)
-        return self.gate_up.only(everything), self.down.only(everything), SWIGLU
+LEAVES = {"": "data", "_blocks": "data", "_scales": "scale", "_bias": "bias"}
+"""What follows `_proj` in a checkpoint's name of experts, and the parameter of `ExpertWeights`."""
 
 
 class GptOssAttention(LlamaAttention):
-    """Llama's attention with a sink for each query head, which goes to the seam with the layer's facts."""
+    """Llama's attention with a learned sink `[H]`, one for each query head, in its `LayerSpec`."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
@@ -126,7 +38,7 @@ class GptOssAttention(LlamaAttention):
 
     @property
     def spec(self) -> LayerSpec:
-        """The layer's facts. Made anew, because the weights are loaded after the layer is made."""
+        """The layer's `LayerSpec`, made at each call, because sinks are loaded after the layer is made."""
         return replace(self._plain, sinks=self.sinks)
 
     @spec.setter
@@ -135,51 +47,72 @@ class GptOssAttention(LlamaAttention):
 
 
 class GptOssBlock(LlamaBlock):
-    """A Llama block around these."""
+    """A Llama block with `GptOssAttention`, and experts with biases and clamped gates."""
 
     attention_class: ClassVar[type[LlamaAttention]] = GptOssAttention
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
-        mlp = Experts(
-            config
-        )  # the softmax is over the chosen alone, which `normalize` comes to
-        mlp.gate = ExpertRouter(config.hidden_size, mlp.facts.count, bias=True)
-        mlp.experts = ClampedMLPs(config)
+        mlp = Experts(config)  # its `normalize` equals a softmax over the chosen alone
+        hidden, inside = config.hidden_size, mlp.facts.intermediate_size
+        mlp.gate = ExpertRouter(hidden, mlp.facts.count, bias=True)
+        mlp.experts = GroupedExperts(
+            empty_weights(config, 2 * inside, hidden),
+            empty_weights(config, hidden, inside),
+            SWIGLU,
+        )
         self.mlp = mlp  # type: ignore[assignment]
 
 
 class GptOss(Llama):
-    """A Llama of `GptOssBlock`. It reads its own kind of quantized checkpoint, so that no feature has to."""
+    """A Llama of `GptOssBlock`s. It reads MXFP4 checkpoints itself, so no feature has to."""
 
     block_class: ClassVar[type[LlamaBlock]] = GptOssBlock
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        if packed(config):
+        if is_packed(config):
             self.config = replace(config, quantization=None)
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """`mlp.experts.down_proj_blocks` is `mlp.experts.down.blocks`, and `mlp.router` is `mlp.gate`."""
+        """Map `mlp.experts.down_proj_blocks` to `mlp.experts.down.data`, and `mlp.router` to `mlp.gate`."""
         name = name.removeprefix("model.").replace(".mlp.router.", ".mlp.gate.")
         owner, found, leaf = name.partition("_proj")
         if not found or ".mlp.experts." not in owner:
             return name
-        return f"{owner}.{leaf.removeprefix('_') or 'data'}"
+        return f"{owner}.{LEAVES.get(leaf, leaf)}"
 
     @staticmethod
     def transform(name: str, tensor: Tensor) -> Tensor:
-        """Plain matrices are stored as `[E, in, out]`; gate 0, up 0, gate 1, up 1 and so on take turns."""
-        if name.endswith((".gate_up.data", ".down.data")):
-            tensor = tensor.mT
-        return (
-            torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
-            if ".gate_up." in name
-            else tensor
-        )
+        """Turn a checkpoint's `[E, in, out]` round, and put gates before ups, which it stores in turns."""
+        if name.endswith((".gate_up.data", ".down.data")) and tensor.ndim == 3:
+            tensor = tensor.mT  # MXFP4 has four dimensions, the outputs before the inputs
+        if ".gate_up." in name:
+            return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
+        return tensor
 
 
-def packed(config: ModelConfig) -> bool:
+def is_packed(config: ModelConfig) -> bool:
     """Return True if the checkpoint has its experts as MXFP4."""
     return config.quantization is not None and config.quantization["quant_method"] == MXFP4
+
+
+def empty_weights(config: ModelConfig, outputs: int, inputs: int) -> ExpertWeights:
+    """Return room for a layer's experts, in the format that the checkpoint has.
+
+    Raises:
+        UserError: the inputs of an MXFP4 matrix are no multiple of 32.
+    """
+    assert config.experts is not None
+    shape = (config.experts.count, outputs, inputs)
+    bias = torch.empty(shape[:2])
+    if not is_packed(config):
+        return ExpertWeights(torch.empty(shape), bias=bias)
+    if inputs % BLOCK:
+        raise UserError(
+            f"a matrix of {inputs} inputs cannot be {MXFP4}: {BLOCK} of them share a scale"
+        )
+    scales = torch.empty(*shape[:2], inputs // BLOCK, dtype=torch.uint8)
+    blocks = torch.empty(*scales.shape, BLOCK // 2, dtype=torch.uint8)
+    return ExpertWeights(blocks, scales, bias)

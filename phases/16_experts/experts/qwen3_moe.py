@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388) and its relations: a dense family with `Experts` where the MLP was."""
+"""Qwen3-MoE (arXiv 2505.09388) and Qwen2-MoE: dense families with `Experts` in the place of MLPs."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Qwen3MoeBlock(LlamaBlock):
 
 
 class Qwen2MoeBlock(Qwen3MoeBlock):
-    """The same around `Qwen2Attention`."""
+    """A Llama block around `Qwen2Attention`, with `Experts` in the layers that have them."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Qwen2Attention
 
 
 class Qwen2Moe(Llama):
-    """A Llama of `Qwen2MoeBlock`; it has a shared expert."""
+    """A Llama of `Qwen2MoeBlock`s, whose mixtures have a shared expert."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen2MoeBlock
 
 
 class Qwen3Moe(Llama):
-    """A Llama of `Qwen3MoeBlock`."""
+    """A Llama of `Qwen3MoeBlock`s."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen3MoeBlock

@@ -1,11 +1,11 @@
-"""Phase 17: the hybrid cache. Layers that remember differently share one pool of blocks."""
+"""Phase 17: the hybrid KV cache. Windows give blocks back, and layers with states keep no keys."""
 
 from __future__ import annotations
 
 from experts import PRESET as BELOW
 from hybrid_cache.cache import HybridCache
 from hybrid_cache.feature import Hybrid
-from hybrid_cache.layout import LayerGroups
+from hybrid_cache.groups import LayerGroups
 from hybrid_cache.pool import HybridPool
 
 __all__ = ["LLM", "PRESET", "Hybrid", "HybridCache", "HybridPool", "LayerGroups", "load"]

@@ -6,22 +6,22 @@ from torch import Tensor
 
 from continuous.batch import Batch
 from forward.attention import LayerSpec
-from hybrid_cache.mixer import DeltaInputs, Mixer
 from hybrid_cache.pool import HybridPool
+from hybrid_cache.states.mixer import DeltaInputs, Mixer
 from paged_cache.attention import TorchPagedAttention
 from paged_cache.pool import LayerBlocks
 
 
 class GroupedTorch(TorchPagedAttention, Mixer):
-    """`TorchPagedAttention` for groups: planned once a step; each group has its tables and slots.
+    """`TorchPagedAttention` for several KV cache groups: each has its own block tables and slots.
 
-    What a window has given back reads as zeros, from the null block; its mask excludes it in any case.
+    A block that a window gave back reads as zeros, from the null block; the mask excludes it in any case.
     """
 
     pool: HybridPool
 
     def begin(self, batch: Batch) -> None:
-        """See `PagedAttention.begin`."""
+        """Start a step: look up the blocks of every group. See `PagedAttention.begin`."""
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)
         found = [(plan, self.pool.tables_of(pages)) for plan, pages in self._others]
@@ -30,12 +30,12 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         ]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """See `PagedAttention.place`; from here on the step is that of the layer's group."""
+        """Return a layer's blocks and the step's slots in them, and switch to the tables of its group."""
         group = self.pool.group_of[layer.index]
         self.batch, self._others = self.batches[group], self._tables[group]
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """See `Mixer.mix`."""
+        """Return the outputs `[T, H, Dv]` of a layer of Gated DeltaNet. See `Mixer.mix`."""
         assert self.pool.states is not None
         return self.pool.states.mix(inputs)

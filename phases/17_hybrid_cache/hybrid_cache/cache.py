@@ -1,4 +1,4 @@
-"""The hybrid cache: tables of pages, and for each kind of layers a manager of the blocks behind them."""
+"""The hybrid cache: block tables of pages, and a manager of the blocks for each type of layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from numpy.typing import NDArray
 
 from common.request import Request
 from continuous.work import Work
-from hybrid_cache.layout import LayerGroups
-from hybrid_cache.lru_pool import LruPool
-from hybrid_cache.managers import FullManager, Manager, ManagerSizes, WindowManager
-from hybrid_cache.state import StateManager
+from hybrid_cache.groups import LayerGroups
+from hybrid_cache.states.manager import StateManager
+from hybrid_cache.windows.lru_pool import LruPool
+from hybrid_cache.windows.manager import (
+    FullAttentionManager,
+    ManagerSizes,
+    SingleTypeManager,
+    SlidingWindowManager,
+)
 from paged_cache.allocator import BlockAllocator
 from prefix_cache.cache import PrefixCache
 from prefix_cache.index import Match, PrefixIndex
@@ -22,45 +27,50 @@ from prefix_cache.radix import RadixIndex
 
 
 class Moves(NamedTuple):
-    """Pages whose blocks have changed: `[n]` int64, and their blocks now, `[groups, n]` int32.
+    """Pages whose blocks changed, for the device: `[n]` int64, and their blocks now, `[groups, n]` int32.
 
-    Two rows more are the slots and tails of states, where layers keep any.
+    With layers that keep states, `blocks` has two rows more: slots and tails. See `StateManager`.
     """
 
     pages: NDArray[np.int64]
     blocks: NDArray[np.int32]
 
 
-class Pages(BlockAllocator):
-    """The numbers of pages; `died` is called for each that has lost its last user."""
+class PageAllocator(BlockAllocator):
+    """Free list of page numbers. It calls `on_free` with each page that has lost its last user."""
 
-    def __init__(self, count: int, died: Callable[[int], None]) -> None:
+    def __init__(self, count: int, on_free: Callable[[int], None]) -> None:
         super().__init__(count)
-        self._died = died
+        self._on_free = on_free
 
     def release(self, blocks: Iterable[int]) -> None:
-        """See `BlockAllocator`."""
+        """Take a user of each page away. See `BlockAllocator.release`."""
         pages = list(blocks)
         super().release(pages)
         for page in pages:
             if self.refs[page] == 0:
-                self._died(page)
+                self._on_free(page)
 
 
 class HybridCache(PrefixCache):
-    """A `PrefixCache` of pages, whose blocks come and go by the rules of each kind of layers.
+    """A `PrefixCache` of pages, whose blocks come and go by the rules of each type of layers.
 
-    Tables, the index and copies on write are those of phases 05 and 08, with pages in the place of blocks:
-    numbers that cost nothing. Room is a matter of blocks, which the managers of attention take from one
-    stock. So what a window gives back serves any other request. States have a stock of their own, since a
-    state is larger than a block.
+    Tables, the index and copy on write are those of phases 05 and 08, with pages in the place of blocks:
+    numbers that cost nothing. Memory is a matter of blocks, which the managers of attention take from one
+    pool. So what a window gives back serves any other request. States have a pool of slots of their own,
+    because a state is larger than a block.
 
     Args:
         rows, max_len, block_size, watermark: see `PrefixCache`.
-        index: see there; None: nothing outlives its request.
+        index: what finds prefixes; None: nothing outlives its request.
         blocks: blocks of the pool, of one group's layers each, the null block included.
         layout: groups of layers.
-        step_tokens: tokens of one request in a step, at most.
+        step_tokens: most tokens of one request in a step.
+
+    block_pool: blocks of all managers of attention.
+    blocks: `[groups, pages]` int32, the block of each page; two more rows are a state's slots and tails.
+    attention_managers: one for each type of attention, in the order of the layout.
+    state_manager: of layers that keep states; None: there are none.
     """
 
     def __init__(
@@ -80,198 +90,229 @@ class HybridCache(PrefixCache):
             rows, max_len, pages, block_size, index or RadixIndex(), watermark=watermark
         )
         self._keeps = index is not None
-        self.allocator = Pages(pages, self._died)
-        self.stock = LruPool(blocks - 1)
+        self.allocator = PageAllocator(pages, self._evict_page)
+        self.block_pool = LruPool(blocks - 1)
         count = len(layout.groups)
         self.blocks: NDArray[np.int32] = np.zeros(
             (count + 2 * (layout.states is not None), pages), np.int32
         )
         self._changed: set[int] = set()
         self._block_copies: list[tuple[int, list[tuple[int, int]]]] = []  # by page
-        self.kinds: list[Manager] = []  # of attention, in the order of the layout
-        limits = ManagerSizes(rows, block_size, step_tokens)
-        at = 0
-        for kind, groups in layout.kinds.items():
-            own = self.blocks[at : at + len(groups)]
-            at += len(groups)
-            manager = FullManager if kind is None else partial(WindowManager, kind)
-            self.kinds.append(manager(groups, self.stock, own, self._changed, limits))
-        self.width, self.states = at, None
-        self.managers = self.kinds.copy()
-        if layout.states is not None:
-            slots, tails = self.blocks[at : at + 1], self.blocks[-1]
-            self.states = StateManager(
-                self.tables, tails, blocks, slots, self._changed, limits
+        sizes = ManagerSizes(rows, block_size, step_tokens)
+        self.attention_managers: list[SingleTypeManager] = []
+        self.num_groups = 0
+        for window, groups in layout.by_window.items():
+            own = self.blocks[self.num_groups : self.num_groups + len(groups)]
+            self.num_groups += len(groups)
+            manager = (
+                FullAttentionManager
+                if window is None
+                else partial(SlidingWindowManager, window)
             )
-            self.managers.append(self.states)
+            self.attention_managers.append(
+                manager(groups, self.block_pool, own, self._changed, sizes)
+            )
+        self.managers = self.attention_managers.copy()
+        self.state_manager: StateManager | None = None
+        if layout.states is not None:
+            slots, tails = self.blocks[count : count + 1], self.blocks[-1]
+            self.state_manager = StateManager(
+                self.tables, tails, blocks, slots, self._changed, sizes
+            )
+            self.managers.append(self.state_manager)
 
     # Room, in blocks.
 
     def holds(self, tokens: int) -> bool:
-        """See `PagedCache.holds`."""
-        most = sum(kind.most(tokens) for kind in self.kinds)
-        return (
-            most <= self.stock.books.count and self.blocks_for(tokens) <= self.tables.shape[1]
-        )
+        """Return True if a request could keep this many tokens if it had the cache for itself."""
+        most = sum(manager.max_blocks(tokens) for manager in self.attention_managers)
+        fits_table = self.blocks_for(tokens) <= self.tables.shape[1]
+        return most <= self.block_pool.allocator.count and fits_table
 
     def fits(self, request: Request) -> bool:
-        """Return True if all managers find the blocks that the request pins when it begins."""
-        if self.stock.spare < 1:
+        """Return True if the pool has the blocks that a waiting request pins when it begins."""
+        if self.block_pool.admissible < 1:
             return False
         pages = self._match(request).blocks
         start, upto = len(pages) * self.block_size, len(request.tokens)
-        return sum(kind.cost(pages, start, upto) for kind in self.kinds) <= self.stock.spare
+        needed = sum(
+            manager.num_blocks_to_admit(pages, start, upto)
+            for manager in self.attention_managers
+        )
+        return needed <= self.block_pool.admissible
 
     def _match(self, request: Request) -> Match:
-        """Find as much as the index knows and all managers agree on."""
+        """Return the pages that the index knows of a request, as far as all managers can use them."""
         found = super()._match(request)
-        return Match(found.blocks[: self.agree(found.blocks)], found.unpinned)
+        length = self.find_longest_cache_hit(found.blocks)
+        return Match(found.blocks[:length], found.unpinned)
 
-    def agree(self, pages: Sequence[int]) -> int:
-        """Return the longest length, in pages, that every manager can begin behind.
+    def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
+        """Return the largest `n` such that every manager can begin behind the first `n` of these pages.
 
         A manager that shortens a hit may take from it what another needs, so all are asked again until none
         shortens it.
         """
         length = len(pages)
         while True:
-            shortest = min(manager.agrees(pages[:length]) for manager in self.managers)
+            shortest = min(
+                manager.find_longest_cache_hit(pages[:length]) for manager in self.managers
+            )
             if shortest == length:
                 return length
             length = shortest
 
     def grow(self, request: Request, upto: int) -> bool:
-        """First give back what windows have passed, then take pages, and blocks for them."""
+        """Give a request pages and blocks for its first `upto` tokens, after windows gave back theirs.
+
+        Returns:
+            False, with nothing taken, if there are too few blocks.
+        """
         row = request.row
-        table = self.tables[request.row]
+        table = self.tables[row]
         start = request.num_computed_tokens
         new = self._cursors[row] is None
         if not new:
-            for kind in self.kinds:
-                kind.slide(row, table, start, self._committed[row])
-            if self._lacking(row, start, upto) > self.stock.available:
+            for manager in self.attention_managers:
+                manager.remove_skipped_blocks(row, table, start, self._committed[row])
+            if self._num_blocks_to_allocate(row, start, upto) > self.block_pool.available:
                 return False
-        elif self.states is not None:
-            known = super()._match(request)  # agreed on or not
-            self.states.parting[row] = len(known.blocks) * self.block_size
+        elif self.state_manager is not None:
+            known = super()._match(request)  # with a snapshot behind it or not
+            self.state_manager.divergence[row] = len(known.blocks) * self.block_size
         if not super().grow(request, upto):
             return False
         if new:
             for manager in self.managers:
-                manager.attach(row, table, start)
-        for source, target in super().take_copies():
-            self._make_room(self.width)
-            pairs = [
-                pair for manager in self.managers for pair in manager.copy(source, target)
-            ]
-            self._block_copies.append((target, pairs))
-        self._make_room(self._lacking(row, start, upto))
-        self._writable[row] = min(kind.grow(row, table, start, upto) for kind in self.kinds)
+                manager.attach_hit(row, table, start)
+        self._copy_shared_pages()
+        self._evict_until_free(self._num_blocks_to_allocate(row, start, upto))
+        self._writable[row] = min(
+            manager.allocate_blocks(row, table, start, upto)
+            for manager in self.attention_managers
+        )
         return True
 
-    def _lacking(self, row: int, start: int, upto: int) -> int:
-        """Return the blocks that the kinds take."""
-        return sum(kind.lacks(row, self.tables[row], start, upto) for kind in self.kinds)
+    def _num_blocks_to_allocate(self, row: int, start: int, upto: int) -> int:
+        """Return how many blocks a request needs from the pool for its first `upto` tokens."""
+        table = self.tables[row]
+        return sum(
+            manager.num_blocks_to_allocate(row, table, start, upto)
+            for manager in self.attention_managers
+        )
 
-    def _make_room(self, count: int) -> None:
-        """Free blocks that no running request needs, until so many are free.
+    def _copy_shared_pages(self) -> None:
+        """Give blocks to the copies of pages that phase 05 has made before a write (copy on write)."""
+        for source, target in super().take_copies():
+            self._evict_until_free(self.num_groups)
+            pairs = [
+                pair for manager in self.managers for pair in manager.copy_page(source, target)
+            ]
+            self._block_copies.append((target, pairs))
 
-        There are two kinds: of pages that a window has slid past, which only a hit that ends there would
-        want, and of the ends of cached sequences. The kind of which there are more pages gives the oldest.
+    def _evict_until_free(self, count: int) -> None:
+        """Evict idle blocks until `count` blocks are free.
+
+        There are two sorts: of pages that a window has skipped, which only a hit that ends there would want,
+        and of the ends of cached sequences. The sort of which there are more pages gives its oldest.
         """
-        stock = self.stock
-        while stock.books.free < count:
-            if stock.slid and len(stock.slid) >= self.index.evictable:
-                stock.evict_oldest(stock.slid)
+        pool = self.block_pool
+        while pool.allocator.free < count:
+            if pool.skipped and len(pool.skipped) >= self.index.evictable:
+                pool.evict_oldest(pool.skipped)
             elif pages := self.index.evict(1):
                 self.stats.evicted_blocks += len(pages)
                 self.allocator.release(pages)
             else:
-                stock.evict_oldest(stock.slid or stock.ends)
+                pool.evict_oldest(pool.skipped or pool.finished)
 
-    def _died(self, page: int) -> None:
+    def _evict_page(self, page: int) -> None:
         for manager in self.managers:
-            manager.lose(page)
+            manager.evict(page)
 
     # Requests.
 
     def fork(self, parent: Request, child: Request, tokens: int) -> None:
-        """See `PagedCache.fork`; the child's queries begin behind `tokens`."""
+        """Let `child` share its parent's first `tokens` tokens. See `PagedCache.fork`."""
         super().fork(parent, child, tokens)
         for manager in self.managers:
-            manager.share(parent.row, child.row, self.tables[child.row], tokens)
+            manager.fork(child.row, self.tables[child.row], tokens)
 
     def commit(self, request: Request, upto: int) -> None:
-        """See `PrefixCache.commit`. A page of the index without blocks gets those of its twin."""
-        if self.states is not None:
-            upto = self.states.roll_back(request, upto)
+        """Put full pages of a request's first `upto` tokens into the index. See `PrefixCache.commit`.
+
+        Where the index has a page of the same tokens already, the request uses that one. If that page has
+        lost its blocks, it gets the request's.
+        """
+        if self.state_manager is not None:
+            upto = self.state_manager.roll_back(request, upto)
         if not self._keeps:
             return
         row, first = request.row, self._committed[request.row]
         own: list[int] = self.tables[row, first : upto // self.block_size].tolist()
         if not own:
             return
-        self.allocator.retain(own)  # a page that dies takes its blocks along
+        self.allocator.retain(own)  # a page that is freed takes its blocks along
         super().commit(request, upto)
-        for place, mine in enumerate(own, first):
-            theirs = int(self.tables[row, place])
-            if mine != theirs:
+        for at, mine in enumerate(own, first):
+            shared = int(self.tables[row, at])
+            if mine != shared:
                 for manager in self.managers:
-                    manager.swap(row, place, mine, theirs)
+                    manager.replace_page(row, at, mine, shared)
         self.allocator.release(own)
 
     def release(self, request: Request) -> None:
-        """See `PrefixCache.release`."""
+        """Take a request's use of pages and blocks away; the index keeps what was committed."""
         row = request.row
         for manager in self.managers:
-            manager.leave(row, self.tables[row], self._committed[row])
-        gone = set(self.blocks_of(row))
-        self._block_copies = [copy for copy in self._block_copies if copy[0] not in gone]
+            manager.release_row(row, self.tables[row], self._committed[row])
+        pages = set(self.blocks_of(row))
+        self._block_copies = [copy for copy in self._block_copies if copy[0] not in pages]
         super().release(request)
 
     # What the runner takes.
 
     def take_moves(self, works: Sequence[Work]) -> Moves | None:
         """Return what `HybridPool.regroup` sends to the device before these works run; None: nothing."""
-        left = [] if self.states is None else self.states.launch(works)
+        read = [] if self.state_manager is None else self.state_manager.assign_slots(works)
         pages = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
         moves = Moves(pages, self.blocks[:, pages]) if len(pages) else None
-        if self.states is not None:
-            self.states.release(left)
+        if self.state_manager is not None:
+            self.state_manager.release_slots(read)
         return moves
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """See `PagedCache.take_copies`: pairs of blocks."""
+        """Return the pairs of blocks to copy before the next step, source and target."""
         copies, self._block_copies = self._block_copies, []
         return [pair for _, pairs in copies for pair in pairs]
 
     def take_fresh(self) -> list[int]:
-        """See `PagedCache.take_fresh`: blocks."""
+        """Return the blocks that got a new owner since the last call."""
         self._fresh.clear()
-        fresh, self.stock.fresh = self.stock.fresh, []
+        fresh, self.block_pool.fresh = self.block_pool.fresh, []
         return fresh
 
     def check(self) -> None:
-        """Also: every block in use is of one page and group, and all that requests need is there."""
+        """Raise `AssertionError` unless each block is of one page and group, and requests have theirs."""
         super().check()
-        for stock in {manager.stock for manager in self.managers}:
-            own = [manager for manager in self.managers if manager.stock is stock]
-            stock.books.check(block for manager in own for block in manager.check())
+        for pool in {manager.pool for manager in self.managers}:
+            own = [manager for manager in self.managers if manager.pool is pool]
+            pool.allocator.check(block for manager in own for block in manager.check())
         for manager in self.managers:
-            held = [0] * self.allocator.count
-            for row, (first, end) in enumerate(manager.held):
+            needed = [0] * self.allocator.count
+            for row, (first, end) in enumerate(manager.ranges):
                 for page in self.tables[row, first:end].tolist():
-                    held[page] += 1
-            if held != manager.users:
-                raise AssertionError("a page has other users than the requests that hold it")
+                    needed[page] += 1
+            if needed != manager.users:
+                raise AssertionError("a page has other users than the requests that need it")
 
 
-def page_count(layout: LayerGroups, blocks: int, rows: int, places: int) -> int:
-    """Return how many pages there may be, so that blocks run out first.
+def page_count(layout: LayerGroups, blocks: int, rows: int, table_width: int) -> int:
+    """Return how many pages there must be, so that blocks run out before pages do.
 
-    A page has a block of each group that keeps everything. Without such a group it may have none at all: then
-    every place in the tables may have a page.
+    A page has a block of each group with full attention. Without such a group a page may have no block at
+    all: then every entry of the tables may have a page.
     """
-    kept = len(layout.kinds.get(None, ()))
-    return blocks // kept if kept else blocks + rows * places
+    full = len(layout.by_window.get(None, ()))
+    return blocks // full if full else blocks + rows * table_width

@@ -10,33 +10,27 @@ from typing import Any, ClassVar
 from cuda_graphs import Graphs
 from hybrid_cache.attention import GroupedTorch
 from hybrid_cache.cache import HybridCache
-from hybrid_cache.layout import LayerGroups
+from hybrid_cache.groups import LayerGroups
 from hybrid_cache.pool import HybridPool
-from hybrid_cache.qwen3_5 import GatedDeltaNet
-from hybrid_cache.state import slot_count
-from hybrid_cache.state_pool import StatePool
+from hybrid_cache.states.manager import slot_count
+from hybrid_cache.states.pool import StatePool
+from hybrid_cache.states.qwen3_5 import GatedDeltaNet
 from paged_cache import EngineBuilder, Feature, PagedAttention
 from prefix_cache import INDEXES, Prefix
 from triton_paged_attention import Kernels
-from triton_paged_attention.feature import check_triton
 
 
 @dataclass(frozen=True)
 class Hybrid(Feature):
-    """Layers with a window give back the blocks that no query of theirs will see again."""
+    """The hybrid KV cache: windows give back skipped blocks, and layers with states keep slots."""
 
     name: ClassVar[str] = "hybrid_cache"
     phase: ClassVar[int] = 17
 
-    def configure_load(self, builder: EngineBuilder) -> None:
-        """Put layers over kernels into a model with states, before other features look for products."""
-        if builder.feature(Kernels) is not None:
-            builder.surgeries.append(_fuse)
-
     def install(self, builder: EngineBuilder) -> None:
-        """Another pool and cache, and attention for them. A model of one kind of layers stays as it was."""
+        """Put in the pool, the cache and attention over groups, unless all layers have full attention."""
         layout = LayerGroups.of(builder.model.config)
-        if layout.plain:
+        if layout.full_attention_only:
             return
         if layout.states is not None:
             each = StatePool.bytes_per_slot(layout.states, builder.model.dtype)
@@ -48,6 +42,8 @@ class Hybrid(Feature):
 
                 # It refreshes for no works, so states would get no slots.
                 builder.executors.pop(VerifyGraphExecutor, None)
+            if any(isinstance(layer, GatedDeltaNet) for layer in builder.model.modules()):
+                builder.executors.clear()  # the mixer in plain torch waits for the device: no graph holds it
         builder.pool.decorate(self, lambda plain: partial(_pool, builder, layout))
         builder.cache.decorate(self, lambda plain: partial(_cache, builder, layout))
         builder.attention.decorate(self, lambda plain: self._attention(builder))
@@ -59,17 +55,6 @@ class Hybrid(Feature):
         from hybrid_cache.kernels import GroupedTriton
 
         return kernels.attention_of(GroupedTriton, builder.model)
-
-
-def _fuse(builder: EngineBuilder) -> None:
-    """Replace the layers of a model with states by those over kernels."""
-    if builder.model.config.delta is None:
-        return
-    check_triton(builder.model.device.type)
-    from hybrid_cache.kernels import FusedDelta
-    from triton_paged_attention.layers import replace as put
-
-    put(builder.own_model(), GatedDeltaNet, FusedDelta)
 
 
 def _pool(

@@ -1,4 +1,4 @@
-"""The pool whose blocks serve any group of layers, and the device's copy of where each page's blocks are."""
+"""The tensors of blocks that serve any group of layers, and the device's copy of each page's blocks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor
 from common.models.config import ModelConfig
 from continuous.batch import upload
 from hybrid_cache.cache import Moves, page_count
-from hybrid_cache.layout import LayerGroups
-from hybrid_cache.state import slot_count
-from hybrid_cache.state_pool import StatePool
+from hybrid_cache.groups import LayerGroups
+from hybrid_cache.states.manager import slot_count
+from hybrid_cache.states.pool import StatePool
 from paged_cache.attention import PagedBatch
 from paged_cache.pool import BlockPool, KVFormat
 
 
 class HybridPool(BlockPool):
-    """Blocks of `LayerGroups.size` layers, `[size, 2, N, P, KH, D]`: the `i`-th is the `i`-th of any group.
+    """Blocks of `LayerGroups.size` layers, `[size, 2, N, P, KH, D]`, which serve any group of layers.
 
     Graphs read `places` at a fixed address, so all that was made for one table works for many: a step's
     block tables name pages, and `begin` looks up each group's blocks on the device.
 
     Args:
         config, block_size, device, dtype, kv: see `BlockPool`.
-        blocks: as many as the memory would hold of all layers.
+        blocks: number of blocks of all layers that the memory would hold.
         layout: groups of layers.
-        rows, max_len: requests that run at most, and their tokens.
+        rows, max_len: most running requests, and most tokens of each.
 
-    group_of: by layer.
-    null: the last block, of zeros.
+    group_of: by layer, the number of its group.
+    null: number of the last block, which is all zeros.
     places: `[groups, pages]` int32, the block of each page in each group, or `null`.
-    states: of the layers that are in no group; None: there are none.
+    states: tensors of the layers that keep states; None: there are none.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HybridPool(BlockPool):
             )
 
     def regroup(self, moves: Moves | None) -> None:
-        """Note where pages have their blocks now, before the step that reads it."""
+        """Update the device's copy of pages' blocks, before the step that reads it. moves: None: nothing."""
         if moves is None:
             return
         moved = upload(self.places.device, {"pages": moves.pages, "blocks": moves.blocks})
@@ -91,7 +91,7 @@ class HybridPool(BlockPool):
             self.states.places[pages], self.states.tails[pages] = blocks[len(self.places) :]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks in every layer, and slots, which are numbered behind them."""
+        """Copy whole blocks, pairs of source and target; numbers above `null` are slots of states."""
         if self.states is not None:
             slots = torch.tensor(
                 [pair for pair in pairs if pair[0] > self.null], device=self.data.device
@@ -101,7 +101,7 @@ class HybridPool(BlockPool):
         super().copy(pairs)
 
     def begin(self, batch: PagedBatch) -> list[PagedBatch]:
-        """Start a step; returns its batch for each group: its block tables, and the slots of its tokens."""
+        """Start a step: return its batch once for each group, with that group's block tables and slots."""
         if self.states is not None:
             self.states.begin(batch)
         tables, slots = self.tables_of(batch.block_tables), self.slots_of(batch.slots)
@@ -110,11 +110,11 @@ class HybridPool(BlockPool):
         ]
 
     def tables_of(self, pages: Tensor) -> Tensor:
-        """Pages `[...]` -> blocks `[groups, ...]` int32."""
+        """Return the blocks `[groups, ...]` int32 of pages `[...]`."""
         return self.places.index_select(1, pages.flatten()).view(-1, *pages.shape)
 
     def slots_of(self, slots: Tensor) -> Tensor:
-        """Slots in pages `[T]` -> in blocks, `[groups, T]`; -1, which is nowhere, stays."""
+        """Return tokens' slots in blocks, `[groups, T]`, given those in pages, `[T]`; -1 (nowhere) stays."""
         blocks = self.tables_of(slots.clamp(min=0) // self.block_size).long()
         return torch.where(
             slots < 0, slots, blocks * self.block_size + slots % self.block_size

@@ -13,7 +13,7 @@ from common.errors import UserError
 from hybrid_cache import Hybrid
 from paged_cache import EngineBuilder, Feature, PagedAttention, find
 from triton_paged_attention import Kernels
-from triton_paged_attention.feature import LAYERS
+from triton_paged_attention.feature import LAYERS, check_triton
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ def _whole(kernels: Kernels | None) -> bool:
 
 
 def _fuse(builder: EngineBuilder) -> None:
-    from hybrid_cache.qwen3_5 import Qwen35
+    from hybrid_cache.states.qwen3_5 import Qwen35
     from phases.appendix.delta_layers.layers import fuse
 
     if isinstance(builder.model, Qwen35):
+        check_triton(builder.model.device.type)
         model = builder.own_model()
         assert isinstance(model, Qwen35)
         fuse(model)

@@ -1,8 +1,8 @@
-"""Kernels around phase 17's: prompts in two kernels, the gate of attention, and the start of a step.
+"""Kernels of layers with states: prompts in two kernels, the gate of attention, and the start of a step.
 
-Phase 17's kernel for prompts goes from chunk to chunk and does everything there. Here `prepare_kernel`
-makes queries, keys, values and the inverses of the triangular systems, with up to `MOST_PARTS` programs for
-a request's chunks; `scan_kernel` has only matrix products left, with the state in registers.
+For prompts `prepare_kernel` makes queries, keys, values and the inverses of the triangular systems, with up
+to `MOST_PARTS` programs for a request's chunks; `scan_kernel` has only matrix products left, with the state
+in registers.
 """
 
 from __future__ import annotations
@@ -16,24 +16,39 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hybrid_cache.delta_kernels import (
+from hybrid_cache.pool import HybridPool
+from hybrid_cache.states.pool import StatePool
+from paged_cache.attention import PagedBatch
+from phases.appendix.delta_layers.step import (
     DeltaWeights,
     convolve,
     finish,
     gates,
+    given,
     shift,
-    solve,
+    step_kernel,
     unit,
 )
-from hybrid_cache.pool import HybridPool
-from hybrid_cache.state_pool import StatePool
-from paged_cache.attention import PagedBatch
 from triton_paged_attention.hardware import dependent_launch
 
 CHUNK = 32
 """Tokens in a chunk."""
 MOST_PARTS = 16
 """Programs that prepare a request's chunks, for each key head."""
+
+
+@triton.jit
+def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of `1 - system`, strictly lower triangular: of blocks of 1, of 2, and so on, two by two."""
+    inverse = (t[:, None] == t[None, :]).to(tl.float32)
+    size = 1
+    while size < CHUNK:
+        half = t // size
+        corner = (half[:, None] // 2 == half[None, :] // 2) & (half[:, None] > half[None, :])
+        right = tl.dot(tl.where(corner, system, 0.0), inverse, input_precision=PRECISION)
+        inverse += tl.dot(inverse, right, input_precision=PRECISION)
+        size *= 2
+    return inverse
 
 
 @triton.jit
@@ -252,7 +267,10 @@ def scan_kernel(
 def scan(
     out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
 ) -> None:
-    """See `hybrid_cache.delta_kernels.scan`."""
+    """Fill in the rows of `out [T, H, Dv]` of requests with several tokens, in two kernels.
+
+    x: output of the layer's first projection. sizes: the kernels' constants.
+    """
     layer, config, conv, *rates, (norm, eps, _) = weights
     index = pool.index[layer]
     requests = pool.step.shape[1]
@@ -276,6 +294,30 @@ def scan(
     scan_kernel[requests, heads](
         out, *made, x, norm, states, kept, *where, eps, **chunked, num_warps=8
     )
+
+
+def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, decodes: bool) -> Tensor:
+    """Map the first projection's outputs `[T, ...]` to the last one's inputs `[T, H Dv]`, a ragged batch.
+
+    decodes: True if every request computes one token.
+    """
+    layer = weights.config
+    out = x.new_empty(len(x), layer.value_heads, layer.value_dim)
+    sizes = {
+        "KH": layer.key_heads, "GROUPS": layer.value_heads // layer.key_heads,
+        "DK": layer.key_dim, "DK_PAD": max(16, triton.next_power_of_2(layer.key_dim)),
+        "DV": layer.value_dim, "DV_PAD": max(16, triton.next_power_of_2(layer.value_dim)),
+        "C": layer.channels, "W": layer.conv_width, "W_PAD": triton.next_power_of_2(layer.conv_width),
+        "WIDTH": x.shape[1],
+    }  # fmt: skip
+    early = len(x) == 1 and dependent_launch(x.device)
+    how = {"PDL": early, "num_warps": 8, **({"launch_pdl": True} if early else {})}
+    step_kernel[pool.step.shape[1], layer.key_heads](
+        *given(out, pool, weights, x), **sizes, **how
+    )
+    if not decodes:
+        scan(out, pool, weights, x, sizes)
+    return out.view(len(x), -1)
 
 
 @triton.jit

@@ -15,10 +15,11 @@ import triton
 from torch import Tensor, nn
 
 from forward.attention import Attention
-from hybrid_cache.kernels import FusedDelta, GroupedTriton
-from hybrid_cache.mixer import Mixer
-from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
-from phases.appendix.delta_layers.kernels import apply_gate, scan
+from hybrid_cache.kernels import GroupedTriton
+from hybrid_cache.states.mixer import Mixer
+from hybrid_cache.states.qwen3_5 import GatedAttention, GatedDeltaNet, Qwen35, Qwen35Block
+from phases.appendix.delta_layers.kernels import apply_gate, mix
+from phases.appendix.delta_layers.step import DeltaWeights
 from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
 from phases.appendix.latency.tables import single_request_default
 from triton_paged_attention.decode import Workspace
@@ -129,6 +130,31 @@ class FusedGatedAttention(FusedAttention):
         ).out
 
 
+class FusedDelta(nn.Module):
+    """`GatedDeltaNet` with one projection of its input, and kernels between that and the last one."""
+
+    def __init__(self, old: GatedDeltaNet) -> None:
+        super().__init__()
+        conv, norm = old.conv1d.weight.squeeze(1), NormWeights(old.norm.weight, old.norm.eps)
+        self.weights = DeltaWeights(old.layer, old.delta, conv, old.A_log, old.dt_bias, norm)
+        self.in_proj = join(old.in_proj_qkv, old.in_proj_z, old.in_proj_b, old.in_proj_a)
+        self.out_proj = join(old.out_proj)
+
+    def forward(
+        self,
+        x: Tensor,
+        mixer: Mixer,
+        *,
+        norm: NormWeights | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See `GatedDeltaNet.forward`, and `FusedLinear.forward` for a norm before and a sum behind it."""
+        assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
+        x = self.in_proj(x, norm=norm)
+        mixed = mix(mixer.pool.states, self.weights, x, mixer.decodes)
+        return self.out_proj(mixed, residual=residual)
+
+
 class FusedHybridBlock(nn.Module):
     """A `Qwen35Block` that leaves its last addition to the next norm; with one token the
     projections add it.
@@ -171,10 +197,8 @@ class FusedHybridBlock(nn.Module):
 
 
 def fuse(model: Qwen35) -> None:
-    """Replace the layers of Qwen3.5 by those of this file, where the weights are not quantized."""
-    for module in model.modules():
-        if isinstance(module, FusedDelta):
-            module.scan = scan
+    """Put these layers in the places of Qwen3.5's, but those whose weights are not plain."""
+    replace(model, GatedDeltaNet, FusedDelta)
     turned_parts = [
         part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))
     ]

@@ -22,7 +22,7 @@ LATER: dict[str, str] = {
     "qwen2_moe": "experts.qwen3_moe.Qwen2Moe",
     "qwen3_moe": "experts.qwen3_moe.Qwen3Moe",
     "gpt_oss": "experts.gpt_oss.GptOss",
-    "qwen3_5": "hybrid_cache.qwen3_5.Qwen35",
+    "qwen3_5": "hybrid_cache.states.qwen3_5.Qwen35",
 }
 """A seam: families of later phases, each as `module.Class`, imported when a model of it is made."""
 

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from experts.grouped_experts import GroupedExperts
 from experts.kernels.routing import sort_in_tiles
-from experts.kernels.stack import ExpertStack, Swiglu
-from experts.stacked import StackedExperts
+from experts.weights import ExpertWeights, Swiglu
 from quant.formats import BLOCK
 from quant.products import round_rows
 from triton_paged_attention.hardware import HOPPER, at_least, shared_memory
@@ -54,7 +54,7 @@ OLDER = Tile(128, 128, 64, 8, 4)
 
 
 def tile_for(rows: float, x: Tensor) -> Tile:
-    """Return the tile for so many rows of `x` an expert, with as many stages as fit in shared memory."""
+    """Return the tile for so many rows of `x [T, K]` an expert, with the stages that fit in shared memory."""
     largest = LARGE if at_least(x.device, HOPPER) else OLDER
     tile = next((tile for most, tile in TABLE if rows <= most), largest)
     ahead = shared_memory(x.device) // ((tile.rows + tile.block_n) * tile.block_k * x.itemsize)
@@ -63,7 +63,7 @@ def tile_for(rows: float, x: Tensor) -> Tile:
 
 @triton.jit
 def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
-    """Gates and ups, float32, to what the second product reads; see `Swiglu`."""
+    """Return the second product's input from gates and ups, float32 of one shape. See `Swiglu`."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -75,7 +75,10 @@ def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
-    """`acc + a @ w`, with blocks' scales if there are: `a [M, K]`, `w [K, N]` of weight rows `row [N]`."""
+    """Return `acc + a @ w`: `a [M, K]`, `w [K, N]` of the weight rows `row [N]`, from input `k0` on.
+
+    SIDE: side of a block of weights that share a scale; 0: none do.
+    """
     if a.dtype != w.dtype:
         w = w.to(a.dtype)  # eight bits are exact in sixteen
     if SIDE == 0:
@@ -90,7 +93,10 @@ def tile_product(a, w, acc, scale, row, k0, columns, SIDE: tl.constexpr):
 def finish_sums(
     acc, unit, scale, bias, row, inside, ROUNDED: tl.constexpr, CHANNEL: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Finish sums `[N]` or `[M, N]` of weight rows `row [N]`. unit: what the input was divided by."""
+    """Scale the sums `acc`, `[N]` or `[M, N]`, and add biases; `row [N]` are the outputs' weight rows.
+
+    unit: factor of an input that was rounded.
+    """
     if ROUNDED:
         acc *= unit
     if CHANNEL:
@@ -109,9 +115,10 @@ def grouped_kernel(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile and `BLOCK_N` of `N` outputs.
+    """Multiply a tile of rows with `BLOCK_N` of an expert's `N` outputs; one program for each of both.
 
-    UP: the first product, gated, from tokens to places of `order`; else the second, from there to choices.
+    UP: compute the first product, gated: rows are read from tokens and written to places of `order`.
+        Otherwise the second one: rows are read from places and written to choices.
     """
     parts: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -167,7 +174,7 @@ def grouped_kernel(
 def add_choices_kernel(
     out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """One program per token and part of it: the sum of its choices among the experts that are here."""
+    """Sum a token's choices among the experts of this rank; one program per token and `BLOCK_N` numbers."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -180,46 +187,58 @@ def add_choices_kernel(
 
 
 def product_arguments(
-    x: Tensor, stack: ExpertStack, act: Swiglu | None, top_k: int
+    x: Tensor, experts: ExpertWeights, act: Swiglu | None, top_k: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return a kernel's `x, x_scale, data, scale, bias`, and the constants of a product of experts.
+    """Return the arguments that a kernel needs for one product of all experts.
 
-    act: of the first product; None for the second.
+    Args:
+        x: the product's input, `[T, K]`.
+        experts: the product's weights.
+        act: the function behind the first product, gates and ups; None for the second product.
+        top_k: choices of a token.
+
+    Returns:
+        The tensors `x, x_scale, data, scale, bias`, with `x` in the place of one that there is not; and the
+        kernel's constants by name.
     """
-    values, units = round_rows(x, "fp8") if stack.rounds else (x, x)
-    tensors = [
-        values,
-        units,
-        stack.data,
-        *(x if t is None else t for t in (stack.scale, stack.bias)),
-    ]
+    values, units = round_rows(x, "fp8") if experts.rounds_input else (x, x)
+    scale = x if experts.scale is None else experts.scale
+    bias = x if experts.bias is None else experts.bias
     kind, limit = act or Swiglu()
-    return tensors, {
-        "scale_stride": 0 if stack.scale is None else stack.scale[0].numel(),
-        "N": stack.data.shape[1] // (1 if act is None else 2), "K": stack.data.shape[2], "TOP_K": top_k,
+    return [values, units, experts.data, scale, bias], {
+        "scale_stride": 0 if experts.scale is None else scale[0].numel(),
+        "N": experts.data.shape[1] // (1 if act is None else 2), "K": experts.data.shape[2], "TOP_K": top_k,
         "UP": act is not None, "KIND": KINDS[kind], "LIMIT": limit,
-        "CHANNEL": stack.scale is not None and not stack.in_blocks, "SIDE": BLOCK * stack.in_blocks,
-        "ROUNDED": stack.rounds, "BIAS": stack.bias is not None,
+        "CHANNEL": experts.scale is not None and not experts.block_scales,
+        "SIDE": BLOCK * experts.block_scales,
+        "ROUNDED": experts.rounds_input, "BIAS": experts.bias is not None,
     }  # fmt: skip
 
 
-def scratch_bytes(down: ExpertStack, top_k: int, itemsize: int, tokens: int) -> int:
-    """Return the bytes that `grouped` needs for a moment: what lies between its kernels."""
+def scratch_bytes(down: ExpertWeights, top_k: int, itemsize: int, tokens: int) -> int:
+    """Return the bytes that `grouped` allocates between its kernels, for a step of so many tokens.
+
+    down: weights of the second product. itemsize: bytes of a number of the model's dtype.
+    """
     _, hidden, inside = down.data.shape
-    return tokens * top_k * ((hidden + inside) * itemsize + (inside if down.rounds else 0) + 4)
+    rounded = inside if down.rounds_input else 0
+    return tokens * top_k * ((hidden + inside) * itemsize + rounded + 4)
 
 
 def grouped(
-    layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor, tile: Tile | None = None
+    layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor, tile: Tile | None = None
 ) -> Tensor:
-    """A `Way` for any number of tokens. tile: for measurements; None: the table's."""
+    """Compute a layer's experts for any number of tokens. An `ExpertKernel`.
+
+    tile: shape of a program's work, for measurements; None takes it from `TABLE`.
+    """
     (count, hidden, _), (tokens, top_k) = layer.down.data.shape, chosen.shape
     chosen, weights = chosen.contiguous(), weights.contiguous()
     tile = tile or tile_for(chosen.numel() / count, x)
     order, table = sort_in_tiles(chosen, count, tile.rows)
     most = table.shape[1]
-    for stack, act in ((layer.gate_up, layer.act), (layer.down, None)):
-        tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
+    for experts, act in ((layer.gate_up, layer.act), (layer.down, None)):
+        tensors, constants = product_arguments(x.contiguous(), experts, act, top_k)
         n, block_n = constants["N"], tile.block_n // (1 if act is None else 2)
         x = torch.empty(chosen.numel(), n, dtype=x.dtype, device=x.device)
         grouped_kernel[(most * triton.cdiv(n, block_n),)](

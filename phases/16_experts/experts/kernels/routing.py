@@ -51,12 +51,12 @@ def route_kernel(
 
 
 def early(device: torch.device) -> dict[str, Any]:
-    """Return what starts a kernel while the last one still ends, where the device can."""
+    """Return launch options that start a kernel while the one before still ends, where the device can."""
     return {"PDL": True, "launch_pdl": True} if dependent_launch(device) else {"PDL": False}
 
 
 def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """`routing.route` in one kernel."""
+    """Choose each token's experts in one kernel. Arguments and returns are those of `routing.route`."""
     tokens, count = logits.shape
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -69,7 +69,7 @@ def route_at_once(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, 
 
 @triton.jit
 def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
-    """One program per expert: how often it was chosen."""
+    """Count how often an expert was chosen; one program per expert."""
     i = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, choices, BLOCK):
@@ -84,7 +84,7 @@ def place_kernel(
     E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert, which writes its places of `order` and its tiles, and one for empty tiles."""
+    """Write an expert's choices to `order` and its tiles to the table; one more program: empty tiles."""
     own = tl.program_id(0)
     e = tl.arange(0, E_PAD)
     count = tl.load(counts + e, mask=e < E, other=0)
@@ -113,7 +113,10 @@ def place_kernel(
 
 
 def most_tiles(choices: int, experts: int, rows: int) -> int:
-    """Return how many tiles there can be: each expert that was chosen has one that is not full."""
+    """Return the most tiles of `rows` rows that so many choices can need, however they are routed.
+
+    Every expert that was chosen may have one tile that is not full.
+    """
     return (choices - min(choices, experts)) // rows + min(choices, experts)
 
 

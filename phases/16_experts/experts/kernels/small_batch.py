@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from experts.grouped_experts import GroupedExperts
 from experts.kernels.grouped import finish_sums, gated_unit, product_arguments
 from experts.kernels.routing import early
-from experts.stacked import StackedExperts
 
 Shape = tuple[int, int, int]
 """Outputs of a program, inputs it reads at a time, and warps."""
@@ -34,7 +34,7 @@ SHAPES = ((8, 512, 4), (4, 256, 4))
 
 @triton.jit
 def read_tile(data, row, inside, k, scale, columns, K: tl.constexpr, SIDE: tl.constexpr):
-    """Weights of rows `row [N]` at inputs `k [BLOCK_K]`: `[N, BLOCK_K]` float32."""
+    """Load weights of rows `row [N]` at inputs `k [BLOCK_K]`, times their scales: `[N, BLOCK_K]` float32."""
     there = inside[:, None] & (k < K)[None, :]
     w = tl.load(data + row[:, None] * K + k[None, :], mask=there, other=0.0).to(tl.float32)
     if SIDE > 0:
@@ -53,7 +53,7 @@ def small_batch_expert_kernel(
     ROUNDED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per `BLOCK_N` of `N` outputs, of a choice (UP) or of a token, whose choices it adds up."""
+    """Compute `BLOCK_N` of `N` outputs of a choice (UP), or of a token, whose choices it adds up."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
     rows: tl.constexpr = 2 * N if UP else N
@@ -112,24 +112,24 @@ def small_batch_expert_kernel(
 
 
 def gathered(
-    layer: StackedExperts,
+    layer: GroupedExperts,
     x: Tensor,
     weights: Tensor,
     chosen: Tensor,
     shapes: tuple[Shape, Shape] = SHAPES,
 ) -> Tensor:
-    """A `Way` for a few tokens. shapes: for measurements."""
+    """Compute a layer's experts for a few tokens. An `ExpertKernel`; shapes: see `SHAPES`."""
     chosen = chosen.contiguous()
     weights = weights.contiguous()
     tokens, top_k = chosen.shape
     both = zip((layer.gate_up, layer.down), (layer.act, None), shapes, strict=True)
-    for stack, act, (block_n, block_k, warps) in both:
-        tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
+    for experts, act, (block_n, block_k, warps) in both:
+        tensors, constants = product_arguments(x.contiguous(), experts, act, top_k)
         programs = tokens if act is None else tokens * top_k
         n, k = constants["N"], constants["K"]
         out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
         small_batch_expert_kernel[(programs, triton.cdiv(n, block_n))](
-            out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
+            out, *tensors, weights, chosen, len(experts.data), **constants, BLOCK_N=block_n,
             BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
             **early(x.device),
         )  # fmt: skip

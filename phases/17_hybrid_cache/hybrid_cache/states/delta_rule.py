@@ -38,14 +38,22 @@ class DeltaTokens(NamedTuple):
     decay: Tensor
     beta: Tensor
 
-    def cut(self, first: int, last: int) -> DeltaTokens:
-        """The tokens `first .. last - 1`."""
+    def span(self, first: int, last: int) -> DeltaTokens:
+        """Return the inputs of the tokens `first .. last - 1`."""
         wide = (x[..., first:last, :, :] for x in self[:3])
         return DeltaTokens(*wide, *(x[..., first:last, :] for x in self[3:]))
 
 
 def one_token(state: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """Apply the rule once: `state [..., H, Dk, Dv]` and inputs without `S` -> `([..., H, Dv], new state)`."""
+    """Apply the delta rule to one token.
+
+    Args:
+        state: `[..., H, Dk, Dv]`.
+        token: inputs without the dimension `S`.
+
+    Returns:
+        What the token's query reads, `[..., H, Dv]`, and the new state.
+    """
     q, k, v, decay, beta = token
     state = state * decay.exp()[..., None, None]
     known = (state * k.unsqueeze(-1)).sum(-2)  # [..., H, Dv], what the state says of this key
@@ -55,7 +63,7 @@ def one_token(state: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
 
 
 def recurrence(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """Apply the rule to one token after another -> `([..., S, H, Dv], new state)`."""
+    """Apply the delta rule to one token after another: return `[..., S, H, Dv]` and the new state."""
     out = torch.empty_like(tokens.v)
     for i in range(out.shape[-3]):
         wide = (x[..., i, :, :] for x in tokens[:3])
@@ -65,17 +73,17 @@ def recurrence(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
 
 
 def scan(state: Tensor, tokens: DeltaTokens, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Apply the rule to `chunk` tokens at a time -> what `recurrence` does, but for rounding."""
+    """Apply the delta rule to `chunk` tokens at a time: return what `recurrence` does, but for rounding."""
     length = tokens.v.shape[-3]
     parts = []
     for first in range(0, length, chunk):
-        out, state = one_chunk(state, tokens.cut(first, min(first + chunk, length)))
+        out, state = one_chunk(state, tokens.span(first, min(first + chunk, length)))
         parts.append(out)
     return torch.cat(parts, -3) if parts else torch.empty_like(tokens.v), state
 
 
 def one_chunk(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """Apply the rule to a chunk of `C` tokens at once.
+    """Apply the delta rule to a chunk of `C` tokens at once: return `[..., C, H, Dv]` and the new state.
 
     A token writes `beta (v - what the state says of k)`, and the state holds the writes of the chunk's tokens
     before it. So the writes `W [C, Dv]` solve a triangular system, the WY form of the delta rule:

@@ -20,11 +20,11 @@ from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
 from forward.rope_scaling import attention_scaling
-from hybrid_cache.mixer import DeltaInputs, Mixer, mixer_of
+from hybrid_cache.states.mixer import DeltaInputs, Mixer, mixer_of
 
 
 class GatedAttention(nn.Module):
-    """Attention with every number of its output under a gate, which the query's projection makes as well."""
+    """Attention whose output is multiplied by a gate, which the query's projection makes as well."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GatedAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Map hidden states `[..., hidden]` to the output, same shape."""
         heads = self.spec.num_heads
         keys = self.spec.num_kv_heads
         size = self.spec.head_dim
@@ -50,19 +50,22 @@ class GatedAttention(nn.Module):
         )  # [..., H, D] each
         k = self.k_proj(x).unflatten(-1, (keys, size))
         v = self.v_proj(x).unflatten(-1, (keys, size))
-        q, k = turn_share(self.q_norm(q), cos_sin), turn_share(self.k_norm(k), cos_sin)
+        q, k = (
+            rotate_first_dimensions(self.q_norm(q), cos_sin),
+            rotate_first_dimensions(self.k_norm(k), cos_sin),
+        )
         out = attention(self.spec, q, k, v) * torch.sigmoid(gate)
         return self.o_proj(out.flatten(-2))
 
 
-def turn_share(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first dimensions of every head, as many as there are angles for: ``x [..., H, D]``."""
+def rotate_first_dimensions(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first dimensions of every head of `x [..., H, D]`, as many as there are angles for."""
     turned = cos_sin[0].shape[-1]
     return torch.cat((apply_rope(x[..., :turned], cos_sin), x[..., turned:]), -1)
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, decay and gate around the mixer."""
+    """A layer of Gated DeltaNet: projections, decay and gate around the mixer."""
 
     def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``mixer``."""
+        """Map hidden states `[..., hidden]` to the layer's output, same shape; only `mixer` mixes tokens."""
         decay = -self.A_log.float().exp() * F.softplus(
             self.in_proj_a(x).float() + self.dt_bias.float()
         )
@@ -98,7 +101,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class Qwen35Block(nn.Module):
-    """One layer: attention or Gated DeltaNet, then the MLP, each on a normalized copy and added back."""
+    """One layer: attention or Gated DeltaNet, then the MLP; each reads a normalized copy and is added."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ class Qwen35Block(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention, mixer: Mixer
     ) -> Tensor:
-        """``[..., hidden]`` -> ``[..., hidden]``."""
+        """Map hidden states `[..., hidden]` to the output, same shape."""
         normed = self.input_layernorm(x)
         if self.keeps_state:
             x = x + self.linear_attn(normed, mixer)
@@ -125,7 +128,7 @@ class Qwen35Block(nn.Module):
 
 
 class Qwen35(Model):
-    """The text model; what sees images, and the layer that guesses a token further, are ignored."""
+    """Qwen3.5's text model. Weights of its image encoder and of its multi-token prediction are ignored."""
 
     TIED: ClassVar[dict[str, str]] = {"lm_head.weight": "embed_tokens.weight"}
 
@@ -156,7 +159,7 @@ class Qwen35(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Text-only and multimodal checkpoints wrap the same names differently."""
+        """Strip the prefix of a checkpoint's name; None for weights of images and multi-token prediction."""
         if name.startswith(("mtp.", "model.visual.", "visual.")):
             return None
         for prefix in ("model.language_model.", "language_model.", "model."):

@@ -15,13 +15,13 @@ from torch import Tensor
 from common.errors import UserError
 from common.models.config import DeltaConfig
 from forward.attention import Attention, RecomputeAttention
-from hybrid_cache.delta_rule import DeltaTokens, causal_conv, recurrence, unit
+from hybrid_cache.states.delta_rule import DeltaTokens, causal_conv, recurrence, unit
 
 
 class DeltaInputs(NamedTuple):
-    """A layer's inputs, each token's by itself so far.
+    """Inputs of a layer of Gated DeltaNet, computed from each token alone.
 
-    layer: its index among all. config: of its heads.
+    layer: index among all layers. config: sizes of its heads.
     conv: `[C, W]`, the weights of the convolution.
     mixed: `[..., C]`, queries, keys and values before the convolution.
     decay: `[..., H]` float32; beta: `[..., H]`; see `DeltaTokens`.
@@ -35,12 +35,12 @@ class DeltaInputs(NamedTuple):
     beta: Tensor
 
     def take(self, tokens: slice | Tensor) -> DeltaInputs:
-        """Some tokens of a ragged batch: a slice, or indices of any shape."""
+        """Return the inputs of some tokens of a ragged batch. tokens: a slice, or indices of any shape."""
         mixed, decay, beta = (part[tokens] for part in self[3:])
         return self._replace(mixed=mixed, decay=decay, beta=beta)
 
     def tokens(self, mixed: Tensor) -> DeltaTokens:
-        """Return the rule's inputs, given what the convolution has made of `self.mixed`.
+        """Return the inputs of the delta rule. mixed: `[..., C]`, the convolution's output for `self.mixed`.
 
         Value head `h` has the query and the key of key head `h // groups`.
         """
@@ -55,7 +55,7 @@ class DeltaInputs(NamedTuple):
 
 
 class Mixer(ABC):
-    """Maps a Gated DeltaNet layer's inputs to its outputs."""
+    """Mixes tokens in layers of Gated DeltaNet: maps a layer's inputs to its outputs."""
 
     @abstractmethod
     def mix(self, inputs: DeltaInputs) -> Tensor:
@@ -63,10 +63,10 @@ class Mixer(ABC):
 
 
 class WholeSequence(Mixer):
-    """Sees the whole sequence at every call and remembers nothing, as `RecomputeAttention` does."""
+    """A mixer that computes the whole sequence at every call and keeps nothing, as phase 01 does."""
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """See `Mixer.mix`; the sequence is the dimension before the last."""
+        """Return `[..., S, H, Dv]` for inputs whose last dimension but one is the sequence."""
         x, config = inputs.mixed, inputs.config
         mixed, _ = causal_conv(x, inputs.conv, x.new_zeros(*x.shape[:-2], *config.conv_shape))
         empty = torch.zeros(*x.shape[:-2], *config.state_shape, device=x.device)

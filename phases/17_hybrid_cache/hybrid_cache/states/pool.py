@@ -7,27 +7,28 @@ import torch
 from torch import Tensor
 
 from common.models.config import DeltaConfig
-from hybrid_cache.delta_rule import causal_conv, recurrence, scan
-from hybrid_cache.mixer import DeltaInputs
+from hybrid_cache.states.delta_rule import causal_conv, recurrence, scan
+from hybrid_cache.states.mixer import DeltaInputs
 from paged_cache.attention import PagedBatch
 
 
 class StatePool:
-    """All layers' states, in slots.
+    """The states of all layers, in slots, and the mixer over them in plain torch.
 
     Args:
-        config: of the layers.
-        slots: slots. There are two more: `null` is always zeros, the state before a text; the last takes
-            what nothing reads, the states behind guesses.
-        pages: numbers of pages.
-        block_size: tokens in a page.
-        dtype: of the model; states are float32 whatever it is.
+        config: sizes of the layers' heads.
+        slots: number of slots. There are two more: `null` is always zeros, the state before a text; the last
+            one takes states that nothing reads, those behind draft tokens.
+        pages: number of pages.
+        block_size: tokens of a page.
+        dtype: of the model, and of the convolution's inputs; states are float32.
 
     recurrent: `[layers, slots + 2, H, Dk, Dv]` float32, in the order of the layers that have states.
     conv: `[layers, slots + 2, W - 1, C]`.
-    places, tails: `[pages]` int32, each page's slot and tail, see `StateManager`.
-    step: `[4, B]` int32, of this step's requests: the slots where the state before it is, where that at its
-        cut goes (-1: nowhere), and where the last one goes (-1: padding); and the tokens before the cut.
+    places, tails: `[pages]` int32, each page's slot and tail. See `StateManager`.
+    step: `[4, B]` int32, for this step's requests: the slot that is read; the slot that the state at the
+        snapshot boundary goes to (-1: none); the slot that the last state goes to (-1: padding); and the
+        tokens before the boundary.
     """
 
     step: Tensor
@@ -58,17 +59,17 @@ class StatePool:
 
     @staticmethod
     def bytes_per_slot(config: DeltaConfig, dtype: torch.dtype) -> int:
-        """Bytes of one state, over all layers."""
+        """Return the bytes of one slot, a state of all layers and its convolutions' inputs."""
         each = 4 * np.prod(config.state_shape) + dtype.itemsize * np.prod(config.conv_shape)
         return int(sum(config.layers) * each)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole slots."""
+        """Copy whole slots; `sources` and `targets` are their numbers, `[n]` each."""
         self.recurrent[:, targets] = self.recurrent[:, sources]
         self.conv[:, targets] = self.conv[:, sources]
 
     def begin(self, batch: PagedBatch) -> None:
-        """Start a step: find the slots of its requests. All of it is on the device, for graphs."""
+        """Start a step: fill `step` with the slots of its requests, on the device alone, for CUDA graphs."""
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
         starts = ends - counts
         live = (counts > 0) & (ends > 0)
@@ -90,18 +91,18 @@ class StatePool:
         self.start(batch, torch.stack((source, *parts)).int())
 
     def start(self, batch: PagedBatch, step: Tensor) -> None:
-        """Start a step whose slots are known."""
+        """Start a step whose slots `step [4, B]` are known."""
         self.step = step
         self.batch = batch
         self._on_host = None
 
     def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
-        """The pages that the last of each request's first `tokens [B]` is in, `[B]`."""
+        """Return the page `[B]` that holds the last of each request's first `tokens [B]` tokens."""
         places = tokens.sub(1).clamp(min=0).div(self.block_size, rounding_mode="floor")
         return batch.block_tables.gather(1, places.unsqueeze(1)).squeeze(1).long()
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
-        """Mix a ragged batch: its decodes at once, and each longer work by itself."""
+        """Return the outputs `[T, H, Dv]` of a ragged batch: decodes at once, each longer work by itself."""
         if self._on_host is None:
             self._on_host = self.step.tolist()
         host = self.batch.host
@@ -129,7 +130,7 @@ class StatePool:
     def _advance(
         self, inputs: DeltaInputs, source: int | list[int], into: int | list[int]
     ) -> Tensor:
-        """Go on from the states in `source`, and leave those behind the last tokens in `into`."""
+        """Compute tokens from the states in slots `source`, and store the states behind them in `into`."""
         recurrent, conv = (
             part[self.index[inputs.layer]] for part in (self.recurrent, self.conv)
         )

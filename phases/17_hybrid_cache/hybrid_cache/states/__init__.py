@@ -1,0 +1,1 @@
+"""Layers that keep a state: Gated DeltaNet, and the slots that states lie in."""

@@ -1,0 +1,188 @@
+"""Which slot holds the state of Gated DeltaNet behind a page's tokens: snapshots and rollback.
+
+1. A slot holds one state, of all layers. A page has a slot or none: the state behind its last computed token.
+2. A step reads the slot of the page before its first token, and writes that of the page of its last token.
+3. Within a page both are one slot, updated in place. A step that enters another page leaves a snapshot.
+4. A step of several tokens also saves the state at one place within, its *snapshot boundary*:
+5. before draft tokens that may be rejected, if it has any;
+6. else where the prompt diverges from a cached one, so that the next prompt that does so finds a snapshot;
+7. else at the last page boundary before its last token.
+8. Rollback: the state behind drafts is dropped. The request goes on from rule 5's boundary, and computes
+   drafts that were accepted again, together with the token behind them.
+9. A prefix hit ends where a page has a snapshot. Of a request's decodes only the newest snapshot stays.
+10. No work writes a slot that another work of its step reads: slots are released after the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.request import Request
+from continuous.work import Work
+from hybrid_cache.windows.lru_pool import LruPool
+from hybrid_cache.windows.manager import SingleTypeManager, Table
+
+
+def slot_count(rows: int) -> int:
+    """Return the number of slots for so many rows: each may read one and write one, and keep a snapshot."""
+    return 3 * rows
+
+
+class SlotPool(LruPool):
+    """A `LruPool` of slots of states, which evicts snapshots by itself.
+
+    Running requests need at most two thirds of the slots, so there is always one to take.
+    """
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` slots: free ones, then those of the oldest snapshots."""
+        while self.allocator.free < count:
+            self.evict_oldest(self.finished)
+        return self.allocator.allocate(count)
+
+
+class StateManager(SingleTypeManager):
+    """Slots of states by page. A slot is the one "block" of a page, from a pool of slots.
+
+    Args:
+        tables: block tables of all rows.
+        tails: `[pages]` int32, for a step of several tokens that ends in a page: the number of tokens behind
+            its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
+        slot_offset: blocks in the pool of keys and values; slots are numbered behind them in copies.
+        arguments: `blocks [1, pages]` (slots), `changed` and `sizes` of a `SingleTypeManager`.
+
+    divergence: by row, how many tokens of its prompt the index knows, with a snapshot behind them or not.
+    rollback_to: by row, tokens that the state has seen before drafts that are being verified.
+    last_decode_page: by row, the page that its decodes left last, or -1.
+    """
+
+    def __init__(self, tables: Table, tails: Table, slot_offset: int, *arguments: Any) -> None:
+        super().__init__([[]], SlotPool(slot_count(len(tables))), *arguments)
+        self.tables = tables
+        self.tails = tails
+        self.slot_offset = slot_offset
+        self.divergence, self.last_decode_page = [0] * len(tables), [-1] * len(tables)
+        self.rollback_to: dict[int, int] = {}
+
+    # Rules of the type.
+
+    def first_needed_page(self, start: int) -> int:
+        """Return the table index of the page whose state a step from `start` on reads."""
+        return max(0, start - 1) // self.block_size
+
+    def required_pages(self, start: int, upto: int) -> int:
+        """Return the pages up to the one that a step reads. For those it writes see `assign_slots`."""
+        return self.first_needed_page(start) + 1
+
+    def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
+        """Return the largest `n` such that the `n`-th of these pages has a snapshot; 0 if none has."""
+        lengths = range(len(pages), 0, -1)
+        return next((at for at in lengths if self.has_blocks(pages[at - 1])), 0)
+
+    # Snapshots and rollback.
+
+    def snapshot_boundary(self, work: Work) -> int:
+        """Return after how many tokens of the request a step saves its state.
+
+        Returns:
+            The work's end less its drafts, if these may be rejected. Otherwise the divergence of the row's
+            prompt, if it lies strictly within the work. Otherwise the last page boundary before the work's
+            last token, or `work.start`, which means none, if that is not behind the start.
+        """
+        start = work.start
+        end = work.start + work.count
+        divergence = self.divergence[work.row]
+        if work.drafts and not work.drafts_forced:
+            return end - len(work.drafts)
+        if start < divergence < end:
+            return divergence
+        return max(start, (end - 1) // self.block_size * self.block_size)
+
+    def roll_back(self, request: Request, upto: int) -> int:
+        """Return how many of a request's first `upto` tokens its state has seen.
+
+        If drafts were among the tokens of its last step, the state has seen those before them:
+        `request.num_computed_tokens` goes back to there. A rollback happens once.
+
+        Args:
+            upto: tokens that are computed and accepted.
+        """
+        seen = self.rollback_to.pop(request.row, upto)
+        if seen < upto:
+            request.num_computed_tokens = seen
+        return seen
+
+    def assign_slots(self, works: Sequence[Work]) -> list[tuple[int, bool]]:
+        """Give slots to the pages that a step's works write.
+
+        Returns:
+            The pages that the works read, each with True if it keeps its state as a snapshot. They go to
+            `release_slots` once the device knows the slots.
+        """
+        read = list[tuple[int, bool]]()
+        snapshots = set[int]()
+        for work in works:
+            start = work.start
+            at = start // self.block_size
+            within = work.count == 1 and start % self.block_size
+            if within and self.ranges[work.row] == (at, at + 1):
+                continue  # the next token of the same page: nothing changes
+            table = self.tables[work.row]
+            whole = start % self.block_size == 0
+            read += [(page, whole) for page in table[slice(*self.ranges[work.row])].tolist()]
+            boundary = self.snapshot_boundary(work)
+            drafting = bool(work.drafts) and not work.drafts_forced
+            self._write_page(work, boundary if drafting else start + work.count)
+            if work.count > 1:
+                self._set_tail(work, boundary, drafting)
+            if drafting:
+                self.rollback_to[work.row] = boundary
+            elif boundary > start:
+                snapshots.add(int(table[boundary // self.block_size - 1]))
+        for page in snapshots:
+            if not self.has_blocks(page) and self.pool.available:
+                self._change(page, blocks=self.pool.take(1))
+            if self.has_blocks(page) and not self.users[page]:
+                self.pool.finished[self, page] = None
+        return [(page, whole or page in snapshots) for page, whole in read]
+
+    def _write_page(self, work: Work, tokens: int) -> None:
+        """Give a slot to the page that holds the last of the request's first `tokens` tokens."""
+        row = work.row
+        at = (tokens - 1) // self.block_size
+        page = int(self.tables[row, at])
+        self.ranges[row] = at, at + 1
+        self._use(page)
+        if not self.has_blocks(page):
+            self._change(page, blocks=self.pool.take(1))
+        if work.start > work.request.prompt_len and at * self.block_size >= work.start:
+            if (self, self.last_decode_page[row]) in self.pool.finished:
+                self.evict(self.last_decode_page[row])
+            self.last_decode_page[row] = int(self.tables[row, at - 1])
+
+    def _set_tail(self, work: Work, boundary: int, drafting: bool) -> None:
+        """Tell the device how many tokens of a work are behind its snapshot boundary."""
+        end = work.start + work.count
+        last = int(self.tables[work.row, (end - 1) // self.block_size])
+        behind = end - boundary if boundary > work.start else 0
+        self.tails[last] = boundary - end if drafting else behind
+        self.changed.add(last)
+
+    def release_slots(self, read: Sequence[tuple[int, bool]]) -> None:
+        """Take away a step's use of the pages it read. `read`: what `assign_slots` returned."""
+        for page, snapshot in read:
+            self._drop(page, self.pool.finished if snapshot else None)
+
+    # Requests.
+
+    def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
+        """Move a user to a new page. Returns the pair of slots to copy, numbered behind all blocks."""
+        pairs = super().copy_page(source, target)
+        return [(one + self.slot_offset, other + self.slot_offset) for one, other in pairs]
+
+    def release_row(self, row: int, table: Table, committed: int) -> None:
+        """Take a request's use of its state away; snapshots stay."""
+        super().release_row(row, table, committed)
+        self.divergence[row], self.last_decode_page[row] = 0, -1
+        self.rollback_to.pop(row, None)

@@ -1,0 +1,1 @@
+"""Layers with keys and values: which pages they need, and the blocks behind them."""

@@ -1,0 +1,59 @@
+"""The free list of blocks that several managers share, and the order in which idle blocks are evicted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paged_cache.allocator import BlockAllocator
+
+if TYPE_CHECKING:
+    from hybrid_cache.windows.manager import SingleTypeManager
+
+
+class LruPool:
+    """Blocks `0 .. count - 1` for all managers that take from this pool.
+
+    A block is free, pinned (a running request needs it), or idle (it stays for a prefix hit until its room is
+    needed).
+
+    Args:
+        count: number of blocks.
+        watermark: share of them that admission leaves free. See `PagedCache`.
+
+    allocator: the free list.
+    null: number of the null block, which is all zeros and stands for a block that was given back.
+    pinned: number of pinned blocks.
+    skipped: pages with idle blocks that windows have skipped, oldest first.
+    finished: pages with idle blocks whose last request has ended, oldest first.
+    fresh: blocks that got a new owner since the runner asked last.
+    """
+
+    def __init__(self, count: int, *, watermark: float = 0.01) -> None:
+        self._reserve = int(watermark * count)
+        self.allocator = BlockAllocator(count)
+        self.null, self.pinned = count, 0
+        self.skipped: dict[tuple[SingleTypeManager, int], None] = {}
+        self.finished: dict[tuple[SingleTypeManager, int], None] = {}
+        self.fresh: list[int] = []
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that are free or idle."""
+        return self.allocator.count - self.pinned
+
+    @property
+    def admissible(self) -> int:
+        """Number of blocks that a new request may pin."""
+        return self.available - (self._reserve if self.pinned else 0)
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` free blocks. Raises `AssertionError` if there are fewer."""
+        blocks = self.allocator.allocate(count)
+        self.fresh += blocks
+        return blocks
+
+    @staticmethod
+    def evict_oldest(idle: dict[tuple[SingleTypeManager, int], None]) -> None:
+        """Free the blocks of the oldest page in `skipped` or `finished`."""
+        manager, page = next(iter(idle))
+        manager.evict(page)

@@ -1,0 +1,275 @@
+"""Managers: the blocks that one type of layers (full attention, a sliding window) keeps of every request.
+
+A *page* is what an entry of a block table names: `P` tokens of a request, or of several requests that share
+them. For each group of layers a page has a block of the pool, or none. All groups of one type need the same
+pages, so they have one manager.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_cache.windows.lru_pool import LruPool
+
+Table = NDArray[np.int32]
+"""A request's row of the block tables: page numbers by position."""
+
+
+class ManagerSizes(NamedTuple):
+    """Sizes of an engine: most running requests, tokens of a page, and most tokens of a request in a step."""
+
+    rows: int
+    block_size: int
+    step_tokens: int
+
+
+class SingleTypeManager(ABC):
+    """Blocks of one type of layers. A type says which pages of a request it needs.
+
+    A request needs a range of its table: from the first page that its next query reads to the last page that
+    it may write. Its pages there have a block in each group. A page that no running request needs keeps its
+    blocks for prefix hits, and loses them when the pool needs room.
+
+    Args:
+        groups: layers of each group.
+        pool: where blocks come from.
+        blocks: `[groups, pages]` int32, the block of each page; `pool.null` where there is none.
+        changed: collects pages whose blocks changed, for the device's copy.
+        sizes: of the engine.
+
+    users: by page, how many running requests need its blocks.
+    ranges: by row, first and end of the range that its request needs.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        pool: LruPool,
+        blocks: NDArray[np.int32],
+        changed: set[int],
+        sizes: ManagerSizes,
+    ) -> None:
+        self.groups = groups
+        self.pool = pool
+        self.blocks = blocks
+        self.changed = changed
+        blocks[:] = pool.null
+        _, self.block_size, self.step_tokens = sizes
+        self.users = [0] * blocks.shape[1]
+        self.ranges = [(0, 0)] * sizes.rows
+
+    # Rules of a type.
+
+    @abstractmethod
+    def first_needed_page(self, start: int) -> int:
+        """Return the table index of the first page that a query at position `start` or later reads."""
+
+    @abstractmethod
+    def required_pages(self, start: int, upto: int) -> int:
+        """Return how many pages, counted from the table's begin, a request must have got blocks for.
+
+        start: its computed tokens. upto: tokens that the scheduler reserves room for.
+        """
+
+    @abstractmethod
+    def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
+        """Return the largest `n` such that a request can begin behind the first `n` of these pages."""
+
+    def max_blocks(self, tokens: int) -> int:
+        """Return the most blocks that a request of so many tokens needs at once."""
+        starts = range(0, tokens + 1, self.block_size)
+        return len(self.groups) * max(
+            self.required_pages(at, tokens) - self.first_needed_page(at) for at in starts
+        )
+
+    # Requests. `table` is the request's row of the block tables.
+
+    def num_blocks_to_admit(self, pages: Sequence[int], start: int, upto: int) -> int:
+        """Return how many blocks a new request pins that begins behind these cached pages."""
+        first, end = self.first_needed_page(start), self.required_pages(start, upto)
+        pinned = sum(self.users[page] > 0 for page in pages[first:])
+        return len(self.groups) * (max(0, end - first) - pinned)
+
+    def attach_hit(self, row: int, table: Table, start: int) -> None:
+        """Let a new request use the pages of its prefix hit, `start` tokens, that it needs."""
+        self._use_range(row, table, self.first_needed_page(start), start // self.block_size)
+
+    def fork(self, child: int, table: Table, tokens: int) -> None:
+        """Let the request in row `child` use what it needs of the first `tokens` tokens in its `table`."""
+        self._use_range(
+            child, table, self.first_needed_page(tokens), -(-tokens // self.block_size)
+        )
+
+    def num_blocks_to_allocate(self, row: int, table: Table, start: int, upto: int) -> int:
+        """Return how many blocks a request lacks up to `upto`, with those for a copy of a shared page."""
+        end, at = self.ranges[row][1], start // self.block_size
+        shared = at < end and self.users[table[at]] > 1
+        return len(self.groups) * (max(0, self.required_pages(start, upto) - end) + shared)
+
+    def allocate_blocks(self, row: int, table: Table, start: int, upto: int) -> int:
+        """Give blocks to all required pages. Returns the number of tokens that there is room for."""
+        first, end = self.ranges[row]
+        required = max(end, self.required_pages(start, upto))
+        for page in table[end:required].tolist():
+            self._change(page, users=1, blocks=self.pool.take(len(self.groups)))
+        self.ranges[row] = first, required
+        return required * self.block_size
+
+    def remove_skipped_blocks(
+        self, row: int, table: Table, start: int, committed: int
+    ) -> None:
+        """Give back the blocks of pages that no query at `start` or later reads.
+
+        Those of the first `committed` pages, which the index knows, stay for prefix hits while there is room.
+        """
+        first, end = self.ranges[row]
+        now = min(max(first, self.first_needed_page(start)), end)
+        for at, page in enumerate(table[first:now].tolist(), first):
+            self._drop(page, self.pool.skipped if at < committed else None)
+        self.ranges[row] = now, end
+
+    def copy_page(self, source: int, target: int) -> list[tuple[int, int]]:
+        """Move a user from page `source` to the new page `target`. Returns the blocks to copy, as pairs."""
+        self._drop(source, None)
+        self._change(target, users=1, blocks=self.pool.take(len(self.groups)))
+        both = self.blocks[:, source].tolist(), self.blocks[:, target].tolist()
+        return list(zip(*both, strict=True))
+
+    def replace_page(self, row: int, at: int, own: int, shared: int) -> None:
+        """Let a request use the page `shared` in the place of its `own`, which holds the same tokens.
+
+        If the shared page has lost its blocks, it gets the request's.
+        """
+        if self.has_blocks(own) and not self.has_blocks(shared):
+            blocks = self.blocks[:, own].tolist()
+            self._change(own, blocks=[self.pool.null] * len(self.groups))
+            self._change(shared, blocks=blocks)
+            if not self.users[shared]:
+                self.pool.finished[self, shared] = None
+        first, end = self.ranges[row]
+        if first <= at < end:
+            self._use(shared)
+            self._drop(own, None)
+
+    def release_row(self, row: int, table: Table, committed: int) -> None:
+        """Take a request's use of its pages away; of `committed` ones blocks stay for prefix hits."""
+        first, end = self.ranges[row]
+        for at, page in enumerate(table[first:end].tolist(), first):
+            self._drop(page, self.pool.finished if at < committed else None)
+        self.ranges[row] = 0, 0
+
+    # Pages.
+
+    def has_blocks(self, page: int) -> bool:
+        """Return True if a page has blocks."""
+        return bool(self.blocks[0, page] != self.pool.null)
+
+    def evict(self, page: int) -> None:
+        """Free the blocks of a page that no running request needs."""
+        self._unlist(page)
+        if self.has_blocks(page):
+            self.pool.allocator.release(self.blocks[:, page].tolist())
+            self._change(page, blocks=[self.pool.null] * len(self.groups))
+
+    def check(self) -> list[int]:
+        """Return every block in use. Raises `AssertionError` if a page needs blocks that it does not have."""
+        for page, users in enumerate(self.users):
+            if users and not self.has_blocks(page):
+                raise AssertionError(f"page {page} has {users} users, but no blocks")
+        found: list[int] = self.blocks[self.blocks != self.pool.null].tolist()
+        return found
+
+    def _use_range(self, row: int, table: Table, first: int, end: int) -> None:
+        self.ranges[row] = first, end
+        for page in table[first:end].tolist():
+            self._use(page)
+
+    def _use(self, page: int) -> None:
+        self._unlist(page)
+        self._change(page, users=1)
+
+    def _drop(self, page: int, idle: dict[tuple[SingleTypeManager, int], None] | None) -> None:
+        """Take a user away. After the last one blocks become idle in the list `idle`, or free (None)."""
+        self._change(page, users=-1)
+        if self.users[page] == 0 and self.has_blocks(page):
+            if idle is None:
+                self.evict(page)
+            else:
+                idle[self, page] = None
+
+    def _unlist(self, page: int) -> None:
+        """A page is no longer idle."""
+        self.pool.skipped.pop((self, page), None)
+        self.pool.finished.pop((self, page), None)
+
+    def _change(self, page: int, users: int = 0, blocks: Sequence[int] | None = None) -> None:
+        """Add to a page's users, or set its blocks, and count pinned blocks anew."""
+        before = self.users[page] > 0 and self.has_blocks(page)
+        self.users[page] += users
+        assert self.users[page] >= 0, f"page {page} has {self.users[page]} users"
+        if blocks is not None:
+            self.blocks[:, page] = blocks
+            self.changed.add(page)
+        after = self.users[page] > 0 and self.has_blocks(page)
+        self.pool.pinned += len(self.groups) * (after - before)
+
+
+class FullAttentionManager(SingleTypeManager):
+    """Layers whose queries see all keys: every page keeps its blocks as long as a request uses it."""
+
+    def first_needed_page(self, start: int) -> int:
+        """Return 0: a query reads all pages."""
+        return 0
+
+    def required_pages(self, start: int, upto: int) -> int:
+        """Return the pages of all tokens up to `upto`."""
+        return -(-upto // self.block_size)
+
+    def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
+        """Return the number of all pages: what the index finds has its blocks."""
+        return len(pages)
+
+
+class SlidingWindowManager(SingleTypeManager):
+    """Layers whose queries see the last `window` keys, their own included."""
+
+    def __init__(self, window: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.window = window
+
+    def first_needed_page(self, start: int) -> int:
+        """Return the table index of the page with the oldest key in the window of the query at `start`."""
+        return max(0, start - self.window + 1) // self.block_size
+
+    def required_pages(self, start: int, upto: int) -> int:
+        """Return the pages of a window and a step, so a long prompt takes no blocks for what comes later.
+
+        A request gets as many at once as it will ever need, so it never stops half way for lack of blocks.
+        """
+        tokens = min(upto, max(start, self.window - 1) + self.step_tokens)
+        return -(-tokens // self.block_size)
+
+    def max_blocks(self, tokens: int) -> int:
+        """Return the blocks of all pages that a window and a step touch, which may begin within a page."""
+        span = self.window - 1 + self.step_tokens
+        pages = (span + self.block_size - 2) // self.block_size + 1
+        return len(self.groups) * min(-(-tokens // self.block_size), pages)
+
+    def find_longest_cache_hit(self, pages: Sequence[int]) -> int:
+        """Return the largest `n` such that all pages in the window behind the first `n` have blocks.
+
+        It searches from the right: only the pages before a hit's end that the next query sees need blocks.
+        """
+        length = len(pages)
+        while length:
+            first = self.first_needed_page(length * self.block_size)
+            missing = [at for at in range(first, length) if not self.has_blocks(pages[at])]
+            if not missing:
+                break
+            length = missing[0]  # every longer hit up to here would need this page, too
+        return length

@@ -1,0 +1,190 @@
+"""Gated DeltaNet's step of one token in Triton: all between a layer's two projections, in one launch.
+
+A program owns a key head of a request, with the value heads that share its keys: their channels of the
+convolution, and their states. So no other program reads what it updates in place, and every number of a state
+crosses the memory bus once each way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from common.models.config import DeltaConfig
+from hybrid_cache.states.pool import StatePool
+from triton_paged_attention.kernels.norms import NormWeights
+
+
+@triton.jit
+def unit(x):
+    """`delta_rule.unit` of vectors along the last axis."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) + 1e-6)
+
+
+@triton.jit
+def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
+    """Return the decay and the strength of a head's tokens, whose projections are in `row`."""
+    b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
+    a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(
+        tl.float32
+    )
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    decay = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * soft, 0.0)
+    return decay, tl.sigmoid(b).to(row.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def finish(o, z, weight, eps, DV: tl.constexpr):
+    """The norm of a head's outputs `[rows, DV_PAD]` and their gate, rounded as torch rounds them."""
+    o = o.to(z.dtype).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
+    o, z = (
+        (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32),
+        z.to(tl.float32),
+    )
+    return o * z * tl.sigmoid(z)
+
+
+@triton.jit
+def inputs_at(
+    x, kept, at, channel, mask, C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Load a request's inputs at some offsets, `[offsets, channels]`; negative ones are kept ones."""
+    new, old = mask & (at >= 0)[:, None], mask & (at < 0)[:, None]
+    fresh = tl.load(
+        x + at[:, None].to(tl.int64) * WIDTH + channel[None, :], mask=new, other=0.0
+    )
+    return fresh + tl.load(
+        kept + (W - 1 + at)[:, None] * C + channel[None, :], mask=old, other=0.0
+    )
+
+
+@triton.jit
+def convolve(
+    x, weight, kept, at, live, start,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+):  # fmt: skip
+    """SiLU of the convolution of the channels from `start`: `[ROWS, PAD]` float32."""
+    i = tl.arange(0, PAD)
+    total = tl.zeros([ROWS, PAD], tl.float32)
+    mask = live[:, None] & (i < SIZE)[None, :]
+    for w in tl.static_range(W):
+        factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
+        value = inputs_at(x, kept, at - (W - 1 - w), start + i, mask, C, W, WIDTH)
+        total += value.to(tl.float32) * factor[None, :]
+    return (
+        (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
+    )  # as torch rounds it
+
+
+@triton.jit
+def shift(
+    x, kept, source, boundary, into, cut, count, start,
+    C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    PAD: tl.constexpr,
+):  # fmt: skip
+    """Keep the last `W - 1` inputs behind `cut` and behind `count` tokens, for the tokens that follow."""
+    row, channel = tl.arange(0, W_PAD), start + tl.arange(0, PAD)
+    mask = (row < W - 1)[:, None] & (tl.arange(0, PAD) < SIZE)[None, :]
+    size: tl.constexpr = (W - 1) * C
+    at_cut = inputs_at(
+        x, kept + source * size, cut - (W - 1) + row, channel, mask, C, W, WIDTH
+    )
+    at_end = inputs_at(
+        x, kept + source * size, count - (W - 1) + row, channel, mask, C, W, WIDTH
+    )
+    tl.debug_barrier()  # all threads have read what is overwritten
+    to = kept + row[:, None] * C + channel[None, :]
+    tl.store(to + boundary * size, at_cut, mask=tl.where(boundary >= 0, mask, False))
+    tl.store(to + into * size, at_end, mask=mask)
+
+
+@triton.jit
+def step_kernel(
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
+    eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per request and key head; requests of more than one token are left out.
+
+    The state is loaded before the wait, since no kernel of this step has written it.
+    """
+    request, key_head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(query_starts + request).to(tl.int64)
+    count = tl.load(query_starts + request + 1) - first
+    source, into = (
+        tl.load(step + request).to(tl.int64),
+        tl.load(step + 2 * requests + request).to(tl.int64),
+    )
+    if (count == 1) & (into >= 0):
+        H: tl.constexpr = KH * GROUPS
+        at = tl.zeros([1], tl.int32)
+        i = tl.arange(0, DK_PAD)
+        j = tl.arange(0, DV_PAD)
+        live = at == 0
+        mask = (i < DK)[:, None] & (j < DV)[None, :]
+        queries = key_head * DK
+        keys = (KH + key_head) * DK
+        size = H * DK * DV
+        row, old = x + first * WIDTH, kept + source * (W - 1) * C
+        place = key_head * GROUPS * DK * DV + i[:, None] * DV + j[None, :]
+        state = tl.load(states + source * size + place, mask=mask, other=0.0)
+        factor = tl.load(norm + j, mask=j < DV, other=0.0)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        q = (
+            unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, 1, DK, DK_PAD))
+            * scale
+        )
+        k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, 1, DK, DK_PAD))
+        q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
+        for group in range(GROUPS):
+            head = key_head * GROUPS + group
+            values = 2 * KH * DK + head * DV
+            v = convolve(row, weight, old, at, live, values, C, W, WIDTH, 1, DV, DV_PAD)
+            decay, beta = gates(row + at, live, head, a_log, dt_bias, H, C + H * DV)
+            z = tl.load(row + C + head * DV + j, mask=j < DV, other=0.0)[None, :]
+            state *= tl.exp(decay)[:, None]
+            state += k * ((v - tl.sum(state * k, axis=0)[None, :]) * beta[:, None])
+            o = finish(tl.sum(state * q, axis=0)[None, :], z, factor, eps, DV)
+            to = out + (first * H + head) * DV + j[None, :]
+            tl.store(to, o.to(out.dtype.element_ty), mask=(j < DV)[None, :])
+            tl.store(states + into * size + place, state, mask=mask)
+            shift(row, kept, source, -1, into, 0, 1, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
+            place += DK * DV
+            state = tl.load(
+                states + source * size + place, mask=mask & (group + 1 < GROUPS), other=0.0
+            )
+        shift(row, kept, source, -1, into, 0, 1, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
+        shift(row, kept, source, -1, into, 0, 1, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+
+
+class DeltaWeights(NamedTuple):
+    """Weights between a layer's projections; the names are `GatedDeltaNet`'s."""
+
+    layer: int
+    config: DeltaConfig
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: NormWeights
+
+
+def given(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor) -> tuple[Any, ...]:
+    """Return the arguments that all kernels of a layer share: output, input, weights, states and slots."""
+    layer, config, *own, norm = weights
+    states = pool.recurrent[pool.index[layer]], pool.conv[pool.index[layer]]
+    step = pool.batch.query_starts, pool.step, pool.step.shape[1]
+    return out, x, *own, norm.weight, *states, *step, config.key_dim**-0.5, norm.eps
