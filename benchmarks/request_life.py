@@ -114,9 +114,9 @@ def record() -> list[Note]:
 
     from benchmarks.made_up import write_tokenizer
     from common.sockets import listen
-    from serving.alive import EngineProcess
     from serving.app import App
     from serving.http.server import HttpServer
+    from serving.liveness import EngineProcess
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), 257, (0,))

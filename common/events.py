@@ -6,7 +6,7 @@ A phase is something with `stream`; `generate` collects its events.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -138,14 +138,21 @@ class TextStream:
         params: SamplingParams,
         prompt: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
+        answer: Callable[[str, bool], str] | None = None,
     ) -> None:
-        """Begin the text that goes on from a prompt (token ids). shown: special tokens that belong to it."""
+        """Begin the text that goes on from a prompt (token ids).
+
+        shown: special tokens that belong to it.
+        answer: takes what each token adds, and whether nothing follows; returns what of it is shown and
+            searched for stop strings. Reasoning, say, is neither.
+        """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
         self._detokenizer = Detokenizer(tokenizer, shown=shown, after=prompt, middle=middle)
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
         self._shown: list[str] = []
+        self._answer = answer
 
     @property
     def begins(self) -> bool:
@@ -172,11 +179,16 @@ class TextStream:
         """
         held, new = self._held, ""
         if token_id is not None:
-            new, stopped = self._search(self._detokenizer.push(token_id))
+            piece = self._detokenizer.push(token_id)
+            if self._answer is not None:
+                piece = self._answer("" if reason == "stop" else piece, reason is not None)
+            new, stopped = self._search(piece)
             if stopped:
                 reason = "stop"
-            elif reason == "stop":  # so the token itself ended it
+            elif reason == "stop" and self._answer is None:  # so the token itself ended it
                 new, self._held = held, ""
+        elif self._answer is not None:
+            new, _ = self._search(self._answer("", True))
         if reason is not None:
             new, self._held = new + self._held, ""
         self._shown.append(new)

@@ -27,15 +27,15 @@ from common.sockets import listen
 from common.text.tokenizer import Tokenizer
 from phases import Phase, phase_named
 from phases.appendix.access.doors import hosts, names_of, origins
-from phases.appendix.embeddings.pooling import PoolingObserver
+from phases.appendix.embeddings.prompt_states import PromptObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.plain import version
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.options import ReplicaOptions
-from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
+from serving.liveness import EngineProcess, StartupError
 
 KEY = "LADDER_API_KEY"
 
@@ -93,7 +93,7 @@ def make_app(given: SimpleNamespace, phase: Phase, options: dict[str, Any], serv
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, phase, source, str(folder), given.device, given.dtype, options)
     return whole_app(
-        EngineProcess(make, observer=PoolingObserver),
+        EngineProcess(make, observer=PromptObserver),
         Tokenizer(folder),
         given.name,
         defaults=sampling_defaults(folder, given.generation_config),
@@ -131,7 +131,7 @@ def _serve_replicas(
     cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)
     try:
         return cluster.serve(lambda: _say_ready(cluster.host, cluster.port))
-    except CannotStart as error:
+    except StartupError as error:
         raise EngineLost(f"the replicas cannot be started: {error}") from None
 
 
@@ -158,7 +158,7 @@ def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> 
         err.print(f"[dim]{ready.ledger}[/dim]")
     url = _say_ready(host, port)
     key = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    body = f'{{"model": "{app.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    body = f'{{"model": "{app.model.name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     out.print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         markup=False,

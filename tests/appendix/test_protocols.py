@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phases.appendix.protocols.responses import MOST_KEPT, Conversations
+from phases.appendix.protocols.responses import MOST_BYTES, MOST_KEPT, SHARE, Conversations
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from tests.servers import Asked, Client
@@ -187,20 +187,29 @@ async def test_a_conversation_goes_on_from_a_response_within_a_bound(make):
 
 
 def test_the_oldest_conversations_go_first():
-    kept = Conversations()
+    kept, said = Conversations(), [{"role": "user", "content": "x"}]
     for number in range(MOST_KEPT + 1):
-        kept.keep(str(number), [{"role": "user", "content": "x"}])
+        kept.keep(str(number), said, f"client {number % (2 * SHARE)}".encode())
     with pytest.raises(ApiError, match="no more"):
         kept.find("0")
     assert kept.find("1")
     kept.keep("large", [{"role": "user", "content": "x" * (40 << 20)}])
-    assert kept.size == 0, "more is kept than the bound"
+    assert kept.size < MOST_BYTES, "more is kept than the bound"
+
+
+def test_one_client_cannot_push_out_the_conversations_of_others():
+    kept, said = Conversations(), [{"role": "user", "content": "x"}]
+    kept.keep("mine", said, b"me")
+    for number in range(3 * MOST_KEPT):
+        kept.keep(str(number), said, b"another")
+    for number in range(40):
+        kept.keep(f"large {number}", [{"role": "user", "content": "x" * (2 << 20)}], b"another")
+    assert kept.find("mine") == said and kept.size <= MOST_BYTES // SHARE + 100
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a number for a text": ("/v1/responses", {"input": [{"content": 3}]}, "input"),
     "an image": ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "input"),
-    "a tool of OpenAI's own": ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
     "several": ("/v1/responses", {"n": 2}, "n"),
     "temperature": ("/v1/responses", {"temperature": -1}, "temperature"),
     "a schema that is none": ("/v1/responses", {"text": {"format": {"type": "x"}}}, "text.format"),

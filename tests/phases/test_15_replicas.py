@@ -26,9 +26,9 @@ from replicas.options import MOST_REPLICAS, ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of
 from replicas.replica import Replica
 from replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRobin, make_policy
-from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
+from serving.liveness import StartupError
 from tests.coroutines import asynchronously
 from tests.servers import JSON, Asked, Loopback, tokenizer_for
 
@@ -489,7 +489,7 @@ def test_a_replica_that_is_stopped_does_not_end_as_one_whose_engine_has_died(tmp
     assert not ended, f"an orderly end is told to Ray as status {ended}"
 
 
-@pytest.mark.parametrize("kind", [UserError, CannotStart])
+@pytest.mark.parametrize("kind", [UserError, StartupError])
 def test_a_replica_that_cannot_be_made_says_why(tmp_path, kind):
     engine, app = served(tmp_path)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from common.events import Logprob
 from common.sampling.params import SamplingParams
-from serving.messages import AbortCompletions, AddPrompt, Command, Ready, StepReport, StepStats, encode
+from serving.messages import AbortRequests, AddRequest, Command, Ready, StepReport, StepStats, encode
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"
@@ -44,7 +44,9 @@ class EngineClient:
     def __init__(self) -> None:
         self.state: State = "starting"
         self.ready: Ready | None = None
-        self.stats, self.now, self.restarts = StepStats(), 0.0, 0
+        self.stats = StepStats()
+        self.now = 0.0
+        self.restarts = 0
         self.on_step: Callable[[StepReport], None] = lambda step: None
         self._sinks: dict[int, Sink] = {}
         self._next = 0
@@ -87,14 +89,14 @@ class EngineClient:
         if not self._sinks:
             self._heard = time.monotonic()  # it had no reason to speak before
         self._sinks.update(zip(numbers, sinks, strict=True))
-        self.tell(AddPrompt(numbers.start, prompt, params, priority, salt, [*wanted]))
+        self.tell(AddRequest(numbers.start, prompt, params, priority, salt, [*wanted]))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
         """End these completions: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
-            self.tell(AbortCompletions(mine))
+            self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
         """Send a command. All that is said in one turn of the event loop travels in one message."""
@@ -106,6 +108,8 @@ class EngineClient:
         outbox, self._outbox = self._outbox, []
         if self.state in ("ready", "stopped"):
             self.transmit(encode(outbox))
+        elif self._sinks:  # the engine has gone since they were admitted
+            self._lose()
 
     # What the engine says.
 
@@ -138,6 +142,7 @@ class EngineClient:
         """End all sinks that wait for an engine that is no more."""
         if self.state != "stopped":
             self.state = "restarting"
-        lost, self._sinks, self._outbox = list(self._sinks.values()), {}, []
+        lost = list(self._sinks.values())
+        self._sinks, self._outbox = {}, []
         for sink in lost:
             sink.end("died", DIED)

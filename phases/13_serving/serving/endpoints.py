@@ -1,149 +1,280 @@
-"""Routes for tokens: from the fields of a request to orders for the engine, and to the answer's shape."""
+"""Routes for tokens: from the fields of a request to prompts and settings for the engine."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import Any, Protocol
+
+from msgspec import Struct
 
 from common.errors import UserError
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
-from common.text.tokenizer import LONG, Tokenizer
-from serving.completion import Order
-from serving.http.answers import Answer
+from common.text.tokenizer import Tokenizer
+from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
-from serving.http.exchange import Exchange
 from serving.http.limits import Limits
-from serving.http.schema import CompletionBody, Generation
+from serving.http.request import HttpRequest
+from serving.http.schema import ChatFields, CompletionFields, GenerationFields, convert
 from serving.messages import Ready
+from serving.parsed import FieldHandler, ParsedRequest
 
-USUAL_TOKENS = 16
+DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 COPIED = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "logit_bias"),
 )
-T = TypeVar("T")
+RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
+"""Variables of a template that are not a client's."""
 
 
-class Prompts:
-    """Encodes for one model: what is short at once, what is long in a thread.
+class Endpoint(Protocol):
+    """A route for tokens.
 
-    defaults: settings of the model for requests that do not say; see `sampling_defaults`.
+    form: of errors.
+    threaded: whether a thread reads its requests, however short they are.
     """
 
-    def __init__(self, tokenizer: Tokenizer, defaults: Mapping[str, float] = MappingProxyType({})) -> None:
-        self.tokenizer, self.defaults = tokenizer, defaults
-        self._threads = ThreadPoolExecutor(2, "tokenize")
+    form: ErrorForm
+    threaded: bool
 
-    async def encode(self, text: str, special: bool, ready: Ready) -> list[int]:
-        """Return the token ids of a text, which has to fit the context. Raises `ApiError`."""
-        self.fits(len(text), ready, "prompt")
-        return await self.make(len(text) > LONG, lambda: self.tokenizer.encode(text, special), "prompt")
+    @property
+    def kinds(self) -> Sequence[type[Struct]]:
+        """Structs that declare the fields of its requests."""
 
-    def fits(self, characters: int, ready: Ready, param: str) -> None:
+    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Read a request. Raises `ApiError` for what could never be served."""
+
+
+@dataclass
+class ServedModel:
+    """The model that requests are for.
+
+    name: that clients know it by.
+    defaults: settings of requests that do not say; see `sampling_defaults`.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    limits: Limits
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, name: str | None) -> None:
+        """Raise `ApiError` if a client asks for another model."""
+        if name is not None and name != self.name:
+            words = f"model is {name[:100]!r}, but this is {self.name!r}"
+            raise ApiError(404, words, param="model", code="model_not_found")
+
+    def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
+        """Read the fields that all requests for tokens may have. source: the field of the prompt."""
+        generation = convert(GenerationFields, fields)
+        self.check(generation.model)
+        if generation.stream_options is not None and not generation.stream:
+            raise wrong("stream_options", "stream_options needs stream to be true")
+        bounds = {"stop": (self.limits.max_stops, "strings"), "logit_bias": (self.limits.max_bias, "entries")}
+        sampling = {name: getattr(generation, name) for name in COPIED}
+        for name, (most, what) in bounds.items():
+            value = sampling[name]
+            if isinstance(value, list | dict) and len(value) > most:
+                raise too_many(name, len(value), most, what)
+        said = {name: value for name, value in sampling.items() if value is not None}
+        return ParsedRequest(generation, fields, said, source)
+
+    def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
         most = self.tokenizer.most_characters(ready.max_len)
         if most is not None and characters > most:
             context = f"more than a context of {ready.max_len} tokens holds"
             raise wrong(param, f"{param} has {characters:,} characters, {context}")
 
-    async def make(self, long: bool, make: Callable[[], T], param: str) -> T:
-        """Run `make` in a thread if it is long: 10 KB take a millisecond, and others would wait."""
-        try:
-            if not long:
-                return make()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
-        except UserError as error:
-            raise wrong(param, str(error)) from None
-
-
-class Endpoint:
-    """A route for tokens: `/v1/completions`, one prompt or several, as text or token ids.
-
-    body: the fields of its requests.
-    answers, prefix: how its answers look, and how their ids begin.
-    source: the field that the prompt is made of.
-    form: of errors.
-    """
-
-    body: type[Generation] = CompletionBody
-    answers = Answer
-    prefix, source = "cmpl", "prompt"
-    form = ErrorForm()
-
-    def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
-        self.prompts, self.model, self.limits = prompts, model, limits
-
-    def of(self, request: Any) -> Endpoint:
-        """Return the endpoint of one request: this one, or one that is made for it. Raises `ApiError`."""
-        return self
-
-    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
-        """Make one order a prompt. Raises `ApiError`."""
-        prompts = await self.encoded(request.prompt, ready)
-        return [Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts]
-
-    async def encoded(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
+    def prompts(
+        self, given: Any, ready: Ready, param: str = "prompt", special: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of each prompt of a text, token ids, or a list of these. Raises `ApiError`."""
         given = [given] if isinstance(given, str) else given
         if not given:
-            raise wrong("prompt", "prompt is empty, but must have at least 1 token")
+            raise wrong(param, f"the {param} is empty, but must have at least 1 token")
         kind, most = type(given[0]), self.limits.max_prompts
         most = max(ready.max_len, most) if kind is int else most
         if len(given) > most:  # it need not be looked through to be refused
-            raise too_many("prompt", len(given), most, "tokens" if kind is int else "prompts")
+            raise too_many(param, len(given), most, "tokens" if kind is int else "prompts")
         if {type(item) for item in given} != {kind}:
-            mixed = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
-            raise wrong("prompt", mixed)
-        if kind is str:
-            return [await self.prompts.encode(text, special, ready) for text in given]
-        return [given] if kind is int else given
+            words = "is a mixed list, but must hold only texts, only token ids, or only lists"
+            raise wrong(param, f"{param} {words}")
+        if kind is not str:
+            return [given] if kind is int else given
+        self.check_length(max(map(len, given)), ready, param)
+        try:
+            return [self.tokenizer.encode(text, special) for text in given]
+        except UserError as error:
+            raise wrong(param, str(error)) from None
 
-    def answer(self, exchange: Exchange, request: Generation) -> Answer:
-        """Make what shapes the answer. Raises `ApiError`."""
-        if request.stream_options is not None and not request.stream:
-            raise wrong("stream_options", "stream_options needs stream to be true")
-        made = f"{self.prefix}-{exchange.id.removeprefix('req-')}"
-        return self.answers(made, self.model, self.prompts.tokenizer, request)
-
-    def params(
-        self, request: Generation, ids: list[int], ready: Ready, usual: int | None, **more: Any
-    ) -> SamplingParams:
-        """Return the settings of a prompt. Raises `ApiError` for what could never be served.
+    def finish(self, request: ParsedRequest, ready: Ready, usual: int | None) -> None:
+        """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
 
         usual: `max_tokens` where the request does not say; None: as many as there is room for.
-        more: settings that are not fields of their name.
         """
-        bounds = {"stop": (self.limits.max_stops, "strings"), "logit_bias": (self.limits.max_bias, "entries")}
-        for field, (most, what) in bounds.items():
-            value = getattr(request, field)
-            if isinstance(value, list | dict) and len(value) > most:
-                raise too_many(field, len(value), most, what)
-        fields = [(name, getattr(request, name)) for name in COPIED]
-        said = {name: value for name, value in (*fields, *more.items()) if value is not None}
-        given: dict[str, Any] = {"temperature": 1.0, **self.prompts.defaults, **said}
+        for call in request.on_prompt:
+            call()
+        given: dict[str, Any] = {"temperature": 1.0, **self.defaults, **request.sampling}
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
-            room = max(1, min(ready.max_len, cache) - len(ids))
+            room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
             given["max_tokens"] = max(room if usual is None else usual, given.get("min_tokens", 0))
         try:
-            params = SamplingParams(**given)
-            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
+            request.params = SamplingParams(**given)
+            for prompt in request.prompts:
+                check_prompt(prompt, ready.vocab_size, ready.max_len, request.params, continuous=True)
         except UserError as error:
-            raise self.refusal(str(error), request) from None
-        return params
+            raise request.refusal(str(error)) from None
 
-    def refusal(self, message: str, request: Generation, order: Order | None = None) -> ApiError:
-        """Return the error about a setting, whose name its message begins with, or about the prompt."""
-        field, error = re.split(r"\W", message, maxsplit=1)[0], wrong(None, message)
-        if field in type(request).__struct_fields__:
-            error.param = field
-        elif "the prompt " in message:
-            error.param = self.source
-            error.code = "context_length_exceeded" if "must have at most" in message else None
-        return error
+
+class CompletionEndpoint:
+    """`/v1/completions`: one prompt or several, as text or token ids."""
+
+    form = ErrorForm()
+    threaded = False
+
+    def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
+        self.model = model
+        self.handlers = handlers
+
+    @property
+    def kinds(self) -> Sequence[type[Struct]]:
+        """See `Endpoint`."""
+        return [GenerationFields, CompletionFields, *(handler.fields for handler in self.handlers)]
+
+    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `Endpoint`."""
+        request = self.model.begin(fields, "prompt")
+        given = convert(CompletionFields, fields)
+        for handler in self.handlers:
+            handler.read(convert(handler.fields, fields), request)
+        special = request.generation.add_special_tokens is not False
+        request.prompts = self.model.prompts(given.prompt, ready, special=special)
+        self.model.finish(request, ready, DEFAULT_TOKENS)
+        request.formatter = ResponseFormatter(f"cmpl-{http.short_id}", self.model.name, request)
+        return request
+
+
+class ChatEndpoint:
+    """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
+
+    form = ErrorForm()
+    threaded = False
+
+    def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
+        self.model = model
+        self.handlers = handlers
+
+    @property
+    def kinds(self) -> Sequence[type[Struct]]:
+        """See `Endpoint`."""
+        return [GenerationFields, ChatFields, *(handler.fields for handler in self.handlers)]
+
+    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `Endpoint`."""
+        request = self.conversation(fields, ready)
+        self.model.finish(request, ready, None)
+        request.formatter = ChatFormatter(f"chatcmpl-{http.short_id}", self.model.name, request)
+        return request
+
+    def conversation(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Read a request up to its prompt. Raises `ApiError`."""
+        request = self.model.begin(fields, "messages")
+        given = convert(ChatFields, fields)
+        request.messages = [
+            message | {"role": "system"} if message.get("role") == "developer" else message
+            for message in given.messages  # OpenAI's newer name, which templates do not know
+        ]
+        request.variables = dict(given.chat_template_kwargs or {})
+        if reserved := RESERVED & request.variables.keys():
+            raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}")
+        if given.max_completion_tokens is not None:
+            request.sampling["max_tokens"] = given.max_completion_tokens
+            request.names["max_tokens"] = "max_completion_tokens"
+        if given.continue_final_message:
+            request.prefill = _last_text(request)
+        self.model.check_length(characters(given.messages), ready, "messages")
+        for handler in self.handlers:
+            handler.read(convert(handler.fields, fields), request)
+        generates = given.add_generation_prompt is not False or bool(given.continue_final_message)
+        request.variables["add_generation_prompt"] = generates
+        request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
+        try:
+            self._render(request)
+        except UserError as error:
+            raise wrong("messages", str(error)) from None
+        return request
+
+    def _render(self, request: ParsedRequest) -> None:
+        """Make the prompt. Turns of one role are joined where the template does not take them in a row."""
+        tokenizer, messages = self.model.tokenizer, request.messages
+        try:
+            ids = tokenizer.chat(messages, **request.variables)
+        except UserError:
+            joined = join_turns(messages)
+            if joined == messages:
+                raise
+            ids = tokenizer.chat(joined, **request.variables)
+        template = tokenizer.tool_template if request.variables.get("tools") else tokenizer.chat_template
+        ignored = template.ignored(messages)
+        request.ignored += [f"messages.{name}" for name in sorted(ignored)]
+        request.prompts = [ids]
+        if request.prefill:
+            request.on_prompt.append(lambda: ids.extend(tokenizer.encode_guarded(request.prefill)))
+
+
+def characters(value: Any) -> int:
+    """Return how many characters all texts in a value have together."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(characters, value.values()))
+    return sum(map(characters, value)) if isinstance(value, list) else 0
+
+
+def _last_text(request: ParsedRequest) -> str:
+    """Take the last message, which the answer goes on from, off the conversation. Raises `ApiError`."""
+    *before, last = request.messages or [{}]
+    text = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(text, str) or not before:
+        words = "continue_final_message needs a last message of the assistant that is a text"
+        raise wrong("continue_final_message", words)
+    request.messages = before
+    return text
+
+
+def join_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in which turns of one role in a row are one, system messages first."""
+    system = [message for message in messages if message.get("role") == "system"]
+    others = [message for message in messages if message.get("role") != "system"]
+    joined = list[dict[str, Any]]()
+    for role, turns in groupby([*system, *others], lambda message: message.get("role")):
+        several = list(turns)
+        joined += several if role == "tool" or len(several) == 1 else [_joined(several)]
+    return joined
+
+
+def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    found = defaultdict[str, list[Any]](list)
+    for turn in turns:
+        for name, value in turn.items():
+            if value:
+                found[name].append(value)
+    made = {name: _concatenated(values) for name, values in found.items()}
+    return {"content": ""} | made | {"role": turns[0].get("role")}
+
+
+def _concatenated(values: list[Any]) -> Any:
+    """Return texts, or lists of parts or calls, as one; of other values the last."""
+    if all(isinstance(value, str) for value in values):
+        return "\n\n".join(values)
+    if not all(isinstance(value, str | list) for value in values):
+        return values[-1]
+    lists = [[{"type": "text", "text": value}] if isinstance(value, str) else value for value in values]
+    return list(chain.from_iterable(lists))

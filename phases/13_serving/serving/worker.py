@@ -17,7 +17,7 @@ from continuous.messages import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from serving import messages
-from serving.messages import AbortCompletions, AddPrompt, Command, DrawEngine, StepReport, StepStats, Stop
+from serving.messages import AbortRequests, AddRequest, Command, DrawEngine, StepReport, StepStats, Stop
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,12 @@ class Channel(Protocol):
         """Hand over a report."""
 
 
-class Observer:
-    """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+class Observer(Protocol):
+    """Reads along in the engine's process."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """Note a command, and the requests that it has added."""
+        return
 
     def due(self) -> bool:
         """Tell if there is something to report though no step was run."""
@@ -50,6 +48,14 @@ class Observer:
 
     def write(self, step: StepReport, now: float) -> None:
         """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
+        return
+
+
+class NullObserver(Observer):
+    """Does nothing; the appendix has one that draws."""
+
+    def __init__(self, engine: Engine) -> None:
+        pass
 
 
 Observing = Callable[[Engine], Observer]
@@ -63,7 +69,9 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, channel: Channel, observer: Observer | None = None) -> None:
-        self.engine, self.channel, self.observer = engine, channel, observer or Observer(engine)
+        self.engine = engine
+        self.channel = channel
+        self.observer = observer or NullObserver(engine)
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = set()  # the first completions of prompts, before their first output
         self._ends: list[messages.End] = []
@@ -91,9 +99,9 @@ class Worker:
     def obey(self, command: Command) -> None:
         """Carry out one command. What is wrong with a request is told to its sender and harms no other."""
         match command:
-            case AddPrompt():
+            case AddRequest():
                 self._add(command)
-            case AbortCompletions():
+            case AbortRequests():
                 for number in command.numbers:
                     if number in self.live:
                         self.engine.abort(self.live[number])
@@ -102,7 +110,7 @@ class Worker:
             case Stop():
                 self._stopped = True
 
-    def _add(self, command: AddPrompt) -> None:
+    def _add(self, command: AddRequest) -> None:
         first, params = command.first, command.params
         numbers = range(first, first + params.n)
         try:

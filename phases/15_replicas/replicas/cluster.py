@@ -23,10 +23,10 @@ from common.sockets import listen
 from replicas.gate import LIMITS
 from replicas.options import ReplicaOptions
 from replicas.replica import Replica
-from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
 from serving.http.server import TERMINATED
+from serving.liveness import StartupError
 
 try:
     import ray
@@ -45,7 +45,7 @@ END_SECONDS = 30.0
 """Ray may take so long to end after the last stream."""
 TRIES = 2
 """A replica that cannot be made is tried so often before the whole is given up."""
-REASON = re.compile(r"\b(UserError|CannotStart): (.+)")
+REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 """What a replica has raised, in the trace that Ray makes a message of."""
 
 
@@ -81,7 +81,7 @@ class Cluster:
         The first signal lets streams finish, within the grace period; the second does not wait.
 
         Raises:
-            CannotStart: not every replica takes requests in time.
+            StartupError: not every replica takes requests in time.
             UserError: there is no such cluster, or no replica can be made with these options.
         """
         try:
@@ -136,7 +136,7 @@ class Cluster:
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
         except Exception as error:  # of many kinds, none of them documented
-            raise CannotStart(f"Ray Serve's proxy: {error}") from error
+            raise StartupError(f"Ray Serve's proxy: {error}") from error
 
     def _hear(self, number: int, frame: object) -> None:
         if self.signalled.is_set():
@@ -170,9 +170,9 @@ class Cluster:
         if state == "DEPLOY_FAILED":
             found = REASON.findall(message)
             kind, reason = found[-1] if found else ("", message[-600:])
-            raise UserError(reason) if kind == "UserError" else CannotStart(reason)
+            raise UserError(reason) if kind == "UserError" else StartupError(reason)
         if state != "RUNNING":
-            raise CannotStart(f"not ready after {START_SECONDS:g} s: {message or state}")
+            raise StartupError(f"not ready after {START_SECONDS:g} s: {message or state}")
 
     def _state(self) -> tuple[str, str]:
         """Of the application, and of the first deployment in it that has something to say."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from replicas.gate import GONE, KEY, NAME
 from serving.app import App
-from serving.http.exchange import Receive, Scope, Send
+from serving.http.request import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Replica:
         """Start the engine, and return when it is ready.
 
         Raises:
-            CannotStart: it cannot be made.
+            StartupError: it cannot be made.
             UserError: the same, and a user can correct it.
         """
         running = asyncio.ensure_future(self.app.engine.run())
@@ -105,7 +105,7 @@ class Replica:
             await asyncio.sleep(LOOK_SECONDS)
         log.error("the engine has ended, and so does this replica")
         rounds = int(LAST_WORDS / LOOK_SECONDS)
-        while self.app.exchanges and rounds:
+        while self.app.requests and rounds:
             await asyncio.sleep(LOOK_SECONDS)
             rounds -= 1
         await asyncio.sleep(LOOK_SECONDS)  # what is said has to leave this process

@@ -9,12 +9,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import asdict
 
-from serving.app import App, Extension
+from serving.app import App
 from serving.http.errors import ApiError
-from serving.http.exchange import EVENTS, Exchange
+from serving.http.request import EVENTS, HttpRequest, encode_json
 from serving.messages import DrawEngine, Ready, StepReport
 
 PAGE = Path(__file__).parent / "page"
@@ -42,7 +41,7 @@ def whole_page() -> bytes:
     return re.sub(rb"/\* (\w+\.(?:css|js)) \*/\n", lambda name: (PAGE / name[1].decode()).read_bytes(), html)
 
 
-class Live(Extension):
+class Live:
     """The page at `/`, and its events: the last steps, and the last picture of the engine."""
 
     def __init__(self) -> None:
@@ -53,36 +52,37 @@ class Live(Extension):
     def install(self, app: App) -> None:
         """Add both routes."""
         self.app, self.engine = app, app.engine
+        app.on_step.append(self.stepped)
         app.routes["/events"] = {"GET": self.events}
-        app.routes["/"] = {"GET": lambda exchange: exchange.answer(200, whole_page(), HTML)}
+        app.routes["/"] = {"GET": lambda http: http.answer(200, whole_page(), HTML)}
 
-    async def events(self, exchange: Exchange) -> None:
+    async def events(self, http: HttpRequest) -> None:
         """Answer with events for as long as the client stays. Raises `ApiError` if too many watch."""
-        if exchange.method == "HEAD":  # nothing follows the headers, and a stream would never end
-            await exchange.answer(200, b"", EVENTS)
+        if http.method == "HEAD":  # nothing follows the headers, and a stream would never end
+            await http.answer(200, b"", EVENTS)
             return
         if self.watchers >= MOST_WATCHERS:
             raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
         if not self.watchers:
             self._steps.clear()
         self.watchers += 1
-        leaving = asyncio.ensure_future(exchange.gone())
+        leaving = asyncio.ensure_future(http.disconnected())
         try:
-            await exchange.start(200, EVENTS)
+            await http.start(200, EVENTS)
             last, quiet, seen = b"", 0.0, 0
             while not leaving.done() and not self.app.closing:
                 if time.monotonic() - self._drawn > 0.9 * SECONDS:
                     self._drawn = time.monotonic()
                     self.engine.tell(DrawEngine())
                 event = self.event(seen)
-                data = msgspec.json.encode(event)
+                data = encode_json(event)
                 if data != last or quiet >= QUIET:
-                    await exchange.write(b"data: " + data + b"\n\n")
+                    await http.write(b"data: " + data + b"\n\n")
                     last, quiet = data, 0.0
                     seen = max((step[0] for step in event["steps"]), default=seen)
                 await asyncio.wait({leaving}, timeout=SECONDS)
                 quiet += SECONDS
-            await exchange.write(b"", more=False)
+            await http.write(b"", more=False)
         finally:
             self.watchers -= 1
             leaving.cancel()

@@ -19,7 +19,7 @@ from common.errors import UserError
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
-from serving.worker import Observer, Observing
+from serving.worker import NullObserver, Observing
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ QUICK = 60.0
 """An engine that lived shorter than this did not recover: the pause before the next one doubles."""
 
 
-class CannotStart(Exception):
+class StartupError(Exception):
     """The first engine could not be made, through no fault of the user's: that would be a `UserError`."""
 
 
@@ -43,7 +43,7 @@ class EngineProcess(EngineClient):
     """
 
     def __init__(
-        self, make: Callable[[], Any], silence: float = 300.0, observer: Observing = Observer
+        self, make: Callable[[], Any], silence: float = 300.0, observer: Observing = NullObserver
     ) -> None:
         super().__init__()
         self.make, self.silence, self.observer = make, silence, observer
@@ -63,7 +63,7 @@ class EngineProcess(EngineClient):
         """Start the engine, and start it again whenever it ends, until `stop`.
 
         Raises:
-            CannotStart: the first engine could not be made.
+            StartupError: the first engine could not be made.
             UserError: the same, and the user can correct it.
         """
         pause = 0.0
@@ -76,7 +76,7 @@ class EngineProcess(EngineClient):
             if self._stopping:
                 return
             if self.ready is None:
-                raise failure or CannotStart("the engine process ended while it started")
+                raise failure or StartupError("the engine process ended while it started")
             self.restarts += 1
             pause = min(2 * pause or 0.5, LONGEST_PAUSE) if time.monotonic() - started < QUICK else 0.0
             log.error("the engine has ended; the next one starts in %.1f s", pause)
@@ -135,7 +135,7 @@ class EngineProcess(EngineClient):
                     self.state = "stopped" if self._stopping else "ready"
                 case Failed():
                     log.error("the engine cannot be made: %s", message.reason)
-                    return (UserError if message.wrong_input else CannotStart)(message.reason)
+                    return (UserError if message.wrong_input else StartupError)(message.reason)
 
     def _kill(self) -> None:
         child, self.process = self.process, None
