@@ -9,7 +9,7 @@ from typing import Any
 
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.doors import ANY, Doors
-from phases.appendix.api.extension import Document, add_fields
+from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
@@ -46,11 +46,19 @@ def whole_app(
         version: of the server.
         server: what `App` takes besides.
     """
-    app = App(engine, tokenizer, model, limits=limits, **server)
+    checked = limits or Limits()
+    app = App(
+        engine,
+        tokenizer,
+        model,
+        limits=checked,
+        completion_handlers=completion_handlers(tokenizer, checked),
+        chat_handlers=chat_handlers(tokenizer, checked),
+        **server,
+    )
     metrics = Metrics()
     for entry in (metrics, Doors(hosts, allowed_origins, keys), AccessLog(access_log, metrics), Live()):
         entry.install(app)
-    add_fields(app)
     add_protocols(app)
     for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
         app.add(path, Embeddings(app.model, path))

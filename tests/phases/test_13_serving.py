@@ -282,7 +282,7 @@ CHAT_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "image_url": {"url": "file:///etc/passwd"}}]}]}, "messages"),
     "a template": ({"chat_template": "{{ 7*7 }}"}, "chat_template"),
     "a reserved variable": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    "goes on": ({"messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True},
+    "goes on from nothing": ({"messages": [{"role": "user", "content": "x"}], "continue_final_message": True},
         "continue_final_message"),
     "top without logprobs": ({"top_logprobs": 2}, "top_logprobs"),
     "a long conversation": ({"messages": [{"role": "user", "content": "x" * 1024}]}, "messages"),

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from common.errors import UserError
+from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG, Tokenizer
 from serving.client import EngineClient
 from serving.completion import ChoiceGroup
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, wrong
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
-from serving.http.schema import decode
 from serving.messages import Ready, StepReport
 from serving.parsed import FieldHandler, ParsedRequest
 from serving.service import Service
@@ -39,9 +40,10 @@ class App:
         model: the name that clients know it by.
         defaults: settings of requests that do not say; see `sampling_defaults`.
 
+        completion_handlers, chat_handlers: read further fields of their requests.
+
     routes: what answers a path, by method.
     endpoints: the routes for tokens; their fields are known.
-    completion_handlers, chat_handlers: read further fields of their requests.
     before: hooks that look at a request before its route does, and tell if they have answered it.
     on_step, on_end: hooks that hear of a step's report, and of a request that has its answer or has left.
     closing: the server ends, and so must streams that have no end.
@@ -55,6 +57,8 @@ class App:
         *,
         limits: Limits | None = None,
         defaults: Mapping[str, float] | None = None,
+        completion_handlers: Sequence[FieldHandler] = (),
+        chat_handlers: Sequence[FieldHandler] = (),
     ) -> None:
         self.engine = engine
         self.limits = limits or Limits()
@@ -65,8 +69,6 @@ class App:
         self.before: list[Callable[[HttpRequest], Awaitable[bool]]] = []
         self.on_step: list[Callable[[StepReport], None]] = []
         self.on_end: list[Callable[[HttpRequest], None]] = []
-        self.completion_handlers: list[FieldHandler] = []
-        self.chat_handlers: list[FieldHandler] = []
         engine.on_step = self._stepped
         self.created = int(time.time())
         self.endpoints: dict[str, Endpoint] = {}
@@ -76,8 +78,8 @@ class App:
             "/v1/models": {"GET": self._models},
             f"/v1/models/{model}": {"GET": self._models},
         }
-        self.add("/v1/completions", CompletionEndpoint(self.model, self.completion_handlers))
-        self.chat = ChatEndpoint(self.model, self.chat_handlers)
+        self.add("/v1/completions", CompletionEndpoint(self.model, completion_handlers))
+        self.chat = ChatEndpoint(self.model, chat_handlers)
         self.add("/v1/chat/completions", self.chat)
         self._threads = ThreadPoolExecutor(2, "parse")
 
@@ -142,7 +144,12 @@ class App:
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
     ) -> ParsedRequest:
         """Read a request for tokens. Raises `ApiError`."""
-        request = endpoint.parse(http, fields, ready)
+        try:
+            request = endpoint.parse(http, fields, ready)
+        except FieldError:
+            raise
+        except UserError as error:
+            raise wrong(endpoint.source, str(error)) from None
         known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
         request.ignored += sorted(fields.keys() - known)
         return request
@@ -166,7 +173,10 @@ class App:
         body = await http.body()
 
         def make() -> T:
-            return parse(decode(body, self.limits.max_parts), ready)
+            try:
+                return parse(decode_object(body, self.limits.max_parts), ready)
+            except UserError as error:
+                raise wrong(error.field if isinstance(error, FieldError) else None, str(error)) from None
 
         if len(body) <= LONG and not threaded:
             return make(), ready

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from common.errors import UserError
+from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.tokenizer import Tokenizer
+from common.text.turns import characters, join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.limits import Limits
 from serving.http.request import HttpRequest
-from serving.http.schema import ChatFields, CompletionFields, GenerationFields, convert
+from serving.http.schema import ChatFields, CompletionFields, GenerationFields
 from serving.messages import Ready
 from serving.parsed import FieldHandler, ParsedRequest
 
@@ -35,19 +35,24 @@ RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", 
 class Endpoint(Protocol):
     """A route for tokens.
 
+    kinds: structs that declare the fields of its requests.
+    source: the field of the prompt.
     form: of errors.
     threaded: whether a thread reads its requests, however short they are.
     """
 
+    kinds: Sequence[type[Struct]]
+    source: str
     form: ErrorForm
     threaded: bool
 
-    @property
-    def kinds(self) -> Sequence[type[Struct]]:
-        """Structs that declare the fields of its requests."""
-
     def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Read a request. Raises `ApiError` for what could never be served."""
+        """Read a request.
+
+        Raises:
+            ApiError: it could never be served.
+            UserError: the same, because of the prompt.
+        """
 
 
 @dataclass
@@ -71,7 +76,7 @@ class ServedModel:
 
     def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
         """Read the fields that all requests for tokens may have. source: the field of the prompt."""
-        generation = convert(GenerationFields, fields)
+        generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
             raise wrong("stream_options", "stream_options needs stream to be true")
@@ -108,10 +113,7 @@ class ServedModel:
         if kind is not str:
             return [given] if kind is int else given
         self.check_length(max(map(len, given)), ready, param)
-        try:
-            return [self.tokenizer.encode(text, special) for text in given]
-        except UserError as error:
-            raise wrong(param, str(error)) from None
+        return [self.tokenizer.encode(text, special) for text in given]
 
     def finish(self, request: ParsedRequest, ready: Ready, usual: int | None) -> None:
         """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
@@ -136,24 +138,21 @@ class ServedModel:
 class CompletionEndpoint:
     """`/v1/completions`: one prompt or several, as text or token ids."""
 
+    source = "prompt"
     form = ErrorForm()
     threaded = False
 
     def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
         self.model = model
         self.handlers = handlers
-
-    @property
-    def kinds(self) -> Sequence[type[Struct]]:
-        """See `Endpoint`."""
-        return [GenerationFields, CompletionFields, *(handler.fields for handler in self.handlers)]
+        self.kinds: Sequence[type[Struct]] = [GenerationFields, CompletionFields, *kinds_of(handlers)]
 
     def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """See `Endpoint`."""
-        request = self.model.begin(fields, "prompt")
-        given = convert(CompletionFields, fields)
+        request = self.model.begin(fields, self.source)
+        given = convert_fields(CompletionFields, fields)
         for handler in self.handlers:
-            handler.read(convert(handler.fields, fields), request)
+            handler.read(convert_fields(handler.fields, fields), request)
         special = request.generation.add_special_tokens is not False
         request.prompts = self.model.prompts(given.prompt, ready, special=special)
         self.model.finish(request, ready, DEFAULT_TOKENS)
@@ -164,17 +163,14 @@ class CompletionEndpoint:
 class ChatEndpoint:
     """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
 
+    source = "messages"
     form = ErrorForm()
     threaded = False
 
     def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
         self.model = model
         self.handlers = handlers
-
-    @property
-    def kinds(self) -> Sequence[type[Struct]]:
-        """See `Endpoint`."""
-        return [GenerationFields, ChatFields, *(handler.fields for handler in self.handlers)]
+        self.kinds: Sequence[type[Struct]] = [GenerationFields, ChatFields, *kinds_of(handlers)]
 
     def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """See `Endpoint`."""
@@ -184,9 +180,9 @@ class ChatEndpoint:
         return request
 
     def conversation(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Read a request up to its prompt. Raises `ApiError`."""
-        request = self.model.begin(fields, "messages")
-        given = convert(ChatFields, fields)
+        """Read a request up to its prompt. Raises as `Endpoint.parse` does."""
+        request = self.model.begin(fields, self.source)
+        given = convert_fields(ChatFields, fields)
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
             for message in given.messages  # OpenAI's newer name, which templates do not know
@@ -197,18 +193,12 @@ class ChatEndpoint:
         if given.max_completion_tokens is not None:
             request.sampling["max_tokens"] = given.max_completion_tokens
             request.names["max_tokens"] = "max_completion_tokens"
-        if given.continue_final_message:
-            request.prefill = _last_text(request)
-        self.model.check_length(characters(given.messages), ready, "messages")
-        for handler in self.handlers:
-            handler.read(convert(handler.fields, fields), request)
-        generates = given.add_generation_prompt is not False or bool(given.continue_final_message)
-        request.variables["add_generation_prompt"] = generates
+        request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        try:
-            self._render(request)
-        except UserError as error:
-            raise wrong("messages", str(error)) from None
+        self.model.check_length(characters(given.messages), ready, self.source)
+        for handler in self.handlers:
+            handler.read(convert_fields(handler.fields, fields), request)
+        self._render(request)
         return request
 
     def _render(self, request: ParsedRequest) -> None:
@@ -221,60 +211,11 @@ class ChatEndpoint:
             if joined == messages:
                 raise
             ids = tokenizer.chat(joined, **request.variables)
-        template = tokenizer.tool_template if request.variables.get("tools") else tokenizer.chat_template
-        ignored = template.ignored(messages)
-        request.ignored += [f"messages.{name}" for name in sorted(ignored)]
         request.prompts = [ids]
-        if request.prefill:
-            request.on_prompt.append(lambda: ids.extend(tokenizer.encode_guarded(request.prefill)))
+        template = tokenizer.tool_template if request.variables.get("tools") else tokenizer.chat_template
+        request.ignored += [f"messages.{name}" for name in sorted(template.ignored(messages))]
 
 
-def characters(value: Any) -> int:
-    """Return how many characters all texts in a value have together."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(characters, value.values()))
-    return sum(map(characters, value)) if isinstance(value, list) else 0
-
-
-def _last_text(request: ParsedRequest) -> str:
-    """Take the last message, which the answer goes on from, off the conversation. Raises `ApiError`."""
-    *before, last = request.messages or [{}]
-    text = last.get("content")
-    if last.get("role") != "assistant" or not isinstance(text, str) or not before:
-        words = "continue_final_message needs a last message of the assistant that is a text"
-        raise wrong("continue_final_message", words)
-    request.messages = before
-    return text
-
-
-def join_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a conversation in which turns of one role in a row are one, system messages first."""
-    system = [message for message in messages if message.get("role") == "system"]
-    others = [message for message in messages if message.get("role") != "system"]
-    joined = list[dict[str, Any]]()
-    for role, turns in groupby([*system, *others], lambda message: message.get("role")):
-        several = list(turns)
-        joined += several if role == "tool" or len(several) == 1 else [_joined(several)]
-    return joined
-
-
-def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    found = defaultdict[str, list[Any]](list)
-    for turn in turns:
-        for name, value in turn.items():
-            if value:
-                found[name].append(value)
-    made = {name: _concatenated(values) for name, values in found.items()}
-    return {"content": ""} | made | {"role": turns[0].get("role")}
-
-
-def _concatenated(values: list[Any]) -> Any:
-    """Return texts, or lists of parts or calls, as one; of other values the last."""
-    if all(isinstance(value, str) for value in values):
-        return "\n\n".join(values)
-    if not all(isinstance(value, str | list) for value in values):
-        return values[-1]
-    lists = [[{"type": "text", "text": value}] if isinstance(value, str) else value for value in values]
-    return list(chain.from_iterable(lists))
+def kinds_of(handlers: Sequence[FieldHandler]) -> list[type[Struct]]:
+    """Return the structs of fields that handlers read."""
+    return [handler.fields for handler in handlers]

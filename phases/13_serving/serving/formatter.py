@@ -54,20 +54,14 @@ class ResponseFormatter:
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """Return the events of a piece: its text, and why it was the last one."""
-        fields = {"text": self._text(choice, piece)} | self.details(choice, piece)
+        fields = {"text": piece.text} | self.details(choice, piece)
         return self.event(choice, fields, choice.reason if last else None)
 
     def shape(self, choice: Choice) -> dict[str, Any]:
         """Return a completion as a whole."""
         piece = Piece(choice.text, 0, len(choice.tokens))
-        fields = {"text": self._text(choice, piece)} | self.details(choice, piece)
-        return fields | {"finish_reason": choice.reason}
-
-    def _text(self, choice: Choice, piece: Piece) -> str:
-        text = "" if self.request.prompt_only else piece.text
-        if self.request.echoed and not piece.start:
-            text = self.request.echoed[choice.index // self.request.params.n] + text
-        return text
+        details = self.details(choice, piece)
+        return {"text": piece.text, **details, "finish_reason": choice.reason}
 
     def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the fields beside the text of a piece, or of a whole completion."""

@@ -76,12 +76,10 @@ class ParsedRequest:
     names: what the client calls a setting or `grammar`, where that differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    prefill: text that the answer goes on from; it ends the prompt of a chat.
     prompts: token ids, and `params` those of all of them.
     headers: of the answer.
     shown: special tokens that belong to the text.
     wanted: kinds of notes about completions that are read; see `serving.messages`.
-    echoed: of each prompt, the text that its completions begin with; empty for none.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
     reasoning, calls: make what parts the text of each completion.
     details: functions that give fields beside the text of a piece.
@@ -93,7 +91,6 @@ class ParsedRequest:
     source: str = "prompt"
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
-    prefill: str = ""
     prompts: list[list[int]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
     names: dict[str, str] = field(default_factory=dict)
@@ -103,7 +100,6 @@ class ParsedRequest:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     shown: frozenset[int] = frozenset()
     wanted: list[str] = field(default_factory=list)
-    echoed: list[str] = field(default_factory=list)
     prompt_only: bool = False
     reasoning: Callable[[], ReasoningSplitter] | None = None
     calls: Callable[[], CallSplitter] | None = None

@@ -16,7 +16,7 @@ from serving.parsed import Formatter, ParsedRequest
 
 RETRY_SECONDS = 1
 LONG_ANSWER = 250
-"""Tokens of a whole answer above which a thread writes it, so that no stream waits."""
+"""Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
 
 class Service:
@@ -72,7 +72,7 @@ class Service:
             await group.news()
         if group.trouble is not None:
             return
-        if group.output_tokens + len(group.request.echoed) * group.prompt_tokens > LONG_ANSWER:
+        if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
             body = await asyncio.to_thread(formatter.body, group)
         else:
             body = formatter.body(group)

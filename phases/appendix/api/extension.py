@@ -11,26 +11,32 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
+from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import GrammarHandler
 from phases.appendix.api.logprobs import ChatLogprobs, CompletionLogprobs, TokenIds
+from phases.appendix.api.prefill import Prefill
 from phases.appendix.api.reasoning import Reasoning
 from phases.appendix.observability.live import HTML
 from phases.appendix.tools.request import ToolHandler
 from serving.app import App
+from serving.http.limits import Limits
+from serving.parsed import FieldHandler
 
 DOCS = Path(__file__).parent / "docs.html"
 REFERENCES = "#/components/schemas/{name}"
 
 
-def add_fields(app: App) -> None:
-    """Add the handlers of all fields."""
-    tokenizer, limits = app.model.tokenizer, app.limits
+def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
+    """Return the handlers of all further fields of completions."""
+    return [GrammarHandler(limits), CompletionLogprobs(tokenizer), TokenIds()]
+
+
+def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
+    """Return the handlers of all further fields of chats, in the order in which they read a request."""
     with suppress(UserError):  # where there is a template it is compiled now, not while others stream
         _ = tokenizer.chat_template
-    grammars, ids = GrammarHandler(limits), TokenIds()
-    app.completion_handlers += [grammars, CompletionLogprobs(tokenizer), ids]
-    tools, reasoning = ToolHandler(tokenizer, limits), Reasoning(tokenizer)
-    app.chat_handlers += [grammars, tools, ChatLogprobs(tokenizer), ids, reasoning]
+    first: list[FieldHandler] = [Prefill(tokenizer), GrammarHandler(limits), ToolHandler(tokenizer, limits)]
+    return [*first, ChatLogprobs(tokenizer), TokenIds(), Reasoning(tokenizer)]
 
 
 class Document:

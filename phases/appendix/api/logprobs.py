@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from math import nan
 from typing import Any
 
@@ -32,6 +32,17 @@ def scored(choice: Choice, piece: Piece) -> Iterator[tuple[int, int, Logprob]]:
         yield place, choice.tokens[place], choice.logprobs[place]
 
 
+Row = tuple[str, float | None, dict[str, float] | None]
+"""A token's text, its log-probability, and those of the likeliest by their texts."""
+
+
+def _with_prompt(echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
+    """Return the text of a piece with the prompt's in front."""
+    text = "" if choice.request.prompt_only else piece.text
+    prompt = "" if piece.start else echoed[choice.index // choice.request.params.n]
+    return {"text": prompt + text}
+
+
 class CompletionLogprobFields(Struct, kw_only=True):
     """Fields of completions about log-probabilities."""
 
@@ -50,55 +61,54 @@ class CompletionLogprobs:
 
     def read(self, given: CompletionLogprobFields, request: ParsedRequest) -> None:
         """See `FieldHandler`."""
+        echoed = list[str]()  # the text of each prompt
+        if given.echo:
+            decode = self.tokenizer.decode
+            request.on_prompt.append(lambda: echoed.extend(decode(prompt) for prompt in request.prompts))
+            request.details.append(partial(_with_prompt, echoed))
+            if request.sampling.get("max_tokens") == 0:  # an engine computes nothing for no token
+                request.sampling["max_tokens"] = 1
+                request.prompt_only = True
         if given.logprobs is not None:
             request.sampling["logprobs"] = given.logprobs
-            request.details.append(partial(self.lists, bool(given.echo)))
-        if not given.echo:
-            return
-        request.on_prompt.append(partial(self._echo, request))
-        if given.logprobs is not None:
-            request.wanted.append(PROMPT_LOGPROBS)
-        if request.sampling.get("max_tokens") == 0:  # an engine computes nothing for no token
-            request.sampling["max_tokens"] = 1
-            request.prompt_only = True
+            request.details.append(partial(self.lists, echoed))
+            request.wanted += [PROMPT_LOGPROBS] if given.echo else []
 
-    def _echo(self, request: ParsedRequest) -> None:
-        request.echoed = [self.tokenizer.decode(prompt) for prompt in request.prompts]
-
-    def lists(self, echo: bool, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def lists(self, echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the log-probabilities of a piece's tokens as lists, one entry a token."""
-        rows, offset = list[tuple[bytes, float | None, dict[str, float] | None]](), 0
-        if echo and piece.start == 0:
+        rows = list[Row]()
+        offset = len("".join(choice.texts[: piece.start]))
+        if echoed and piece.start:
+            offset += len(echoed[0])
+        elif echoed:
             rows += self._prompt(choice)
-        elif piece.start:
-            offset = len("".join(choice.texts[: piece.start])) + len("".join(choice.request.echoed[:1]))
         for place, token, logprob in () if choice.request.prompt_only else scored(choice, piece):
             spell = partial(spelled, self.tokenizer, choice, place)
-            rows.append((spell(token), _finite(logprob.chosen), self._top(token, logprob, spell)))
+            rows.append((_text(spell(token)), _finite(logprob.chosen), self._top(token, logprob, spell)))
         if not rows:
             return {"logprobs": None}
-        texts = [_text(data) for data, _, _ in rows]
-        offsets = [offset := offset + len(text) for text in ["", *texts[:-1]]]
+        texts, values, tops = zip(*rows, strict=True)
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
         return {
             "logprobs": {
                 "tokens": texts,
-                "token_logprobs": [value for _, value, _ in rows],
-                "top_logprobs": [top for _, _, top in rows],
+                "token_logprobs": values,
+                "top_logprobs": tops,
                 "text_offset": offsets,
             }
         }
 
-    def _prompt(self, choice: Choice) -> Iterator[tuple[bytes, float | None, dict[str, float] | None]]:
+    def _prompt(self, choice: Choice) -> Iterator[Row]:
         """Yield the entries of the prompt's tokens; the first one has no log-probability."""
         first = choice.group.choices[choice.index - choice.index % choice.request.params.n]
         known = self.tokenizer.token_bytes
         entries = [None, *first.notes[PROMPT_LOGPROBS]]
         for token, entry in zip(choice.prompt, entries, strict=False):
             if entry is None:
-                yield known.first(token), None, None
+                yield _text(known.first(token)), None, None
                 continue
             logprob = Logprob(entry[0], tuple(map(tuple, entry[1])))
-            yield known[token], _finite(logprob.chosen), self._top(token, logprob, known.__getitem__)
+            yield _text(known[token]), _finite(logprob.chosen), self._top(token, logprob, known.__getitem__)
 
     def _top(self, token: int, entry: Logprob, spell: Any) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""

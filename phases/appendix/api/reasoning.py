@@ -67,9 +67,6 @@ class Reasoning:
             within = opened(tokenizer, request.prompts[0])
             if within is None:
                 return
-            if within and request.prefill:  # which is of the answer
-                request.prefill = f"\n{END}\n\n{request.prefill}"
-                within = False
             trigger = "" if request.calls is None else HERMES.trigger
             request.reasoning = partial(ThinkReader, within, trigger)
             marks = [BEGIN, END]

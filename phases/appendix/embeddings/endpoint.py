@@ -6,19 +6,20 @@ https://platform.openai.com/docs/api-reference/embeddings, https://docs.ollama.c
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
 
+from common.json_text import convert_fields
 from phases.appendix.embeddings.prompt_states import MEAN
 from phases.appendix.protocols.ollama import check_model, error_form
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel
 from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.request import EVENTS, HttpRequest, encode_json
-from serving.http.schema import GenerationFields, convert
+from serving.http.schema import GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
@@ -106,20 +107,20 @@ class Embeddings:
         self.model = model
         self.path = path
         self.ours = path.startswith("/v1")
-        self.kinds: list[type[Struct]] = [EmbeddingFields if self.ours else EmbedFields, GenerationFields]
-        source = "prompt" if path == "/api/embeddings" else "input"
-        names = {"prompt": source, "n": source}
+        self.kinds: Sequence[type[Struct]] = [EmbeddingFields if self.ours else EmbedFields, GenerationFields]
+        self.source = "prompt" if path == "/api/embeddings" else "input"
+        names = {"prompt": self.source, "n": self.source}
         self.form = ErrorForm(names) if self.ours else error_form(names)
 
     def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """See `Endpoint`. One token comes of each prompt, and no client sees it."""
-        given: Any = convert(self.kinds[0], fields)
+        given: Any = convert_fields(self.kinds[0], fields)
         kept = {name: value for name, value in fields.items() if name in KEPT}
         if self.ours:
             kept["model"] = fields.get("model")
         else:
             check_model(self.model, given.model)
-        request = self.model.begin(kept, "input")
+        request = self.model.begin(kept, self.source)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
         texts = given.prompt if self.path == "/api/embeddings" else given.input

@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from common.json_text import convert_fields, decode_written
 from phases.appendix.protocols.translation import NAMED_EVENT, Events, Translation, call_of
-from phases.appendix.tools.arguments import decode_arguments
 from phases.appendix.tools.described import text_of
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import ServedModel
 from serving.http.errors import ErrorForm, wrong
 from serving.http.request import HttpRequest
-from serving.http.schema import convert
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
@@ -110,7 +109,7 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
     """Answer with the number of a prompt's tokens."""
 
     def parse(fields: dict[str, Any], ready: Ready) -> int:
-        chat, _ = messages.chat_fields(convert(MessagesFields, fields), fields)
+        chat, _ = messages.chat_fields(convert_fields(MessagesFields, fields), fields)
         return len(messages.chat.conversation(chat, ready).prompts[0])
 
     http.form = messages.form
@@ -173,7 +172,7 @@ class MessageEvents(Events):
         if not self.blocks:
             return
         if self._arguments:
-            self.blocks[-1]["input"] = decode_arguments(self._arguments) or {}
+            self.blocks[-1]["input"] = decode_written(self._arguments) or {}
             self._arguments = ""
         self.say("content_block_stop", index=len(self.blocks) - 1)
 

@@ -9,15 +9,14 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from common.errors import UserError
+from common.json_text import convert_fields, decode_written
 from phases.appendix.api.reasoning import BEGIN, CHANNEL
 from phases.appendix.protocols.translation import Events, Translation
-from phases.appendix.tools.arguments import decode_arguments
 from serving.app import App
 from serving.completion import Choice
 from serving.endpoints import COPIED, ChatEndpoint, ServedModel
 from serving.http.errors import ErrorForm
 from serving.http.request import HttpRequest, encode_json
-from serving.http.schema import convert
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
@@ -107,7 +106,7 @@ class Ollama(Translation):
 
     def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the answer to a request that says nothing, by which clients load and unload a model."""
-        given = convert(OllamaFields, fields)
+        given = convert_fields(OllamaFields, fields)
         if given.messages if self.talks else given.prompt:
             return None
         check_model(self.chat.model, given.model)
@@ -154,7 +153,7 @@ class OllamaEvents(Events):
         """See `Events`."""
         if reason == "tool_calls" or (choice.calls is not None and choice.calls.complete):
             functions = [
-                call | {"arguments": decode_arguments(call["arguments"]) or {}} for call in self._calls
+                call | {"arguments": decode_written(call["arguments"]) or {}} for call in self._calls
             ]
             self._message["tool_calls"] = [{"function": function} for function in functions]
             calls = {"content": "", "tool_calls": self._message["tool_calls"]}
@@ -201,7 +200,7 @@ async def show(app: App, http: HttpRequest) -> None:
     """Answer with what is known of the model."""
 
     def parse(fields: dict[str, Any], ready: Ready) -> dict[str, Any]:
-        check_model(app.model, convert(OllamaFields, fields).model)
+        check_model(app.model, convert_fields(OllamaFields, fields).model)
         return {
             "modelfile": "",
             "template": "",

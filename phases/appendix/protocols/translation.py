@@ -1,25 +1,25 @@
-"""The seam of this entry: a request becomes a chat's, and what is new in the chat becomes a protocol's events.
+"""The seam of this entry: a request becomes a chat's, and the news of the chat become a protocol's events.
 
-A protocol says three things: `translate`, from its fields to those of a chat; its `Events`, from the deltas of
-the chat to its own; and its form of errors. Everything between them is the chat's path: handlers of fields,
-limits, queue, deadlines, metrics, leavers.
+A protocol says three things: `translate`, from its fields to those of a chat; its `Events`, from the deltas
+of the chat to its own; and its form of errors. Everything between them is the chat's path: handlers of
+fields, limits, queue, deadlines, metrics, leavers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from common.errors import UserError
+from common.json_text import convert_fields
 from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import ChatEndpoint
 from serving.formatter import usage
 from serving.http.errors import ErrorForm, wrong
 from serving.http.request import EVENTS, HttpRequest, encode_json
-from serving.http.schema import GenerationFields, convert
+from serving.http.schema import GenerationFields
 from serving.messages import Ready
 from serving.parsed import ParsedRequest
 
@@ -92,15 +92,16 @@ class Translation:
 
     fields: type[Struct]
     form: ErrorForm
+    source = "messages"
     threaded = False
 
     def __init__(self, chat: ChatEndpoint) -> None:
         self.chat = chat
-        self.kinds: list[type[Struct]] = [GenerationFields, self.fields]
+        self.kinds: Sequence[type[Struct]] = [GenerationFields, self.fields]
 
     def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """See `Endpoint`."""
-        given: Any = convert(self.fields, fields)
+        given: Any = convert_fields(self.fields, fields)
         if fields.get("n") not in (None, 1):
             raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
         translated, ignored = self.chat_fields(given, fields)
@@ -113,14 +114,10 @@ class Translation:
         """Return the fields of a chat that a request means, and the names of what means nothing here."""
         passed = {name: value for name, value in fields.items() if name in PASSED}
         ignored = list[str]()
-        try:
-            passed |= self.translate(given, ignored)
-            passed["conversation"] = passed["messages"]
-            system = passed.pop("system", None)
-            if system:
-                passed["messages"] = with_system(passed["messages"], system)
-        except UserError as error:
-            raise wrong("messages", str(error)) from None
+        passed |= self.translate(given, ignored)
+        passed["conversation"] = passed["messages"]
+        if system := passed.pop("system", None):
+            passed["messages"] = with_system(passed["messages"], system)
         return passed, ignored
 
     def translate(self, given: Any, ignored: list[str]) -> dict[str, Any]:

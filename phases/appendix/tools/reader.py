@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any, Literal
 
-from phases.appendix.tools.arguments import decode_arguments
+from common.json_text import decode_written
 from phases.appendix.tools.formats import OPENING, CallFormat
 from serving.parsed import Delta
 
@@ -96,4 +96,4 @@ class CallReader:
 
 
 def _is_whole(text: str) -> bool:
-    return bool(text) and decode_arguments(text) is not None
+    return bool(text) and decode_written(text) is not None

@@ -11,11 +11,11 @@ import msgspec
 from msgspec import Struct
 
 from common.errors import UserError
+from common.json_text import decode_written
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import loosen, schema_of
 from phases.appendix.guidance.exact import exact
-from phases.appendix.tools.arguments import decode_arguments
 from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import Schema, format_of
 from phases.appendix.tools.reader import CallReader
@@ -60,7 +60,7 @@ class ToolHandler:
         if given.tool_choice == "none":
             tools = []
         try:
-            format, shows = format_of(self.tokenizer)
+            _, shows = format_of(self.tokenizer)
             if tools:
                 self._call(given, request, {name: functions[name] for name in names}, must)
         except UserError as error:
@@ -151,13 +151,13 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
-    """Return an earlier call; arguments that were cut off or are broken are those of a model, and are none."""
+    """Return an earlier call; arguments that a model was cut off at, or has broken, are none."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise wrong("messages", f"{where} must be an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str | None):
-        arguments = decode_arguments(arguments or "") or {}
+        arguments = decode_written(arguments or "") or {}
     if not isinstance(arguments, dict):
         raise wrong("messages", f"{where}.function.arguments must be an object, or its JSON as a string")
     found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
