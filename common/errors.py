@@ -31,10 +31,21 @@ class EngineLost(RuntimeError):
     """
 
 
-def shown(value: object, write: Callable[[object], str] = repr) -> str:
-    """`repr(value)`; Python writes out no integer of more than 4,300 digits, so these go by their size."""
+LONGEST = 100
+"""Characters of a value that an error repeats: a client may send megabytes."""
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
+_BRIEF = reprlib.Repr()
+
+
+def shown(value: object, write: Callable[[object], str] = _REPR.repr) -> str:
+    """`repr(value)` in at most `LONGEST` characters: the middle of long values is left out.
+
+    Python writes out no integer of more than 4,300 digits, so these go by their size.
+    """
     try:
-        return write(value)
+        text = write(value)
+        return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     except ValueError:
         if isinstance(value, int):
             return f"an integer of {value.bit_length()} bits"
@@ -43,7 +54,7 @@ def shown(value: object, write: Callable[[object], str] = repr) -> str:
 
 def brief(value: object) -> str:
     """`shown` in at most 80 characters: the middle of long texts and the end of long lists are left out."""
-    text = shown(value, reprlib.repr)
+    text = shown(value, _BRIEF.repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -77,7 +88,7 @@ def number(name: str, value: SupportsFloat, *, low: float, high: float, above_lo
     """
     limit = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
     if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
-        raise UserError(f"{name} is {value!r}, but must be a number, {limit}")
+        raise UserError(f"{name} is {shown(value)}, but must be a number, {limit}")
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -124,5 +135,5 @@ def text(name: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is {value!r}, but must have a UTF-8 form: {error.reason}") from None
+        raise UserError(f"{name} is {shown(value)}, but must have a UTF-8 form: {error.reason}") from None
     return value

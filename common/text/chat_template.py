@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from common.errors import UserError, text
+from common.errors import UserError, shown, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
@@ -97,7 +97,7 @@ class ChatTemplate:
 
     def _message(self, name: str, message: Message) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise UserError(f"{name} is {message!r}, but must be an object with a role and a content")
+            raise UserError(f"{name} is {shown(message)}, but must be an object with a role and a content")
         if "role" not in message:
             raise UserError(f"{name} has no role")
         checked: dict[str, Any] = {"role": text(f"{name}.role", message["role"])}
@@ -113,7 +113,7 @@ class ChatTemplate:
             checked |= {field: thought for field in _REASONING if field in self._named}
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
-            raise UserError(f"{name}.tool_calls is {calls!r}, but must be a list")
+            raise UserError(f"{name}.tool_calls is {shown(calls)}, but must be a list")
         content = message.get("content")
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
@@ -138,9 +138,9 @@ def _said(parts: Iterable[Message]) -> set[str]:
 def _part(name: str, part: Any) -> str:
     """The text of one part of a content."""
     if not isinstance(part, Mapping):
-        raise UserError(f"{name} is {part!r}, but must be an object with a type and a text")
+        raise UserError(f"{name} is {shown(part)}, but must be an object with a type and a text")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise UserError(f"{name}.type is {kind!r}, but must be 'text'")
+        raise UserError(f"{name}.type is {shown(kind)}, but must be 'text'")
     field = _TEXTS[kind]
     return text(f"{name}.{field}", part.get(field, None))

@@ -92,7 +92,6 @@ class PromptPlan:
         """Return `masked` for a step that computes a part of such a prompt."""
         if not self._counts:
             return None
-        self._counts = {one: count for one, count in self._counts.items() if one.finish_reason is None}
         return masked if any(work.request in self._counts for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
@@ -117,14 +116,16 @@ class PromptPlan:
                 del self._counts[request]
         return step
 
-    def ended(self) -> list[tuple[int, str, list[Any]]]:
-        """Return notes of prompts that are read, and whose requests have ended."""
-        ended = [request for request in self._asked if request.finish_reason is not None]
+    def finished(self) -> list[tuple[int, str, list[Any]]]:
+        """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
         found = []
-        for request in ended:
-            kind, reader = self._asked.pop(request)
-            if self._counts.pop(request, None) is None:
+        for request, (kind, reader) in [*self._asked.items()]:
+            if request not in self._counts:
                 found.append((request.index, kind, reader.notes()))
+            elif request.finish_reason is None:
+                continue
+            del self._asked[request]
+            self._counts.pop(request, None)
         return found
 
 
@@ -149,4 +150,4 @@ class PromptObserver(EngineObserver):
         """See `Observer`."""
         super().write(step, now)
         if self.plan is not None:
-            step.notes += self.plan.ended()
+            step.notes += self.plan.finished()
