@@ -18,6 +18,7 @@ BUDGET = 1200
 """Lines of code of a phase's package, comments and docstrings not counted."""
 LARGER = {
     "triton_paged_attention": 1500,
+    "serving": 1450,
 }
 """Packages that are over it still: they may only shrink."""
 TWICE = set[str]()

@@ -141,7 +141,7 @@ def likelihoods(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 async def test_a_prompt_is_scored(make, model, tokenizer, most):
-    """As evaluation harnesses ask: token ids, `echo`, log-probabilities, hardly any output; long prompts too."""
+    """As evaluation harnesses ask: token ids, `echo`, log-probabilities, hardly any output."""
     app = make()
     prompts = [tokenizer.encode(text) for text in ("hello there", "x", "a long prompt of many blocks " * 20)]
     body = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": most, "temperature": 0}

@@ -135,52 +135,72 @@ class ServedModel:
             raise request.refusal(str(error)) from None
 
 
-class CompletionEndpoint:
+class TextEndpoint:
+    """An `Endpoint` of text: what completions and chats have in common.
+
+    kind: the struct of its own fields.
+    prefix: of the answers' ids.
+    usual: `max_tokens` where a request does not say; None: as many as there is room for.
+    """
+
+    kind: type[Struct]
+    source: str
+    prefix: str
+    usual: int | None = None
+    formatter: type[ResponseFormatter]
+    form = ErrorForm()
+    threaded = False
+
+    def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
+        self.model = model
+        self.handlers = handlers
+        others = [handler.fields for handler in handlers]
+        self.kinds: Sequence[type[Struct]] = [GenerationFields, self.kind, *others]
+
+    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `Endpoint`."""
+        request = self.read(fields, ready)
+        self.model.finish(request, ready, self.usual)
+        request.formatter = self.formatter(f"{self.prefix}-{http.short_id}", self.model.name, request)
+        return request
+
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Read a request up to its prompts. Raises as `Endpoint.parse` does."""
+        raise NotImplementedError
+
+    def read_fields(self, request: ParsedRequest) -> None:
+        """Let handlers read their fields; most have none in a request. Raises `ApiError`."""
+        names = request.fields.keys()
+        for handler in self.handlers:
+            if handler.always or not names.isdisjoint(handler.fields.__struct_fields__):
+                handler.read(convert_fields(handler.fields, request.fields), request)
+
+
+class CompletionEndpoint(TextEndpoint):
     """`/v1/completions`: one prompt or several, as text or token ids."""
 
-    source = "prompt"
-    form = ErrorForm()
-    threaded = False
+    kind, source, prefix = CompletionFields, "prompt", "cmpl"
+    usual = DEFAULT_TOKENS
+    formatter = ResponseFormatter
 
-    def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
-        self.model = model
-        self.handlers = handlers
-        self.kinds: Sequence[type[Struct]] = [GenerationFields, CompletionFields, *kinds_of(handlers)]
-
-    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `Endpoint`."""
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `TextEndpoint`."""
         request = self.model.begin(fields, self.source)
         given = convert_fields(CompletionFields, fields)
-        for handler in self.handlers:
-            handler.read(convert_fields(handler.fields, fields), request)
+        self.read_fields(request)
         special = request.generation.add_special_tokens is not False
         request.prompts = self.model.prompts(given.prompt, ready, special=special)
-        self.model.finish(request, ready, DEFAULT_TOKENS)
-        request.formatter = ResponseFormatter(f"cmpl-{http.short_id}", self.model.name, request)
         return request
 
 
-class ChatEndpoint:
+class ChatEndpoint(TextEndpoint):
     """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
 
-    source = "messages"
-    form = ErrorForm()
-    threaded = False
+    kind, source, prefix = ChatFields, "messages", "chatcmpl"
+    formatter = ChatFormatter
 
-    def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
-        self.model = model
-        self.handlers = handlers
-        self.kinds: Sequence[type[Struct]] = [GenerationFields, ChatFields, *kinds_of(handlers)]
-
-    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `Endpoint`."""
-        request = self.conversation(fields, ready)
-        self.model.finish(request, ready, None)
-        request.formatter = ChatFormatter(f"chatcmpl-{http.short_id}", self.model.name, request)
-        return request
-
-    def conversation(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Read a request up to its prompt. Raises as `Endpoint.parse` does."""
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `TextEndpoint`."""
         request = self.model.begin(fields, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
@@ -196,8 +216,7 @@ class ChatEndpoint:
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
         self.model.check_length(characters(given.messages), ready, self.source)
-        for handler in self.handlers:
-            handler.read(convert_fields(handler.fields, fields), request)
+        self.read_fields(request)
         self._render(request)
         return request
 
@@ -214,8 +233,3 @@ class ChatEndpoint:
         request.prompts = [ids]
         template = tokenizer.tool_template if request.variables.get("tools") else tokenizer.chat_template
         request.ignored += [f"messages.{name}" for name in sorted(template.ignored(messages))]
-
-
-def kinds_of(handlers: Sequence[FieldHandler]) -> list[type[Struct]]:
-    """Return the structs of fields that handlers read."""
-    return [handler.fields for handler in handlers]

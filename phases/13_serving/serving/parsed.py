@@ -128,7 +128,12 @@ class ParsedRequest:
 
 
 class FieldHandler(Protocol):
-    """Reads some fields of requests, and adds their part of the answers."""
+    """Reads some fields of requests, and adds their part of the answers.
+
+    always: whether it also reads requests that have none of its fields.
+    """
+
+    always: bool
 
     @property
     def fields(self) -> type[Struct]:

@@ -49,6 +49,7 @@ class GrammarHandler:
     """Makes the grammar that a request asks for."""
 
     fields = GrammarFields
+    always = False
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

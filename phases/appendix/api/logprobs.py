@@ -55,6 +55,7 @@ class CompletionLogprobs:
     """Answers with lists of tokens, and with the prompt in front of the text where `echo` says so."""
 
     fields = CompletionLogprobFields
+    always = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -76,19 +77,21 @@ class CompletionLogprobs:
 
     def lists(self, echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the log-probabilities of a piece's tokens as lists, one entry a token."""
-        rows = list[Row]()
-        offset = len("".join(choice.texts[: piece.start]))
-        if echoed and piece.start:
-            offset += len(echoed[0])
-        elif echoed:
+        rows, offsets, before = list[Row](), list[int](), 0
+        if echoed:
+            before = len(echoed[choice.index // choice.request.params.n])
+        if echoed and not piece.start:
             rows += self._prompt(choice)
+            offsets += accumulate((len(text) for text, _, _ in rows[:-1]), initial=0)
         for place, token, logprob in () if choice.request.prompt_only else scored(choice, piece):
             spell = partial(spelled, self.tokenizer, choice, place)
             rows.append((_text(spell(token)), _finite(logprob.chosen), self._top(token, logprob, spell)))
+        before += sum(map(len, choice.texts[: piece.start]))
+        sizes = map(len, choice.texts[piece.start : piece.stop])
+        offsets += list(accumulate(sizes, initial=before))[: len(rows) - len(offsets)]
         if not rows:
             return {"logprobs": None}
         texts, values, tops = zip(*rows, strict=True)
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
         return {
             "logprobs": {
                 "tokens": texts,
@@ -132,6 +135,7 @@ class ChatLogprobs:
     """Answers with an object a token."""
 
     fields = ChatLogprobFields
+    always = False
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -171,6 +175,7 @@ class TokenIds:
     """Answers with the ids of tokens, and in streams with marks of those that were drafts."""
 
     fields = TokenFields
+    always = False
 
     def read(self, given: TokenFields, request: ParsedRequest) -> None:
         """See `FieldHandler`."""

@@ -36,6 +36,7 @@ class Reasoning:
     """Tells the template how much to reason, and parts the reasoning from the answer."""
 
     fields = ReasoningFields
+    always = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

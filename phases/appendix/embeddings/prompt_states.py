@@ -1,4 +1,4 @@
-"""What is read off the hidden states of prompts: their means, and the log-probabilities of their tokens.
+"""Readers of the hidden states of prompts: their means, and the log-probabilities of their tokens.
 
 A request that asks is an ordinary completion: the scheduler puts its prompt into steps beside all others, in
 chunks if it is long, and its blocks are freed like all others'. It shares no blocks, whose states are not

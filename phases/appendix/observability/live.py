@@ -52,7 +52,6 @@ class Live:
     def install(self, app: App) -> None:
         """Add both routes."""
         self.app, self.engine = app, app.engine
-        app.on_step.append(self.stepped)
         app.routes["/events"] = {"GET": self.events}
         app.routes["/"] = {"GET": lambda http: http.answer(200, whole_page(), HTML)}
 
@@ -65,6 +64,7 @@ class Live:
             raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
         if not self.watchers:
             self._steps.clear()
+            self.app.on_step.append(self.stepped)
         self.watchers += 1
         leaving = asyncio.ensure_future(http.disconnected())
         try:
@@ -85,17 +85,18 @@ class Live:
             await http.write(b"", more=False)
         finally:
             self.watchers -= 1
+            if not self.watchers:
+                self.app.on_step.remove(self.stepped)
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
         """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
-        if self.watchers:
-            stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
-            if stats.step_tokens or step.tokens:  # or it only brought a picture
-                if self._steps and stats.steps <= self._steps[-1][0]:
-                    self._steps.clear()  # another engine, which counts from the beginning
-                self._steps.append((stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens)))
-            self.picture = step.picture or self.picture
+        stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
+        if stats.step_tokens or step.tokens:  # or it only brought a picture
+            if self._steps and stats.steps <= self._steps[-1][0]:
+                self._steps.clear()  # another engine, which counts from the beginning
+            self._steps.append((stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens)))
+        self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
         """Return the present picture, with the steps after step number `after`."""

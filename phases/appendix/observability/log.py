@@ -33,7 +33,8 @@ class AccessLog:
 
     def install(self, app: App) -> None:
         """Hear of every request."""
-        app.on_end.append(self.ended)
+        if self._file is not None:
+            app.on_end.append(self.ended)
 
     def ended(self, http: HttpRequest) -> None:
         """Write down a request and its answer. What a full disk does not take is lost, and counted."""

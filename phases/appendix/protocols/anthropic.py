@@ -110,7 +110,7 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
 
     def parse(fields: dict[str, Any], ready: Ready) -> int:
         chat, _ = messages.chat_fields(convert_fields(MessagesFields, fields), fields)
-        return len(messages.chat.conversation(chat, ready).prompts[0])
+        return len(messages.chat.read(chat, ready).prompts[0])
 
     http.form = messages.form
     number, _ = await app.read(http, parse)

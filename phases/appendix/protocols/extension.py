@@ -30,7 +30,7 @@ def add_protocols(app: App) -> None:
     ours, theirs = messages.form, error_form({})
 
     async def choose_form(http: HttpRequest) -> bool:
-        """Give errors the form of the route's protocol, whoever refuses the request."""
+        """Give errors the form of the route's protocol, also those of other hooks."""
         if http.path.startswith("/api/"):
             http.form = theirs
         elif http.path.startswith("/v1/messages"):

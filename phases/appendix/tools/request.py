@@ -41,6 +41,7 @@ class ToolHandler:
     """Shows a model the tools of a request, lets it call them, and finds its calls."""
 
     fields = ToolFields
+    always = True
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer = tokenizer
