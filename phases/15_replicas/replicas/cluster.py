@@ -41,6 +41,8 @@ OBJECT_STORE_BYTES = 100 << 20
 """Ray's memory for large objects. Requests and tokens are small ones and never get there."""
 START_SECONDS = 900.0
 """A replica may take so long to be ready, to load a large model, say."""
+HEALTH_SECONDS = 5.0
+"""A replica that does not answer for so long, three times, hangs: Ray ends it, and others are asked."""
 END_SECONDS = 30.0
 """Ray may take so long to end after the last stream."""
 TRIES = 2
@@ -220,6 +222,7 @@ class Cluster:
                 request_router_kwargs={"route": options.route, "imbalance": options.imbalance},
             ),
             health_check_period_s=1.0,
+            health_check_timeout_s=HEALTH_SECONDS,
             graceful_shutdown_timeout_s=self.limits.grace_seconds,
             graceful_shutdown_wait_loop_s=0.2,
             max_constructor_retry_count=TRIES,

@@ -8,13 +8,14 @@ saved.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from replicas.prefixes import chain_of
+from replicas.prefixes import chain_of, keeper_of
 from serving.http.errors import ApiError, ErrorForm
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send, encode_json
@@ -29,6 +30,8 @@ LIMITS = "LADDER_LIMITS"
 """Environment: the limits, as JSON; a proxy is started by Ray and has no other way to learn them."""
 GONE = b"x-ladder-gone"
 """Header of a replica whose engine has died: nothing of its answer has gone out, so another may be asked."""
+UNTYPED = (b"", b"application/x-www-form-urlencoded")
+"""Types of bodies that a client sends which says none, such as `curl -d`."""
 LOST = "the replica has ended; try again"
 TRIES = 3
 """Replicas that a request is given to, one after the other, while nothing of an answer has come."""
@@ -45,18 +48,31 @@ class Gate:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own
             await self.app(scope, receive, send)
             return
-        http = HttpRequest(scope, receive, send, self.limits)
+        http, leaving = HttpRequest(scope, receive, send, self.limits), Leaving(receive)
+
+        async def timed(message: MutableMapping[str, Any]) -> None:
+            """Send a message; a reader that is too slow for it has left."""
+            try:
+                async with asyncio.timeout(self.limits.slow_seconds):
+                    await send(message)
+            except TimeoutError:
+                leaving.gone = True
+                raise ConnectionError("the reader is too slow") from None
+
         said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
         try:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:
                 raise ApiError(431, f"address and headers have more than {most:,} bytes")
+            if http.headers.get(b"content-type", b"") in UNTYPED:  # the replica looks at it again
+                http.headers[b"content-type"] = b"application/json"
             if http.method == "POST":
                 said["body"] = body = await http.body()
                 said["chain"] = chain_of(body)
+                said["wanted"] = keeper_of(body)
             else:
                 said["wanted"] = http.headers.get(NAME, b"").decode("latin-1")
-            await self._answer(http, said, Leaving(receive), send)
+            await self._answer(http, said, leaving, timed)
         except ApiError as error:
             await http.fail(error)
         except ClientDisconnected:

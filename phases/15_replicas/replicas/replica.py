@@ -43,7 +43,8 @@ class Replica:
         `GONE` (`1`), in that order, and an empty body: another replica is asked then. Else the application
         answers, and its start gets the header `NAME` behind its own, and then `GONE` where it is a 503 and
         the engine has died meanwhile: nothing of an answer has gone out. What the gate has put under `KEY`
-        does not stay in the scope; where there is some, its `body` is received first (`BufferedBody`).
+        does not stay in the scope; where there is some, its `body` is received first (`BufferedBody`). The
+        application finds this replica's name in the scope, under `replica`.
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
@@ -54,6 +55,7 @@ class Replica:
             await send({"type": "http.response.body", "body": b""})
             return
         said = scope.pop(KEY, None)
+        scope["replica"] = self.name
 
         async def named(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":

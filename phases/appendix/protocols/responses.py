@@ -150,14 +150,16 @@ class Responses(Translation):
     def formatter(self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest) -> ResponseEvents:
         """See `Translation`."""
         kept = None if given.store is False else self.kept
+        replica = http.scope.get("replica", b"here").decode()
         client = http.headers.get(b"authorization") or str((http.scope.get("client") or [""])[0]).encode()
-        return ResponseEvents(given, request, self.chat.model.name, kept, client)
+        return ResponseEvents(given, request, self.chat.model.name, kept, client, replica)
 
 
 class ResponseEvents(Events):
     """Builds a response of items: reasoning, a message, calls.
 
     kept: where the conversation goes when it has ended; None: it is not kept.
+    replica: which of several has it; a response's id begins with its name.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class ResponseEvents(Events):
         model: str,
         kept: Conversations | None,
         client: bytes,
+        replica: str,
     ) -> None:
         self.kept = kept
         self.messages: Messages = request.fields["conversation"]
@@ -176,7 +179,7 @@ class ResponseEvents(Events):
         form = (given.text or {}).get("format") or {"type": "text"}
         super().__init__(
             {
-                "id": f"resp_{secrets.token_hex(24)}",
+                "id": f"resp_{replica}_{secrets.token_hex(24)}",
                 "object": "response",
                 "created_at": int(time.time()),
                 "status": "in_progress",
