@@ -147,7 +147,7 @@ class Doors:
 
     def check_key(self, http: HttpRequest) -> None:
         """Refuse a request without one of the keys; all are compared."""
-        other = b"bearer " + http.headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
+        other = b"bearer " + http.headers.get(b"x-api-key", b"")  # as older clients of Anthropic send it
         given = http.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
         if scheme.lower() != b"bearer":
