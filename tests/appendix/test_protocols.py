@@ -219,6 +219,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown tool": ("/v1/messages", {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     "too many stops": ("/v1/messages", {"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "an image of Ollama's": ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, "messages"),
+    "an effort": ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort"),
+    "another effort": ("/v1/messages", {"output_config": {"effort": []}}, "output_config.effort"),
+    "an option of another type": ("/api/chat", {"options": {"top_p": "x"}}, "options.top_p"),
     "an option": ("/api/chat", {"options": {"top_p": 7}}, "options.top_p"),
     "a format": ("/api/generate", {"format": "xml"}, "format"),
     "raw text": ("/api/generate", {"raw": True}, "raw"),
@@ -248,11 +251,12 @@ async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
     assert (await Client(app).post(path, REQUESTS[path] | {"x": "y" * 2000}, **headers))[0] == 413
     assert (await Client(app).post(path, REQUESTS[path] | {"model": "other"}, **headers))[0] == 404
     key = {"x-api-key": "secret"}
-    running = Client(app).request(path, REQUESTS[path] | {"stream": True}, headers=key)
+    running = Client(app).request(path, REQUESTS[path] | LONG | {"stream": True}, headers=key)
     task = asyncio.ensure_future(running.run())
     while not app.engine.in_flight:
         await asyncio.sleep(0)
     assert (await Client(app).post(path, REQUESTS[path], **headers))[0] == 429
+    running.leave()
     await task
     assert {(path, 200), (path, 401), (path, 413), (path, 404), (path, 429)} <= set(metrics(app).answers)
     assert metrics(app).generated > 0 and metrics(app).prompted > 0

@@ -67,7 +67,11 @@ class Messages(Translation):
 
     fields = MessagesFields
     form = ErrorForm(
-        {"stop": "stop_sequences", "response_format": "output_config"},
+        {
+            "stop": "stop_sequences",
+            "response_format": "output_config",
+            "reasoning_effort": "output_config.effort",
+        },
         NAMED_EVENT,
         lambda body: {"type": "error", **body},
     )
@@ -110,7 +114,10 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
 
     def parse(fields: dict[str, Any], ready: Ready) -> int:
         chat, _ = messages.chat_fields(convert_fields(MessagesFields, fields), fields)
-        return len(messages.chat.read(chat, ready).prompts[0])
+        request = messages.chat.read(chat, ready)
+        for call in request.on_prompt:
+            call()
+        return len(request.prompts[0])
 
     http.form = messages.form
     number, _ = await app.read(http, parse)

@@ -28,7 +28,8 @@ OPTIONS |= {
     name: name for name in COPIED if name not in ("n", "max_tokens", "repetition_penalty", "logit_bias")
 }
 """Names of settings of the sampler, and what a chat calls them."""
-NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()} | {"response_format": "format"}
+NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()}
+NAMES |= {"response_format": "format", "reasoning_effort": "think"}
 LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 DETAILS = {"format": "safetensors", "family": "", "parameter_size": "", "quantization_level": ""}
 

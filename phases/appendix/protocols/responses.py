@@ -118,7 +118,12 @@ class Responses(Translation):
 
     fields = ResponsesFields
     form = ErrorForm(
-        {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"},
+        {
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "response_format": "text.format",
+            "reasoning_effort": "reasoning.effort",
+        },
         NAMED_EVENT,
     )
     threaded = True  # a short request may go on from a long conversation
