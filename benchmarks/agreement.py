@@ -47,7 +47,14 @@ def agreement(phase: str, options: BenchOptions) -> list[Run]:
         samples = Samples(kept=[{"seconds": 0.0, **shares}])
         facts = {"drafter": name}
         runs.append(
-            summarize(phase, work, samples, model=options.model or "", dtype=torch.float32, options=facts)
+            summarize(
+                phase,
+                work,
+                samples,
+                model=options.model or "",
+                dtype=torch.float32,
+                options=facts,
+            )
         )
     return runs
 

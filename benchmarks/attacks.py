@@ -34,8 +34,14 @@ from benchmarks.server import Server, import_path
 from benchmarks.workloads import uniform
 from common.errors import UserError
 
-NAME, REAL, TINY = "attacks", "smollm2", "random:tiny"
-OPTIONS: dict[str, Any] = {"max_connections": 100, "body_seconds": 5, "generation_config": "model"}
+NAME = "attacks"
+REAL = "smollm2"
+TINY = "random:tiny"
+OPTIONS: dict[str, Any] = {
+    "max_connections": 100,
+    "body_seconds": 5,
+    "generation_config": "model",
+}
 QUIET = 5.0
 """Seconds that an attack is watched at least, and that the bystander is heard after it."""
 TOKENS = 100
@@ -55,10 +61,15 @@ class Attack:
     model: str = TINY
 
 
-def request(target: Target, path: str, body: bytes, method: str = "POST", host: str = "") -> bytes:
+def request(
+    target: Target, path: str, body: bytes, method: str = "POST", host: str = ""
+) -> bytes:
     """Return the bytes of a request."""
     head = f"{method} {path} HTTP/1.1\r\nHost: {host or target.host}:{target.port}\r\n"
-    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 async def answer(target: Target, data: bytes, seconds: float = 60.0) -> str:
@@ -82,7 +93,11 @@ def tally(found: Sequence[str]) -> str:
 
 def large(name: str, path: str, field: str, value: str, count: int) -> Attack:
     """Send a request with one large field, given as JSON, `count` times at once."""
-    needed = "" if field in ("messages", "prompt") else '"messages": [{"role": "user", "content": "hi"}], '
+    needed = (
+        ""
+        if field in ("messages", "prompt")
+        else '"messages": [{"role": "user", "content": "hi"}], '
+    )
     text = f'{{{needed}"max_tokens": 4, "{field}": {value}}}'
 
     async def send(target: Target) -> str:
@@ -97,7 +112,9 @@ def numbered(count: int, value: str) -> str:
     return "{" + ",".join(f'"{number}":{value}' for number in range(count)) + "}"
 
 
-def trickle(first: bytes, drip: bytes, connections: int = 100) -> Callable[[Target], Awaitable[str]]:
+def trickle(
+    first: bytes, drip: bytes, connections: int = 100
+) -> Callable[[Target], Awaitable[str]]:
     """Hold answered connections by a few bytes each second, and count the others that get in."""
 
     async def hold(target: Target) -> float:
@@ -129,10 +146,14 @@ def trickle(first: bytes, drip: bytes, connections: int = 100) -> Callable[[Targ
 
 async def leaver(target: Target) -> str:
     """Ask for 16,000 tokens with another request behind it in the same packet, and leave."""
-    body = json.dumps({"prompt": [5, 6, 7], "n": 16, "max_tokens": 1000, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"prompt": [5, 6, 7], "n": 16, "max_tokens": 1000, "ignore_eos": True}
+    ).encode()
     before = await asyncio.to_thread(generated, target)
     _, writer = await asyncio.open_connection(target.host, target.port)
-    writer.write(request(target, "/v1/completions", body) + request(target, "/health", b"", "GET"))
+    writer.write(
+        request(target, "/v1/completions", body) + request(target, "/health", b"", "GET")
+    )
     await asyncio.sleep(0.3)
     writer.transport.abort()
     await asyncio.sleep(0.5)  # a step and a report of the engine
@@ -173,12 +194,22 @@ async def repeated_json(target: Target) -> str:
         "required": ["colour"],
         "additionalProperties": False,
     }
-    form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "colour", "schema": schema, "strict": True},
+    }
 
     async def one(number: int) -> str:
         messages = [*said, {"role": "user", "content": f"Which colour is thing {number}?"}]
-        body = {"messages": messages, "response_format": form, "max_tokens": 60, "temperature": 0}
-        return await answer(target, request(target, "/v1/chat/completions", json.dumps(body).encode()), 120.0)
+        body = {
+            "messages": messages,
+            "response_format": form,
+            "max_tokens": 60,
+            "temperature": 0,
+        }
+        return await answer(
+            target, request(target, "/v1/chat/completions", json.dumps(body).encode()), 120.0
+        )
 
     return tally(await asyncio.gather(*(one(number) for number in range(40))))
 
@@ -197,7 +228,9 @@ def attacks() -> list[Attack]:
         ("200,000 unknown fields", chats, "unknown", '1, ' + numbered(200_000, "1")[1:-1]),
         ("140,000 messages", chats, "messages", said),
     ]  # fmt: skip
-    chunked = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = (
+        b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     long_get = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n"
     get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     return [
@@ -213,9 +246,13 @@ def attacks() -> list[Attack]:
 
 
 def _metric(target: Target, name: str) -> float:
-    with urllib.request.urlopen(f"http://{target.host}:{target.port}/metrics", timeout=30) as found:
+    with urllib.request.urlopen(
+        f"http://{target.host}:{target.port}/metrics", timeout=30
+    ) as found:
         lines = found.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{| )", line))
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}(\{{| )", line)
+    )
 
 
 def generated(target: Target) -> float:
@@ -283,7 +320,9 @@ async def _stream(target: Target) -> None:
 def run(options: BenchOptions) -> Evidence:
     """Send every attack in turn, and note the bystander's gaps meanwhile."""
     if options.device.type != "cpu":
-        raise UserError(f"device is {options.device}, but attacks are about the API process: --device cpu")
+        raise UserError(
+            f"device is {options.device}, but attacks are about the API process: --device cpu"
+        )
     work = uniform(NAME, 1, 3, TOKENS, 10_000)
     runs = []
     for model in (TINY,) if options.quick else (TINY, REAL):
@@ -350,7 +389,10 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, axes = panels(len(models))
     for ax, model in zip(axes, models, strict=True):
         runs = list(reversed(evidence.find(model=model)))
-        for metric, label, mark in (("itl_ms_p99", "99th percentile", "o"), ("itl_ms_max", "longest", "|")):
+        for metric, label, mark in (
+            ("itl_ms_p99", "99th percentile", "o"),
+            ("itl_ms_max", "longest", "|"),
+        ):
             ax.plot([run.median(metric) for run in runs], range(len(runs)), mark, label=label)
         ax.set_yticks(range(len(runs)), [run.variant for run in runs], fontsize=7)
         ax.set_xlim(left=0)

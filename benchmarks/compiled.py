@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forward.attention import Attention, LayerSpec
 from forward.model import Model
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 from triton_paged_attention.feature import CUDA_BLOCK_SIZE, check_triton
 
 
@@ -41,7 +41,9 @@ class CompiledBlock(nn.Module):
         # One compilation for all sizes but 1, which the compiler always treats by itself.
         self.run = torch.compile(block, dynamic=True, backend=backend)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """See `LlamaBlock.forward`."""
         return self.run(x, cos_sin, Opaque(attention))
 
@@ -64,13 +66,13 @@ class Compiled(Feature):
 
     attends: ClassVar[bool] = True
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Compiled layers."""
         from triton_paged_attention.attention import TritonPagedAttention
 
-        check_triton(parts.model.device.type)
-        model = compile_layers(parts.own_model())
+        check_triton(builder.model.device.type)
+        model = compile_layers(builder.own_model())
         attention = partial(TritonPagedAttention, num_heads=model.config.num_heads)
-        parts.bring(self, attention=attention)  # graphs bring the chooser
+        builder.replace(self, attention=attention)  # graphs bring the chooser
         if model.device.type == "cuda":
-            parts.usual["block_size"] = CUDA_BLOCK_SIZE
+            builder.defaults["block_size"] = CUDA_BLOCK_SIZE

@@ -44,7 +44,9 @@ def measured(options: BenchOptions) -> Evidence:
     for model in MODELS if options.model is None else (options.model,):
         target = replace(options, model=model, dtype=torch.bfloat16)
         runs += measure(target, whole=not runs)
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def measure(options: BenchOptions, whole: bool) -> list[Run]:
@@ -59,7 +61,9 @@ def measure(options: BenchOptions, whole: bool) -> list[Run]:
     single = workload("single-512-small")
     together = uniform(f"decode-{TOGETHER}x32", TOGETHER, 32, 64)
     if options.quick:
-        single = replace(single, name="single-quick", items=(replace(single.items[0], max_tokens=16),))
+        single = replace(
+            single, name="single-quick", items=(replace(single.items[0], max_tokens=16),)
+        )
         together = uniform(f"decode-{TOGETHER}x8", TOGETHER, 8, 8)
     runs = compare(engines, single, options, model.config, top, 0)
     if whole:
@@ -94,7 +98,9 @@ def compare(
         else:
             batch = len(work.items)
             found.append(
-                summarize_generation(name, work, samples, config=config, top=top, batch=batch, **about)
+                summarize_generation(
+                    name, work, samples, config=config, top=top, batch=batch, **about
+                )
             )
     return found
 
@@ -104,7 +110,9 @@ def draw(evidence: Evidence, out: Path) -> None:
     kinds: dict[str, list[Run]] = {}
     for run in evidence.runs:
         beside = ", beside a busy program" if run.options.get("neighbours") else ""
-        requests = f"{TOGETHER} requests" if run.workload.startswith("decode") else "one request"
+        requests = (
+            f"{TOGETHER} requests" if run.workload.startswith("decode") else "one request"
+        )
         kinds.setdefault(f"{run.model}, {requests}{beside}", []).append(run)
     figure, axes = panels(len(kinds), rows=-(-len(kinds) // 3), height=3.8)
     for panel, (title, shown) in zip(axes, kinds.items(), strict=True):
@@ -115,4 +123,8 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def short(run: Run) -> str:
     """Return a variant's name, in a few words."""
-    return run.variant.replace(PHASE, "09").replace(BEFORE, "08").replace("cpu_step", "step in one call")
+    return (
+        run.variant.replace(PHASE, "09")
+        .replace(BEFORE, "08")
+        .replace("cpu_step", "step in one call")
+    )

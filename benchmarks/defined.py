@@ -33,7 +33,10 @@ class DefinedLinear(nn.Module):
     ) -> None:
         """numbers `[N, K]` float32, channels by `scale [N]`; inputs: what they are rounded to."""
         super().__init__()
-        self.numbers, self.scale, self.bias, self.inputs = numbers, scale, bias, inputs
+        self.numbers = numbers
+        self.scale = scale
+        self.bias = bias
+        self.inputs = inputs
         self.in_parts = in_parts(numbers.device)
         rest = left(numbers) if self.in_parts else None
         self.rest = rest if rest is not None and bool(rest.any()) else None

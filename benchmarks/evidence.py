@@ -85,7 +85,9 @@ class Metric:
     @property
     def spread(self) -> float:
         """Largest minus smallest sample, as a share of the median."""
-        return (max(self.samples) - min(self.samples)) / abs(self.median) if self.median else 0.0
+        return (
+            (max(self.samples) - min(self.samples)) / abs(self.median) if self.median else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -148,25 +150,36 @@ class Evidence:
         """Name of the device's folder under `benchmarks/results` and `figures`."""
         return device_folder(str(self.machine["device"]), str(self.machine["name"]))
 
-    def find(self, variant: str | None = None, workload: str | None = None, **options: Any) -> list[Run]:
+    def find(
+        self, variant: str | None = None, workload: str | None = None, **options: Any
+    ) -> list[Run]:
         """The runs with this variant and workload (None: any), and these values in `options`.
 
         `model`, `dtype` and `weights` may be given among the options too.
         """
         found = []
         for run in self.runs:
-            facts = {"model": run.model, "dtype": run.dtype, "weights": run.weights, **run.options}
+            facts = {
+                "model": run.model,
+                "dtype": run.dtype,
+                "weights": run.weights,
+                **run.options,
+            }
             wanted = variant in (None, run.variant) and workload in (None, run.workload)
             if wanted and all(facts.get(name) == value for name, value in options.items()):
                 found.append(run)
         return found
 
-    def one(self, variant: str | None = None, workload: str | None = None, **options: Any) -> Run:
+    def one(
+        self, variant: str | None = None, workload: str | None = None, **options: Any
+    ) -> Run:
         """The only run that `find` returns. Raises `UserError` when there is none, or several."""
         found = self.find(variant, workload, **options)
         if len(found) != 1:
             wanted = f"variant {variant}, workload {workload}, {options}"
-            raise UserError(f"{self.phase} has {len(found)} runs with {wanted}, but exactly 1 was asked for")
+            raise UserError(
+                f"{self.phase} has {len(found)} runs with {wanted}, but exactly 1 was asked for"
+            )
         return found[0]
 
     def write(self, path: Path | None = None) -> Path:
@@ -198,7 +211,11 @@ class Evidence:
         """Read a file that `write` made. Raises `UserError` naming the file when it is not one."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            runs = tuple(_run_from_json(run) for run in raw["runs"] if not run["variant"].startswith(ENGINES))
+            runs = tuple(
+                _run_from_json(run)
+                for run in raw["runs"]
+                if not run["variant"].startswith(ENGINES)
+            )
             return cls(
                 raw["phase"],
                 raw["when"],
@@ -211,11 +228,16 @@ class Evidence:
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: no evidence was written there") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is no evidence file: {type(error).__name__} {error}") from None
+            raise UserError(
+                f"{path} is no evidence file: {type(error).__name__} {error}"
+            ) from None
 
 
 def collect(
-    phase: str, runs: Sequence[Run], device: torch.device, ceilings: Mapping[str, float] | None = None
+    phase: str,
+    runs: Sequence[Run],
+    device: torch.device,
+    ceilings: Mapping[str, float] | None = None,
 ) -> Evidence:
     """Put runs together with the time, the commit, the machine and the versions they belong to."""
     return Evidence(
@@ -245,15 +267,25 @@ def results(folder: Path = RESULTS) -> dict[str, dict[str, Evidence]]:
     return found
 
 
-def machine_facts(device: torch.device, ceilings: Mapping[str, float] | None = None) -> dict[str, Any]:
+def machine_facts(
+    device: torch.device, ceilings: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """Device and host by name, its GPUs and their driver, cores, torch's threads, measured ceilings."""
     import torch
 
     from common.device import device_name
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     cuda = device.type == "cuda"
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else []
+    gpus = (
+        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if cuda
+        else []
+    )
     return {
         "device": device.type,
         "name": device_name(device),
@@ -269,7 +301,9 @@ def _driver() -> str:
     """Version of NVIDIA's driver, or an empty string where its tool is absent."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return said.split("\n", 1)[0].strip()
@@ -324,7 +358,9 @@ def _run_from_json(raw: Mapping[str, Any]) -> Run:
         weights=raw["weights"],
         dtype=raw["dtype"],
         options=raw["options"],
-        metrics={name: Metric(tuple(metric["samples"])) for name, metric in raw["metrics"].items()},
+        metrics={
+            name: Metric(tuple(metric["samples"])) for name, metric in raw["metrics"].items()
+        },
         roofline=Roofline(**raw["roofline"]) if raw.get("roofline") else None,
         noise=raw.get("noise"),
     )

@@ -26,15 +26,20 @@ from pathlib import Path
 from common.errors import UserError
 
 EXCERPT = re.compile(
-    r"^(<!-- code: (.*?) -->\n)(?:```python\n.*?^```\n)?(<!-- /code -->)", re.DOTALL | re.MULTILINE
+    r"^(<!-- code: (.*?) -->\n)(?:```python\n.*?^```\n)?(<!-- /code -->)",
+    re.DOTALL | re.MULTILINE,
 )
 PLACE = re.compile(r"(<!-- at: (\S+) (\S+) -->).*?(<!-- /at -->)")
 
 
 def fill(text: str, folder: Path) -> str:
     """Return `text` with every excerpt and place in it taken again from the files of its folder."""
-    text = PLACE.sub(lambda found: found[1] + _place(found[2], found[3], folder) + found[4], text)
-    return EXCERPT.sub(lambda found: found[1] + _block(shlex.split(found[2]), folder) + found[3], text)
+    text = PLACE.sub(
+        lambda found: found[1] + _place(found[2], found[3], folder) + found[4], text
+    )
+    return EXCERPT.sub(
+        lambda found: found[1] + _block(shlex.split(found[2]), folder) + found[3], text
+    )
 
 
 def _place(file: str, name: str, folder: Path) -> str:
@@ -45,7 +50,9 @@ def _place(file: str, name: str, folder: Path) -> str:
 def _source(file: str, folder: Path) -> str:
     path = folder / file
     if not path.is_file():
-        raise UserError(f"the lesson in {folder.name} shows code of {file}, which is not there")
+        raise UserError(
+            f"the lesson in {folder.name} shows code of {file}, which is not there"
+        )
     return path.read_text(encoding="utf-8")
 
 
@@ -56,7 +63,9 @@ def _block(words: list[str], folder: Path) -> str:
     shown = [_function(source, name, file) for name in names]
     if settings:
         shown = [_part(shown[0], settings.get("from", ""), settings.get("to", ""), file)]
-    return f"```python\n# {file}\n" + "\n\n\n".join(shown) + "\n```\n"  # as ruff formats Markdown
+    return (
+        f"```python\n# {file}\n" + "\n\n\n".join(shown) + "\n```\n"
+    )  # as ruff formats Markdown
 
 
 def _function(source: str, name: str, file: str) -> str:
@@ -73,7 +82,9 @@ def _function(source: str, name: str, file: str) -> str:
     return textwrap.dedent("\n".join(lines[line] for line in kept)).strip("\n")
 
 
-def _node(source: str, name: str, file: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef:
+def _node(
+    source: str, name: str, file: str
+) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef:
     """Find a function or class of a file. Raises `UserError` if there is none of that name."""
     node: ast.AST = ast.parse(source)
     for part in name.split("."):
@@ -92,8 +103,17 @@ def _part(code: str, first: str, last: str, file: str) -> str:
     bare = [line.strip() for line in lines]
     start = next((i for i, line in enumerate(bare) if line.startswith(first)), None)
     end = next(
-        (i for i, line in enumerate(bare) if start is not None and i >= start and line.startswith(last)), None
+        (
+            i
+            for i, line in enumerate(bare)
+            if start is not None and i >= start and line.startswith(last)
+        ),
+        None,
     )
     if start is None or (last and end is None):
-        raise UserError(f"no lines of the code shown of {file} begin with {first!r} and {last!r}")
-    return textwrap.dedent("\n".join(lines[start : end + 1 if last and end is not None else len(lines)]))
+        raise UserError(
+            f"no lines of the code shown of {file} begin with {first!r} and {last!r}"
+        )
+    return textwrap.dedent(
+        "\n".join(lines[start : end + 1 if last and end is not None else len(lines)])
+    )

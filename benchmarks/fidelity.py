@@ -67,7 +67,9 @@ def compare(
         tokens: of the text; a rest shorter than a window is left out.
     """
     count = len(tokens) // window
-    ids = torch.tensor(list(tokens[: count * window]), device=reference.device).view(count, window)
+    ids = torch.tensor(list(tokens[: count * window]), device=reference.device).view(
+        count, window
+    )
     heads: dict[Scheme | None, Model] = {}
     found = {"reference": _read(reference, RecomputeAttention(), ids, heads)}
     for name, model, attention in others:
@@ -82,12 +84,19 @@ def compare(
             guess = true if name == "reference" else _predicted(read, part)
             sums[name] += difference(true, guess, came[part])
     return {
-        name: Quality(float(kl) / len(came), exp(float(loss) / len(came)), float(same) / len(came), len(came))
+        name: Quality(
+            float(kl) / len(came),
+            exp(float(loss) / len(came)),
+            float(same) / len(came),
+            len(came),
+        )
         for name, (kl, loss, same) in sums.items()
     }
 
 
-def _read(model: Model, attention: Attention, ids: Tensor, heads: dict[Scheme | None, Model]) -> Read:
+def _read(
+    model: Model, attention: Attention, ids: Tensor, heads: dict[Scheme | None, Model]
+) -> Read:
     """Of `ids [W, window]` all hidden states but each window's last, which predicts nothing that came."""
     exact = defined(model)
     positions = torch.arange(ids.shape[1], device=ids.device)
@@ -95,7 +104,9 @@ def _read(model: Model, attention: Attention, ids: Tensor, heads: dict[Scheme | 
         exact(each, positions.expand_as(each), attention)[:, :-1].flatten(0, 1)
         for each in torch.split(ids, WINDOWS)
     ]
-    head = heads.setdefault(model.lm_head.scheme if isinstance(model.lm_head, QuantLinear) else None, exact)
+    head = heads.setdefault(
+        model.lm_head.scheme if isinstance(model.lm_head, QuantLinear) else None, exact
+    )
     if head is exact:
         for part in [part for part, _ in exact.named_children() if part != "lm_head"]:
             delattr(exact, part)

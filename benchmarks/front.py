@@ -59,7 +59,9 @@ def bars(out: Path = FIGURES / "front.svg") -> None:
         axis.bar_label(drawn, labels=[number(rate) for rate in rates], padding=3, fontsize=8)
         axis.tick_params(labelsize=8)
         axis.invert_yaxis()
-        axis.set_title(f"{words}: {_against(others, rates, metric)}", fontsize=8.5, loc="left", x=-0.42)
+        axis.set_title(
+            f"{words}: {_against(others, rates, metric)}", fontsize=8.5, loc="left", x=-0.42
+        )
         axis.set_xlim(0, 1.35 * max(rates))
         axis.xaxis.set_visible(False)
         axis.grid(False)
@@ -110,7 +112,9 @@ def draw_terminal(printed: str, out: Path) -> None:
     for line in [*lines[: rules[RUNGS]], "...", *lines[summary:ends]]:
         console.print(Text.from_ansi(line))
     svg = console.export_svg(title="Inference Ladder")
-    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.S)  # fonts from elsewhere: the reader's will do
+    svg = re.sub(
+        r"@font-face \{.*?\}", "", svg, flags=re.S
+    )  # fonts from elsewhere: the reader's will do
     with whole(out) as scratch:
         scratch.write_text(svg, encoding="utf-8")
 
@@ -126,7 +130,10 @@ OTHERS = (
 )
 CACHE = 1 << 26
 """Bytes: few enough blocks for a picture."""
-FRAMES, APART, SIZE, COLOURS = 30, 0.6, (1180, 800), 48
+FRAMES = 30
+APART = 0.6
+SIZE = (1180, 800)
+COLOURS = 48
 """Of the moving picture: frames, seconds between two (shown in half of that), window in pixels, colours."""
 
 
@@ -137,10 +144,17 @@ def page(out: Path = FIGURES / "page.gif") -> None:
 
     from benchmarks.server import Server
 
-    path = next(found for name in ("chromium", "google-chrome") if (found := shutil.which(name)))
-    with Server("smollm2", drafter="ngram", cache_bytes=CACHE) as server, sync_playwright() as started:
+    path = next(
+        found for name in ("chromium", "google-chrome") if (found := shutil.which(name))
+    )
+    with (
+        Server("smollm2", drafter="ngram", cache_bytes=CACHE) as server,
+        sync_playwright() as started,
+    ):
         url = f"http://{server.target.host}:{server.target.port}"
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = started.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"]
+        )
         window = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
         window.goto(url)
         window.evaluate("document.getElementById('temperature').value = 0")
@@ -157,14 +171,22 @@ def page(out: Path = FIGURES / "page.gif") -> None:
     shots = [Image.open(io.BytesIO(frame)).convert("RGB") for frame in frames]
     images = [shot.quantize(COLOURS, dither=Image.Dither.NONE) for shot in shots]
     with whole(out) as scratch:
-        images[0].save(scratch, save_all=True, append_images=images[1:], duration=int(500 * APART), loop=0)
+        images[0].save(
+            scratch, save_all=True, append_images=images[1:], duration=int(500 * APART), loop=0
+        )
 
 
 def _ask(url: str, question: str) -> None:
     """Send one question, as another client would."""
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 80, "temperature": 0}
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 80,
+        "temperature": 0,
+    }
     headers = {"Content-Type": "application/json"}
-    asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    asked = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(asked, timeout=120) as answer:
         answer.read()
 

@@ -38,7 +38,12 @@ def gain(phase: Phase, evidence: Evidence | None) -> Gain | None:
             for name in phase.headline_before or names:
                 for before in evidence.find(name):
                     if phase.headline in before.metrics and _same_work(before, after, wanted):
-                        return Gain(_factor(phase.headline, before, after), phase.headline, before, after)
+                        return Gain(
+                            _factor(phase.headline, before, after),
+                            phase.headline,
+                            before,
+                            after,
+                        )
     return None
 
 
@@ -57,14 +62,18 @@ def gain_words(metric: str) -> str:
 
 def _same_work(one: Run, other: Run, own: Mapping[str, object]) -> bool:
     def facts(run: Run) -> tuple[object, ...]:
-        options = sorted((name, value) for name, value in run.options.items() if name not in own)
+        options = sorted(
+            (name, value) for name, value in run.options.items() if name not in own
+        )
         return run.workload_sha256, run.model, run.weights, run.dtype, options
 
     return facts(one) == facts(other)
 
 
 def _less_is_better(metric: str) -> bool:
-    return "_ms_" in metric or metric.endswith(("_bytes", "_us_per_step")) or metric == "seconds"
+    return (
+        "_ms_" in metric or metric.endswith(("_bytes", "_us_per_step")) or metric == "seconds"
+    )
 
 
 def _factor(metric: str, before: Run, after: Run) -> float:

@@ -59,7 +59,9 @@ class Outcome:
 
 def pytest(arguments: Sequence[str]) -> int:
     """Run pytest in a process of its own, its output on the terminal."""
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False
+    ).returncode
 
 
 def run(options: BenchOptions, runner: Runner = pytest) -> Evidence:
@@ -69,15 +71,21 @@ def run(options: BenchOptions, runner: Runner = pytest) -> Evidence:
         UserError: there is no GPU to run on, or pytest ran no test.
     """
     if options.device.type != "cuda":
-        raise UserError(f"device is {options.device.type!r}, but the GPU's tests run on 'cuda' only")
+        raise UserError(
+            f"device is {options.device.type!r}, but the GPU's tests run on 'cuda' only"
+        )
     with tempfile.TemporaryDirectory() as folder:
         outcomes: list[Outcome] = []
         for selection in SELECTIONS:
             report = Path(folder) / f"report{len(outcomes)}.xml"
-            code = runner([*selection, "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"])
+            code = runner(
+                [*selection, "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+            )
             found = read_report(report) if report.exists() else []
             if not found:
-                raise UserError(f"pytest ended with code {code} and ran no test: its output says why")
+                raise UserError(
+                    f"pytest ended with code {code} and ran no test: its output says why"
+                )
             outcomes += found
     evidence = collect(NAME, runs_of(outcomes), options.device)
     err.print(summary(evidence), soft_wrap=True)
@@ -105,7 +113,9 @@ def runs_of(outcomes: Sequence[Outcome]) -> list[Run]:
         by_file[outcome.file].append(outcome)
     runs = []
     for file, mine in sorted(by_file.items()):
-        counts = {result: sum(outcome.result == result for outcome in mine) for result in OUTCOMES}
+        counts = {
+            result: sum(outcome.result == result for outcome in mine) for result in OUTCOMES
+        }
         failed = [outcome.name for outcome in mine if outcome.result == "failed"]
         names = "\n".join(sorted(outcome.name for outcome in mine))
         runs.append(
@@ -117,7 +127,10 @@ def runs_of(outcomes: Sequence[Outcome]) -> list[Run]:
                 weights="random",
                 dtype="float32, float16, bfloat16",
                 options={"file": file} | ({"failed_tests": failed} if failed else {}),
-                metrics={f"tests_{result}": Metric((float(count),)) for result, count in counts.items()}
+                metrics={
+                    f"tests_{result}": Metric((float(count),))
+                    for result, count in counts.items()
+                }
                 | {"seconds": Metric((sum(outcome.seconds for outcome in mine),))},
             )
         )
@@ -126,7 +139,10 @@ def runs_of(outcomes: Sequence[Outcome]) -> list[Run]:
 
 def summary(evidence: Evidence) -> str:
     """One line: how many tests passed, failed and were skipped, and which failed."""
-    totals = {result: sum(int(run.median(f"tests_{result}")) for run in evidence.runs) for result in OUTCOMES}
+    totals = {
+        result: sum(int(run.median(f"tests_{result}")) for run in evidence.runs)
+        for result in OUTCOMES
+    }
     seconds = sum(run.median("seconds") for run in evidence.runs)
     failed = [name for run in evidence.runs for name in run.options.get("failed_tests", ())]
     text = ", ".join(f"{count} {result}" for result, count in totals.items())

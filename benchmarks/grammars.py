@@ -71,7 +71,12 @@ SCHEMAS: dict[str, Any] = {
             "travel_class": {"enum": ["economy", "premium economy", "business", "first"]},
             "checked_baggage_included": {"type": "boolean"},
         },
-        "required": ["flight_number", "passengers", "travel_class", "checked_baggage_included"],
+        "required": [
+            "flight_number",
+            "passengers",
+            "travel_class",
+            "checked_baggage_included",
+        ],
         "additionalProperties": False,
     },
     "tree": {
@@ -81,7 +86,11 @@ SCHEMAS: dict[str, Any] = {
                 "type": "object",
                 "properties": {
                     "value": {"type": "number"},
-                    "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 3},
+                    "children": {
+                        "type": "array",
+                        "items": {"$ref": "#/$defs/node"},
+                        "maxItems": 3,
+                    },
                 },
                 "required": ["value"],
                 "additionalProperties": False,
@@ -128,7 +137,23 @@ def made_up(model: Model) -> Spelling:
     """
     rng = random.Random(5)
     size, eos = model.config.vocab_size, tuple(model.config.eos_token_ids)
-    signs = ['{"', '":', '": "', '": ', '",', '", "', '"}', '"},', '[{"', "}}", "]]", "],", "},", "()", "();"]
+    signs = [
+        '{"',
+        '":',
+        '": "',
+        '": ',
+        '",',
+        '", "',
+        '"}',
+        '"},',
+        '[{"',
+        "}}",
+        "]]",
+        "],",
+        "},",
+        "()",
+        "();",
+    ]
     numbers = [str(number) for number in range(10, 1000)]
     spaces = [" " * count for count in range(2, 17)] + ["\n" * count for count in range(2, 5)]
     tokens = [bytes([byte]) for byte in range(256)]
@@ -138,24 +163,33 @@ def made_up(model: Model) -> Spelling:
         if rng.random() < 1 / 8:
             word = "".join(rng.choices(LETTERS, k=rng.choice((1, 2, 2, 3, 4))))
         else:
-            word = "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))[: rng.randrange(2, 15)]
+            word = "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))[
+                : rng.randrange(2, 15)
+            ]
         word = word.capitalize() if rng.random() < 0.2 else word
         token = (rng.choice(("", " ", " ")) + word).encode()
         if token not in seen:
             seen.add(token)
             tokens.append(token)
-    hidden = tuple(b"" if number in eos else token for number, token in enumerate(tokens[:size]))
+    hidden = tuple(
+        b"" if number in eos else token for number, token in enumerate(tokens[:size])
+    )
     found = longest_first(hidden)
-    return Spelling(hidden, eos, lambda text: found.encode(text).ids, found.to_str())
+    return Spelling(hidden, eos, lambda text: found.encode(text).ids)
 
 
 def longest_first(tokens: Sequence[bytes]) -> tokenizers.Tokenizer:
     """A tokenizer that takes of all tokens that a text begins with the longest, again and again."""
     letters = {byte: letter for letter, byte in _BYTE_OF.items()}
-    ids = {"".join(letters[byte] for byte in token): n for n, token in enumerate(tokens) if token}
+    ids = {
+        "".join(letters[byte] for byte in token): n for n, token in enumerate(tokens) if token
+    }
     special = {f"<|{n}|>": n for n, token in enumerate(tokens) if not token}
     model = WordPiece(
-        ids | special, unk_token=letters[0], continuing_subword_prefix="", max_input_chars_per_word=1 << 20
+        ids | special,
+        unk_token=letters[0],
+        continuing_subword_prefix="",
+        max_input_chars_per_word=1 << 20,
     )
     found = tokenizers.Tokenizer(model)
     found.add_special_tokens(list(special))
@@ -188,24 +222,40 @@ def fill(backend: GuidanceBackend, matchers: Sequence[GuidanceMatcher], words: W
         done.result()
 
 
-def fills(vocabulary: Spelling, rows: int, steps: int) -> Iterator[tuple[str, dict[str, float]]]:
+def fills(
+    vocabulary: Spelling, rows: int, steps: int
+) -> Iterator[tuple[str, dict[str, float]]]:
     """Measure a step's masks by the library, and moving all matchers, in milliseconds, without a model."""
     backend = cast("GuidanceBackend", library()(vocabulary))
-    for name, grammar in (("orders", ORDERS), ("records", RECORDS), ("short strings", STRINGS)):
+    for name, grammar in (
+        ("orders", ORDERS),
+        ("records", RECORDS),
+        ("short strings", STRINGS),
+    ):
         compiled = backend.compile(grammar)
-        matchers = sorted([compiled.matcher() for _ in range(rows)], key=lambda matcher: matcher.lexer)
+        matchers = sorted(
+            [compiled.matcher() for _ in range(rows)], key=lambda matcher: matcher.lexer
+        )
         words = np.zeros((rows, vocabulary.words), np.int32)
-        rng, times, moves = random.Random(1), list[float](), list[float]()
+        rng = random.Random(1)
+        times = list[float]()
+        moves = list[float]()
         for _ in range(steps):
             begun = time.perf_counter()
             fill(backend, matchers, words)
             times.append(1e3 * (time.perf_counter() - begun))
-            chosen = [(matcher, [_pick(row, rng)]) for matcher, row in zip(matchers, words, strict=True)]
+            chosen = [
+                (matcher, [_pick(row, rng)])
+                for matcher, row in zip(matchers, words, strict=True)
+            ]
             begun = time.perf_counter()
             taken = backend.advance(chosen)
             moves.append(1e3 * (time.perf_counter() - begun))
             assert sum(taken) == rows, "a mask has allowed what its grammar does not take"
-        yield name, {"fill_ms": median(times), "fill_ms_max": max(times), "advance_ms": median(moves)}
+        yield (
+            name,
+            {"fill_ms": median(times), "fill_ms_max": max(times), "advance_ms": median(moves)},
+        )
 
 
 def _pick(mask: Words, rng: random.Random) -> int:

@@ -50,7 +50,9 @@ def prefill(engine: PagedEngine, prompt: Sequence[int], salt: str = "") -> Hando
     while request.finish_reason is None:
         engine.step()
     if request.finish_reason == "error":
-        raise RuntimeError(f"the prompt of {len(prompt)} tokens was not computed") from request.error
+        raise RuntimeError(
+            f"the prompt of {len(prompt)} tokens was not computed"
+        ) from request.error
     return export(engine, prompt, salt)
 
 
@@ -60,7 +62,13 @@ def export(engine: PagedEngine, prompt: Sequence[int], salt: str = "") -> Handov
     keys = block_keys(prompt, cache.block_size)
     found = cache.index.match(keys, salt).blocks
     where = torch.tensor(found, dtype=torch.long, device=pool.data.device)
-    return Handover(keys[: len(found)], salt, pool.data[:, :, where], _scales(engine), pool.layers[0].layout)
+    return Handover(
+        keys[: len(found)],
+        salt,
+        pool.data[:, :, where],
+        _scales(engine),
+        pool.layers[0].layout,
+    )
 
 
 def enter(engine: PagedEngine, handover: Handover) -> int:
@@ -78,8 +86,12 @@ def enter(engine: PagedEngine, handover: Handover) -> int:
     taken = cache.take_blocks(count)
     cursor, _, new = cache.index.extend(cursor, handover.keys[known : known + count], taken)
     places = [place for place, block in enumerate(taken) if block in set(new)]
-    where = torch.tensor([taken[place] for place in places], dtype=torch.long, device=pool.data.device)
-    which = torch.tensor([known + place for place in places], dtype=torch.long, device=handover.blocks.device)
+    where = torch.tensor(
+        [taken[place] for place in places], dtype=torch.long, device=pool.data.device
+    )
+    which = torch.tensor(
+        [known + place for place in places], dtype=torch.long, device=handover.blocks.device
+    )
     pool.data[:, :, where] = handover.blocks[:, :, which].to(pool.data.device)
     cache.index.detach(cursor)
     cache.allocator.release([block for block in taken if block not in set(new)])
@@ -88,7 +100,9 @@ def enter(engine: PagedEngine, handover: Handover) -> int:
 
 def _cache_of(engine: PagedEngine) -> PrefixCache:
     if not isinstance(engine.cache, PrefixCache):
-        raise UserError("prefix_cache is off, but blocks are handed over from one prefix cache to another")
+        raise UserError(
+            "prefix_cache is off, but blocks are handed over from one prefix cache to another"
+        )
     return engine.cache
 
 
@@ -99,14 +113,26 @@ def _pool_of(engine: PagedEngine) -> BlockPool:
 
 def _scales(engine: PagedEngine) -> Tensor | None:
     layers = _pool_of(engine).layers
-    found = [scale for layer in layers for scale in (layer.k_scale, layer.v_scale) if scale is not None]
+    found = [
+        scale
+        for layer in layers
+        for scale in (layer.k_scale, layer.v_scale)
+        if scale is not None
+    ]
     return torch.stack(found).view(len(layers), 2, -1) if found else None
 
 
 def _check(engine: PagedEngine, handover: Handover) -> None:
     pool, blocks = _pool_of(engine), handover.blocks
-    mine, theirs = pool.data.shape[:2] + pool.data.shape[3:], blocks.shape[:2] + blocks.shape[3:]
-    if mine != theirs or pool.data.dtype != blocks.dtype or pool.layers[0].layout != handover.layout:
+    mine, theirs = (
+        pool.data.shape[:2] + pool.data.shape[3:],
+        blocks.shape[:2] + blocks.shape[3:],
+    )
+    if (
+        mine != theirs
+        or pool.data.dtype != blocks.dtype
+        or pool.layers[0].layout != handover.layout
+    ):
         raise UserError(
             f"blocks are {tuple(theirs)} of {blocks.dtype}, "
             f"but this engine's are {tuple(mine)} of {pool.data.dtype}"
@@ -117,7 +143,9 @@ def _check(engine: PagedEngine, handover: Handover) -> None:
         and handover.scales is not None
         and not torch.equal(scales.cpu(), handover.scales.cpu())
     ):
-        raise UserError("blocks have other scales than this engine's: both must be quantized alike")
+        raise UserError(
+            "blocks have other scales than this engine's: both must be quantized alike"
+        )
 
 
 # Between two processes of one host.

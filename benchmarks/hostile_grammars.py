@@ -64,7 +64,9 @@ def hostile() -> Given:
         "4 MB": schema({"enum": ["x" * 1000 + str(n) for n in range(4000)]}),
         "wide": schema({"properties": {f"p{n}": True for n in range(7000)}}),
         "many strings": schema({"enum": [f"{'x' * 20}{n}" for n in range(8000)]}),
-        "no base": schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        "no base": schema(
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+        ),
         "itself": schema({"$ref": "#"}),
         "ambiguous": lambda: Grammar.lark('start: s\ns: s s | "a" |'),
         "left": lambda: Grammar.lark('start: start "a" | "b"'),
@@ -129,7 +131,9 @@ def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
     free = SamplingParams(max_tokens=tokens, temperature=1.0, seed=1, ignore_eos=True)
     others = [engine.add(PROMPT, free)[0] for _ in range(BYSTANDERS)]
     times: dict[Request, list[float]] = {request: [] for request in others}
-    waiting = deque(grammar for make in given.values() if (grammar := checked(make)) is not None)
+    waiting = deque(
+        grammar for make in given.values() if (grammar := checked(make)) is not None
+    )
     # What others have left behind is not these', and Python's collector shall not look through all that waits
     # in the middle of a step.
     gc.collect()
@@ -139,7 +143,9 @@ def gaps(engine: PagedEngine, given: Given, tokens: int) -> list[float]:
         beside = [request for request in beside if request.finish_reason is None]
         for _ in range(min(PER_STEP, BESIDE - len(beside), len(waiting)) if ready else 0):
             length, seed = rng.randint(*LENGTHS), rng.getrandbits(32)
-            params = SamplingParams(max_tokens=length, temperature=1.0, seed=seed, grammar=waiting.popleft())
+            params = SamplingParams(
+                max_tokens=length, temperature=1.0, seed=seed, grammar=waiting.popleft()
+            )
             beside += engine.add(PROMPT, params)
         for output in engine.step():
             if output.request in times and output.token_id is not None:
@@ -166,16 +172,22 @@ def measure(engine: PagedEngine, tokens: int, turns: int) -> dict[str, dict[str,
     """
     some, most = len(hostile()), PER_STEP * tokens
     harmless = schemas(most, distinct=False)
-    gaps(engine, among(unknown(hostile(), turns + 1), harmless), max(2, tokens // 4))  # a warm-up
+    gaps(
+        engine, among(unknown(hostile(), turns + 1), harmless), max(2, tokens // 4)
+    )  # a warm-up
     found: dict[str, dict[str, list[float]]] = {}
     all_waits: dict[str, list[float]] = {}
     with kept_out():
         for turn in range(turns):
             sets = {
                 "harmless grammars": harmless,
-                "new grammars": among(schemas(some, distinct=True, first=turn * (some + most)), harmless),
+                "new grammars": among(
+                    schemas(some, distinct=True, first=turn * (some + most)), harmless
+                ),
                 "hostile grammars": among(unknown(hostile(), turn), harmless),
-                "distinct grammars": schemas(most, distinct=True, first=turn * (some + most) + some),
+                "distinct grammars": schemas(
+                    most, distinct=True, first=turn * (some + most) + some
+                ),
             }
             first = turn % len(sets)  # none is always the first, or the last
             for name in (*sets, *sets)[first : first + len(sets)]:

@@ -97,7 +97,9 @@ class Score:
 
     def __add__(self, other: Score) -> Score:
         """Both together."""
-        return Score(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return Score(
+            *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
+        )
 
 
 def archive() -> Path:
@@ -115,7 +117,9 @@ def archive() -> Path:
                 "--no-deps",
                 "--no-binary=jsonschema",
             ]
-            done = subprocess.run([*command, "--dest", folder, PACKAGE], capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, "--dest", folder, PACKAGE], capture_output=True, text=True
+            )
             found = next(Path(folder).glob("*.tar.gz"), None)
             if done.returncode or found is None:
                 said = done.stderr.strip().splitlines()[-1:] or ["it gave no reason"]
@@ -134,7 +138,12 @@ def suite() -> list[Case]:
         for member in sorted(tar.getmembers(), key=lambda member: member.name):
             inside = member.name.removeprefix(TESTS + "/")
             stream = tar.extractfile(member)
-            if inside != member.name and "/" not in inside and inside.endswith(".json") and stream:
+            if (
+                inside != member.name
+                and "/" not in inside
+                and inside.endswith(".json")
+                and stream
+            ):
                 if inside == "format.json":
                     continue
                 found += list(cases(inside.removesuffix(".json"), json.load(stream)))
@@ -145,7 +154,9 @@ def cases(name: str, raw: Any) -> Iterator[Case]:
     """The cases of one file of the suite, or of MaskBench."""
     for group in raw if isinstance(raw, list) else [raw]:
         values = tuple(
-            (test["data"], bool(test["valid"])) for test in group.get("tests", ()) if "data" in test
+            (test["data"], bool(test["valid"]))
+            for test in group.get("tests", ())
+            if "data" in test
         )
         yield Case(f"{name}: {group.get('description', '')}", group["schema"], values)
 
@@ -155,7 +166,9 @@ def folder_cases(folder: Path) -> list[Case]:
     found = []
     for path in sorted(folder.rglob("*.json")):
         raw = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(raw, (dict, list)) and "schema" in (raw[0] if isinstance(raw, list) and raw else raw):
+        if isinstance(raw, (dict, list)) and "schema" in (
+            raw[0] if isinstance(raw, list) and raw else raw
+        ):
             found += list(cases(path.stem, raw))
     return found
 
@@ -171,7 +184,9 @@ class Search:
     """
 
     def __init__(self, make: Callable[[], Matcher], zeros: bool) -> None:
-        self.make, self.zeros, self.tries = make, zeros, MOST_TRIES
+        self.make = make
+        self.zeros = zeros
+        self.tries = MOST_TRIES
         self._matcher, self._taken = make(), list[int]()
 
     def takes(self, value: Any) -> bool:
@@ -191,7 +206,9 @@ class Search:
             return False
         tokens = [byte + 1 for byte in text.encode()]
         pairs = enumerate(zip(tokens, self._taken, strict=False))
-        same = next((at for at, (new, old) in pairs if new != old), min(len(tokens), len(self._taken)))
+        same = next(
+            (at for at, (new, old) in pairs if new != old), min(len(tokens), len(self._taken))
+        )
         if self._matcher.problem or len(self._taken) - same > MOST_BACK:
             self._matcher, same = self.make(), 0
         else:
@@ -309,17 +326,23 @@ def backends() -> dict[str, Callable[[], Backend]]:
         label = f"xgrammar {metadata.version('xgrammar')}"
         found[label] = partial(XGrammarBackend, words)
         found[f"{label}, unchecked, strict"] = partial(XGrammarBackend, words, check=False)
-        found[f"{label}, unchecked, not strict"] = partial(XGrammarBackend, words, check=False, strict=False)
+        found[f"{label}, unchecked, not strict"] = partial(
+            XGrammarBackend, words, check=False, strict=False
+        )
     return found
 
 
-def score_apart(make: Callable[[], Backend], given: list[Case], seconds: float = CASE_SECONDS) -> Score:
+def score_apart(
+    make: Callable[[], Backend], given: list[Case], seconds: float = CASE_SECONDS
+) -> Score:
     """Try every case in another process, which may hang or die."""
     total, at = Score(), 0
     fork = multiprocessing.get_context("fork")
     while at < len(given):
         here, there = fork.Pipe(duplex=False)
-        worker = fork.Process(target=_worker, args=(make, given[at:], seconds, there), daemon=True)
+        worker = fork.Process(
+            target=_worker, args=(make, given[at:], seconds, there), daemon=True
+        )
         worker.start()
         there.close()
         try:
@@ -336,7 +359,9 @@ def score_apart(make: Callable[[], Backend], given: list[Case], seconds: float =
     return total
 
 
-def _worker(make: Callable[[], Backend], given: list[Case], seconds: float, out: Connection) -> None:
+def _worker(
+    make: Callable[[], Backend], given: list[Case], seconds: float, out: Connection
+) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CASE_BYTES, CASE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     backend = make()
@@ -347,7 +372,9 @@ def _worker(make: Callable[[], Backend], given: list[Case], seconds: float, out:
 
 def table(scores: Mapping[str, Score]) -> str:
     """The scores as a table in Markdown."""
-    lines = ["| backend | schemas | refused | given up | all right | wrong accepts | wrong rejects |"]
+    lines = [
+        "| backend | schemas | refused | given up | all right | wrong accepts | wrong rejects |"
+    ]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, found in scores.items():
         numbers = [found.schemas, found.refused, found.given_up, found.passed]
@@ -364,7 +391,9 @@ def run(options: BenchOptions) -> Evidence:
     work = "JSON-Schema-Test-Suite 2020-12" + (" (a tenth)" if options.quick else "")
     scores = {name: score(make(), given) for name, make in backends().items()}
     return collect(
-        NAME, [as_run(name, work, SHA256, found) for name, found in scores.items()], options.device
+        NAME,
+        [as_run(name, work, SHA256, found) for name, found in scores.items()],
+        options.device,
     )
 
 
@@ -406,7 +435,11 @@ def draw(evidence: Evidence, out: Path) -> None:
         left = [begin + value for begin, value in zip(left, values, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel(f"schemas of {evidence.runs[0].workload}")
-    sure = [run for run in evidence.runs if run.median("wrong_accepts") + run.median("wrong_rejects") == 0]
+    sure = [
+        run
+        for run in evidence.runs
+        if run.median("wrong_accepts") + run.median("wrong_rejects") == 0
+    ]
     best = max(sure or evidence.runs, key=lambda run: run.median("passed"))
     axes.set_title(
         f"Of those that judge no value wrong, {best.variant} takes the most: {best.median('passed'):,.0f} of "
@@ -423,7 +456,9 @@ def folder_digest(given: list[Case]) -> str:
     """A hash of the cases, so that evidence says of which."""
     digest = hashlib.sha256()
     for case in given:
-        digest.update(json.dumps([case.name, case.schema, case.values], sort_keys=True).encode())
+        digest.update(
+            json.dumps([case.name, case.schema, case.values], sort_keys=True).encode()
+        )
     return digest.hexdigest()
 
 
@@ -431,10 +466,16 @@ def main() -> None:
     """Print the table, and with `--wrong` what is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, help="a folder of cases instead of the suite")
-    parser.add_argument("--every", type=int, default=1, help="of the folder's cases only every so many")
+    parser.add_argument(
+        "--every", type=int, default=1, help="of the folder's cases only every so many"
+    )
     parser.add_argument("--only", default="", help="backends whose name begins so")
-    parser.add_argument("--wrong", action="store_true", help="also print every value that is judged wrongly")
-    parser.add_argument("--record", action="store_true", help="write the folder's counts as evidence")
+    parser.add_argument(
+        "--wrong", action="store_true", help="also print every value that is judged wrongly"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the folder's counts as evidence"
+    )
     given = parser.parse_args()
     found = folder_cases(given.folder)[:: given.every] if given.folder else suite()
     if not found:
@@ -452,7 +493,10 @@ def main() -> None:
 def record_folder(scores: Mapping[str, Score], digest: str, every: int) -> None:
     """Write evidence of a folder's cases. How long they took is left out: it was not looked at."""
     work = FOLDER_WORK + (f" (every {every}th schema)" if every > 1 else "")
-    runs = [as_run(name, work, digest, replace(found, compile_ms=[])) for name, found in scores.items()]
+    runs = [
+        as_run(name, work, digest, replace(found, compile_ms=[]))
+        for name, found in scores.items()
+    ]
     print(collect(FOLDER_NAME, runs, torch.device("cpu")).write())
 
 

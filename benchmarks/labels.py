@@ -29,5 +29,13 @@ def axis_label(metric: str) -> str:
     if metric in LABELS:
         return LABELS[metric]
     name, _, tail = metric.partition("_ms_")
-    words = {"ttft": "time to first token", "itl": "inter-token latency", "e2e": "end-to-end latency"}
-    return f"{words.get(name, name.replace('_', ' '))}, {tail} (ms)" if tail else metric.replace("_", " ")
+    words = {
+        "ttft": "time to first token",
+        "itl": "inter-token latency",
+        "e2e": "end-to-end latency",
+    }
+    return (
+        f"{words.get(name, name.replace('_', ' '))}, {tail} (ms)"
+        if tail
+        else metric.replace("_", " ")
+    )

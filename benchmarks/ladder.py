@@ -31,7 +31,7 @@ NAME = "ladder"
 METRIC = "output_tokens_per_s"
 LAST = 13
 """The last phase: those above it are about several engines or several devices."""
-FEW = {"01_forward": 2, "02_kv_cache": 4}
+SMALL_BATCH = {"01_forward": 2, "02_kv_cache": 4}
 """Requests that the slow phases get."""
 
 
@@ -46,18 +46,26 @@ def run(options: BenchOptions) -> Evidence:
                 gc.collect()
                 if options.device.type == "cuda":
                     torch.cuda.empty_cache()
-    return collect(NAME, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        NAME, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def _work_for(phase: Phase, options: BenchOptions) -> Workload:
     on_gpu = options.device.type == "cuda"
-    whole = shortened(workload("offline-256").first(64)) if on_gpu else workload("offline-256-small")
-    return whole.first(2 if options.quick else FEW.get(phase.name, len(whole.items)))
+    whole = (
+        shortened(workload("offline-256").first(64))
+        if on_gpu
+        else workload("offline-256-small")
+    )
+    return whole.first(2 if options.quick else SMALL_BATCH.get(phase.name, len(whole.items)))
 
 
 def shortened(work: Workload) -> Workload:
     """Return the requests with a quarter of their prompts and outputs: the slow phases take minutes else."""
-    items = tuple(Item(item.prompt[: len(item.prompt) // 4], item.max_tokens // 4) for item in work.items)
+    items = tuple(
+        Item(item.prompt[: len(item.prompt) // 4], item.max_tokens // 4) for item in work.items
+    )
     return replace(work, name=f"{work.name}/4", items=items)
 
 
@@ -70,7 +78,9 @@ def _measure(phase: Phase, model: Model, work: Workload, options: BenchOptions) 
     def warm(engine: Streams = engine) -> None:
         time_generation(engine, work.cold(99).first(1), options.device)
 
-    samples = alternate({phase.name: sample}, options.repeats, warm={phase.name: warm}, log=print)[phase.name]
+    samples = alternate(
+        {phase.name: sample}, options.repeats, warm={phase.name: warm}, log=print
+    )[phase.name]
     return summarize_generation(
         phase.name,
         work,
@@ -95,7 +105,11 @@ def _engine_options(phase: Phase, work: Workload) -> dict[str, Any]:
 def draw(evidence: Evidence, out: Path) -> None:
     """Draw a panel for this device and for each other one that is recorded beside it: one bar a phase."""
     home = out.parent.parent
-    every = {name: found[NAME] for name, found in results().items() if NAME in found and home == FIGURES}
+    every = {
+        name: found[NAME]
+        for name, found in results().items()
+        if NAME in found and home == FIGURES
+    }
     every[evidence.folder] = evidence
     figure, axes = panels(len(every), height=4.2)
     for ax, found in zip(axes, every.values(), strict=True):

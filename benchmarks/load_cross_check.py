@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.loadtest.loops import Plan, run
+from benchmarks.loadtest.loops import LoadPlan, run
 from benchmarks.loadtest.report import summarize
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample
@@ -35,7 +35,10 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 
-PROMPT, OUTPUT, USERS, STEP_MS = 64, 64, 16, 20.0
+PROMPT = 64
+OUTPUT = 64
+USERS = 16
+STEP_MS = 20.0
 MODEL = "smollm2"
 """Whose tokenizer is used; nothing of it is computed."""
 METRICS = ("output_tokens_per_s", "ttft_ms_p50", "itl_ms_p50", "e2e_ms_p50")
@@ -60,13 +63,27 @@ class Paced:
         return not self.running and not self._ended
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int,
+        priority: int,
+        salt: str,
     ) -> list[Request]:
         """Add requests; all have room."""
         limit = len(prompt) + (params.max_tokens or 16)
         alone = replace(params, n=1)
         made = [
-            Request(index + sample, list(prompt), len(prompt), limit, alone, index=index, sample=sample)
+            Request(
+                index + sample,
+                list(prompt),
+                len(prompt),
+                limit,
+                alone,
+                index=index,
+                sample=sample,
+            )
             for sample in range(params.n)
         ]
         self.running += made
@@ -90,7 +107,9 @@ class Paced:
             if len(request.tokens) >= request.limit:
                 request.finish_reason = "length"
                 self.running.remove(request)
-            outputs.append(Output(request, self.token, request.finish_reason, time.perf_counter()))
+            outputs.append(
+                Output(request, self.token, request.finish_reason, time.perf_counter())
+            )
         return outputs
 
 
@@ -117,7 +136,7 @@ def serve(folder: str, seconds: float, port: Any) -> None:
 def ours(target: Target, requests: int, users: int) -> Sample:
     """What `ladder load` says."""
     work = uniform("cross-check", requests, PROMPT, OUTPUT)
-    outcomes = run(target, Plan(bodies_of(work), requests, users), processes=2)
+    outcomes = run(target, LoadPlan(bodies_of(work), requests, users), processes=2)
     found = summarize(outcomes)
     assert not found["failed"], next(one.error for one in outcomes if one.error)
     return {name: found[name] for name in METRICS}
@@ -129,7 +148,10 @@ def theirs(command: str, url: str, folder: str, requests: int, users: int) -> Sa
         report = Path(scratch) / "report.json"
         backend = f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions"
         flags = ["--backend", backend, "--profile", f"kind=concurrent,streams={users}"]
-        flags += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={OUTPUT}"]
+        flags += [
+            "--data",
+            f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={OUTPUT}",
+        ]
         flags += ["--tokenizer", f"kind=huggingface_auto,model={folder}"]
         flags += ["--constraint", f"kind=max_requests,count={requests}"]
         flags += ["--output", f"kind=json,path={report}", "--disable-console"]
@@ -142,9 +164,12 @@ def theirs(command: str, url: str, folder: str, requests: int, users: int) -> Sa
         return float(metrics[name]["successful"]["median"]) * scale
 
     done = found["requests"]["successful"]
-    seconds = max(one["request_end_time"] for one in done) - min(one["request_start_time"] for one in done)
+    seconds = max(one["request_end_time"] for one in done) - min(
+        one["request_start_time"] for one in done
+    )
     return {
-        "output_tokens_per_s": sum(one["output_metrics"]["text_tokens"] for one in done) / seconds,
+        "output_tokens_per_s": sum(one["output_metrics"]["text_tokens"] for one in done)
+        / seconds,
         "ttft_ms_p50": median("time_to_first_token_ms"),
         "itl_ms_p50": median("inter_token_latency_ms"),
         "e2e_ms_p50": median("request_latency", 1e3),
@@ -169,7 +194,9 @@ def main() -> int:
         said: dict[str, list[Sample]] = {"ladder load": [], "guidellm": []}
         for _ in range(args.repeats):
             said["ladder load"].append(ours(Target.of(url), args.requests, args.users))
-            said["guidellm"].append(theirs(args.guidellm, url, folder, args.requests, args.users))
+            said["guidellm"].append(
+                theirs(args.guidellm, url, folder, args.requests, args.users)
+            )
     finally:
         server.terminate()
         server.join(30)
@@ -184,7 +211,9 @@ def compare(said: dict[str, list[Sample]], users: int, step_ms: float) -> int:
         "e2e_ms_p50": OUTPUT * step_ms,
     }
     worst = 0.0
-    print(f"{'metric':24}{'the clock':>12}{'ladder load':>14}{'guidellm':>12}{'differ by':>12}")
+    print(
+        f"{'metric':24}{'the clock':>12}{'ladder load':>14}{'guidellm':>12}{'differ by':>12}"
+    )
     for name in METRICS:
         mine, other = (statistics.median(one[name] for one in said[tool]) for tool in said)
         apart = mine / other - 1

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from common.errors import UserError
+from common.temporary import temporary_folder
 from forward.shapes import SHAPES
 
 RANDOM = "random:"
@@ -30,11 +30,11 @@ _SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"
 
 
 def made_up_tokenizer(model: str) -> Path:
-    """A new folder with a tokenizer for `random:SHAPE`. Raises `UserError` if there is no such shape."""
+    """Make a temporary folder with a tokenizer for `random:SHAPE`. Raises `UserError`: no such shape."""
     shape = SHAPES.get(model.removeprefix(RANDOM))
     if shape is None:
         raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
-    folder = Path(tempfile.mkdtemp(prefix="ladder-"))
+    folder = temporary_folder()
     write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
     return folder
 
@@ -43,7 +43,9 @@ def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None
     """Write the files that `common.text.Tokenizer` reads. The vocabulary has room for all 256 bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = {index: f"<end{place or ''}>" for place, index in enumerate(eos)}
-    rng, seen, vocab = random.Random(0), set(letters), dict[str, int]()
+    rng = random.Random(0)
+    seen = set(letters)
+    vocab = dict[str, int]()
     for index in range(vocab_size):
         if index in special:
             vocab[special[index]] = index
@@ -60,6 +62,8 @@ def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
     made.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "eos_token_id": list(eos)}))
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": vocab_size, "eos_token_id": list(eos)})
+    )
     settings = {"chat_template": TEMPLATE, "add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

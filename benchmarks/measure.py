@@ -76,7 +76,9 @@ class Samples:
         """The worst disturbance among the kept samples, for the evidence file."""
         return {
             "other_cpu": round(max((n.other_cpu for n in self.noises), default=0.0), 4),
-            "switches_per_s": round(max((n.switches_per_s for n in self.noises), default=0.0), 1),
+            "switches_per_s": round(
+                max((n.switches_per_s for n in self.noises), default=0.0), 1
+            ),
             "discarded": self.discarded,
         }
 
@@ -165,7 +167,9 @@ def alternate_engines(
     Prefix caches live on: no run has tokens that one before had, the warm-ups' neither.
     """
     shift = count(1)
-    short = replace(work, items=tuple(Item(i.prompt, min(i.max_tokens, 4)) for i in work.items))
+    short = replace(
+        work, items=tuple(Item(i.prompt, min(i.max_tokens, 4)) for i in work.items)
+    )
 
     def sample(engine: Streams, work: Workload, number: int = 0) -> Sample:
         return time_generation(engine, work.cold(next(shift)), device)
@@ -203,7 +207,9 @@ def summarize(
     )
 
 
-def time_generation(engine: Streams, workload: Workload, device: torch.device | str = "cpu") -> Sample:
+def time_generation(
+    engine: Streams, workload: Workload, device: torch.device | str = "cpu"
+) -> Sample:
     """Run the whole workload through a phase, all requests at once, and measure it.
 
     Arrival times are ignored here: a phase that admits requests while it runs replays them itself, and turns
@@ -221,7 +227,9 @@ def time_generation(engine: Streams, workload: Workload, device: torch.device | 
     return sample
 
 
-def timer(engine: Streams, workload: Workload, device: torch.device | str) -> Callable[[int], Sample]:
+def timer(
+    engine: Streams, workload: Workload, device: torch.device | str
+) -> Callable[[int], Sample]:
     """A variant for `alternate`: times `workload` cold, other tokens each call."""
     return lambda number: time_generation(engine, workload.cold(number), device)
 
@@ -229,7 +237,9 @@ def timer(engine: Streams, workload: Workload, device: torch.device | str) -> Ca
 def request_metrics(completions: Sequence[Completion], seconds: float) -> Sample:
     """Throughput over `seconds`, and percentiles of the latencies of finished requests, in milliseconds."""
     outputs = sum(len(completion.token_ids) for completion in completions)
-    prompts = sum(len(completion.prompt_ids) for completion in completions if completion.sample == 0)
+    prompts = sum(
+        len(completion.prompt_ids) for completion in completions if completion.sample == 0
+    )
     sample = {
         "seconds": seconds,
         "output_tokens_per_s": outputs / seconds,
@@ -323,7 +333,9 @@ def memory(device: torch.device | str = "cpu") -> Iterator[Memory]:
 
 def _reset_resident_peak() -> bool:
     gc.collect()
-    with suppress(OSError, AttributeError):  # what the C library keeps for later use would hide new use of it
+    with suppress(
+        OSError, AttributeError
+    ):  # what the C library keeps for later use would hide new use of it
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -350,6 +362,8 @@ def _switches() -> float:
 
 def _line(name: str, repeat: int, sample: Sample, noise: Noise) -> str:
     rate = sample.get("output_tokens_per_s")
-    value = f"{rate:,.1f} tokens/s" if rate else "{}: {:,.3f}".format(*next(iter(sample.items())))
+    value = (
+        f"{rate:,.1f} tokens/s" if rate else "{}: {:,.3f}".format(*next(iter(sample.items())))
+    )
     state = f"  (dirty: {noise.other_cpu:.0%} other processes)" if noise.dirty else ""
     return f"{name} #{repeat + 1}: {value}{state}"

@@ -29,7 +29,9 @@ from benchmarks.workloads import uniform
 from common.errors import UserError
 from common.neighbours import processors, share, usage
 
-NAME, MODEL, PHASE = "neighbours", "smollm2", "04"
+NAME = "neighbours"
+MODEL = "smollm2"
+PHASE = "04"
 NEIGHBOURS, REQUESTS = (0, 1, 2), (1, 16)
 PROMPT, MOST_TOKENS = 2, 512
 SECONDS, QUICK_SECONDS = 1.0, 0.6
@@ -116,7 +118,9 @@ def neighbours(count: int) -> Iterator[None]:
 def run(options: BenchOptions) -> Evidence:
     """Measure every way beside 0, 1 and 2 neighbours, for one request and for sixteen."""
     if options.device.type != "cpu":
-        raise UserError(f"device is {options.device}, but neighbours are about the CPU: --device cpu")
+        raise UserError(
+            f"device is {options.device}, but neighbours are about the CPU: --device cpu"
+        )
     model, dtype = options.model or MODEL, str(options.dtype).removeprefix("torch.")
     ways = [way for way in WAYS if way.quick or not options.quick]
     deadline = time.monotonic() + (0.0 if options.quick else PATIENCE)
@@ -136,7 +140,9 @@ def run(options: BenchOptions) -> Evidence:
                         for way in ways if repeat % 2 == 0 else reversed(ways):
                             key = way.name, busy, requests
                             seconds = QUICK_SECONDS if options.quick else SECONDS
-                            rate, others = _sample(decoders[way.name], requests, seconds, deadline)
+                            rate, others = _sample(
+                                decoders[way.name], requests, seconds, deadline
+                            )
                             samples.setdefault(key, []).append(rate)
                             worst[key] = max(worst.get(key, 0.0), others)
     work = uniform(NAME, 1, PROMPT, MOST_TOKENS, 10_000)
@@ -158,7 +164,9 @@ def run(options: BenchOptions) -> Evidence:
     return collect(NAME, runs, options.device)
 
 
-def _sample(decoder: Decoder, requests: int, seconds: float, deadline: float) -> tuple[float, float]:
+def _sample(
+    decoder: Decoder, requests: int, seconds: float, deadline: float
+) -> tuple[float, float]:
     """Return a rate, and the part of the processors that neither we nor our neighbours had meanwhile."""
     best = (0.0, 2.0)
     for _ in range(TRIES):
@@ -183,7 +191,9 @@ def draw(evidence: Evidence, out: Path) -> None:
         for name in names:
             runs = evidence.find(name, requests=requests)
             at = [run.options["neighbours"] for run in runs]
-            ax.plot(at, [run.median(METRIC) for run in runs], "o-", color=shades[name], label=name)
+            ax.plot(
+                at, [run.median(METRIC) for run in runs], "o-", color=shades[name], label=name
+            )
         ax.set_xticks(NEIGHBOURS)
         ax.set_xlabel("busy programs beside it")
         ax.set_ylim(bottom=0)
@@ -204,7 +214,10 @@ def _decode(model: str, dtype: str) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     engine: Any = load_engine(
-        phase_named(PHASE), load_model(model, device="cpu", dtype=dtype), max_rows=max(REQUESTS), max_len=1024
+        phase_named(PHASE),
+        load_model(model, device="cpu", dtype=dtype),
+        max_rows=max(REQUESTS),
+        max_len=1024,
     )
     params = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
     for line in sys.stdin:

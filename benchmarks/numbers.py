@@ -33,8 +33,12 @@ from benchmarks.evidence import RESULTS, ROOT, Evidence, Run
 from common.errors import UserError
 
 NUMBER = re.compile(r"(<!--n:([\w.-]+)-->)(-?[\d.,]+)(<!--/n-->)")
-WORKED = re.compile(r"<!--w-->.*?<!--/w-->|^<!--worked-->$.*?^<!--/worked-->$", re.DOTALL | re.MULTILINE)
-GENERATED = re.compile(r"^<!-- (?:table|code):.*?^<!-- /(?:table|code) -->$", re.DOTALL | re.MULTILINE)
+WORKED = re.compile(
+    r"<!--w-->.*?<!--/w-->|^<!--worked-->$.*?^<!--/worked-->$", re.DOTALL | re.MULTILINE
+)
+GENERATED = re.compile(
+    r"^<!-- (?:table|code):.*?^<!-- /(?:table|code) -->$", re.DOTALL | re.MULTILINE
+)
 QUOTED = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 UNIT = re.compile(
     r"(?<![\w.])\d[\d.,]*\s?"
@@ -52,7 +56,15 @@ def _digits(places: int) -> Callable[[float], str]:
 
 def _short(value: float) -> str:
     size = abs(value)
-    places = 0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2 if size >= 0.1 else 4
+    places = (
+        0
+        if size >= 100 or value == int(value)
+        else 1
+        if size >= 10
+        else 2
+        if size >= 0.1
+        else 4
+    )
     return f"{value:,.{places}f}"
 
 
@@ -80,7 +92,9 @@ def value(name: str) -> str:
     table, _, key = name.partition(".")
     entry = _entries().get(table, {}).get(key)
     if entry is None:
-        raise UserError(f"a text names the number {name}, which benchmarks/numbers.toml does not have")
+        raise UserError(
+            f"a text names the number {name}, which benchmarks/numbers.toml does not have"
+        )
     entry = {"of": entry} if isinstance(entry, str) else entry
     found = _read(name, shlex.split(entry["of"]))
     if "over" in entry:
@@ -120,13 +134,24 @@ def _completed(over: list[str], of: list[str]) -> list[str]:
     """Return `over` with what it leaves out taken from `of`."""
     plain = [word for word in over if "=" not in word]
     settings = {word.split("=", 1)[0]: word for word in [*of, *over] if "=" in word}
-    whole = plain if len(plain) == 2 else [*plain, *of[1:2]] if plain and "/" in plain[0] else [of[0], *plain]
+    whole = (
+        plain
+        if len(plain) == 2
+        else [*plain, *of[1:2]]
+        if plain and "/" in plain[0]
+        else [of[0], *plain]
+    )
     return [*(whole if len(whole) == 2 else of[:2]), *settings.values()]
 
 
 def _fact(run: Run, name: str) -> str:
     """Return what a run says of itself under this name, or nothing."""
-    facts = {"variant": run.variant, "workload": run.workload, "model": run.model, "dtype": run.dtype}
+    facts = {
+        "variant": run.variant,
+        "workload": run.workload,
+        "model": run.model,
+        "dtype": run.dtype,
+    }
     return str(facts.get(name, run.options.get(name, "")))
 
 
@@ -136,9 +161,15 @@ def _read(name: str, words: list[str]) -> float:
     if metric.startswith("ceilings."):
         return float(evidence.machine["ceilings"][metric.removeprefix("ceilings.")])
     settings = dict(word.split("=", 1) for word in chosen)
-    runs = [run for run in evidence.runs if all(_fact(run, key) == settings[key] for key in settings)]
+    runs = [
+        run
+        for run in evidence.runs
+        if all(_fact(run, key) == settings[key] for key in settings)
+    ]
     if len(runs) != 1:
-        raise UserError(f"the number {name} is of {len(runs)} runs of {file}, and must be of 1: {settings}")
+        raise UserError(
+            f"the number {name} is of {len(runs)} runs of {file}, and must be of 1: {settings}"
+        )
     (run,) = runs
     if metric.startswith("roofline"):
         if run.roofline is None:

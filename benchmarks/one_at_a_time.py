@@ -36,7 +36,13 @@ class OneAtATime:
         return self._now is None and not self._line and not self._ended
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, index: int, priority: int, salt: str
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int,
+        priority: int,
+        salt: str,
     ) -> list[Request]:
         """Put samples in line, each by itself. Raises `UserError` if they cannot be served."""
         check_prompt(prompt, self.config.vocab_size, self.max_len, params)
@@ -45,7 +51,13 @@ class OneAtATime:
         for sample in range(params.n):
             alone = replace(params, n=1, seed=params.seed_of(sample), stop=())
             request = Request(
-                index + sample, list(prompt), len(prompt), limit, alone, index=index, sample=sample
+                index + sample,
+                list(prompt),
+                len(prompt),
+                limit,
+                alone,
+                index=index,
+                sample=sample,
             )
             requests.append(request)
         self._line += requests
@@ -75,5 +87,7 @@ class OneAtATime:
         if event.finish_reason is not None:
             request.finish_reason, self._now = event.finish_reason, None
             self._events = iter(())
-        outputs.append(Output(request, event.token_id, event.finish_reason, event.time, event.logprob))
+        outputs.append(
+            Output(request, event.token_id, event.finish_reason, event.time, event.logprob)
+        )
         return outputs

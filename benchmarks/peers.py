@@ -61,4 +61,6 @@ class Transformers:
             "output_tokens_per_s": work.output_tokens / seconds,
             "prompt_tokens_per_s": work.prompt_tokens / seconds,
         }
-        return sample if used.peak is None else {**sample, "peak_memory_bytes": float(used.peak)}
+        return (
+            sample if used.peak is None else {**sample, "peak_memory_bytes": float(used.peak)}
+        )

@@ -140,16 +140,22 @@ def bars(
     scale = scale_of(metric)
     top = max(run.median(metric) * scale for run in runs)
     note = ""
-    texts: list[tuple[float, float, int, str]] = []  # end of the bar, roofline or 0, row, words
+    texts: list[
+        tuple[float, float, int, str]
+    ] = []  # end of the bar, roofline or 0, row, words
     for row, run in enumerate(runs):
         value = run.median(metric) * scale
         axes.barh(row, value, height=0.62, color=shown[run.variant], hatch="///" * measured_once(run),
                   edgecolor="white", linewidth=0)  # fmt: skip
         samples = [sample * scale for sample in run.metrics[metric].samples]
         if len(samples) > 1:
-            axes.plot(samples, [row] * len(samples), ".", color="#202020", markersize=3.5, alpha=0.7)
+            axes.plot(
+                samples, [row] * len(samples), ".", color="#202020", markersize=3.5, alpha=0.7
+            )
         text = number(value)
-        before = runs[row - 1].median(metric) if row and gain and metric.endswith("_per_s") else 0.0
+        before = (
+            runs[row - 1].median(metric) if row and gain and metric.endswith("_per_s") else 0.0
+        )
         if before:
             text += f"  ({run.median(metric) / before:.2f}× the one above)"
         ideal = 0.0
@@ -169,7 +175,8 @@ def bars(
     panel = 0.68 * figure.get_figwidth() / (place.get_gridspec().ncols if place else 1)
     letter = 0.063 / panel
     ends = max(
-        max(end, ideal if 0 < ideal < 1.6 * end else 0) / (1 - min(letter * (len(text) + 1), 0.75))
+        max(end, ideal if 0 < ideal < 1.6 * end else 0)
+        / (1 - min(letter * (len(text) + 1), 0.75))
         for end, ideal, _, text in texts
     )
     axes.set_xlim(0, max([ends, *(1.03 * ideal for _, ideal, _, _ in texts)]))
@@ -177,7 +184,9 @@ def bars(
         # Not across the roofline's mark: behind it, if it stands in the text's way.
         reach = end + axes.get_xlim()[1] * letter * (len(text) + 1)
         behind = ideal if end < ideal < reach else end
-        axes.annotate(text, (behind, row), (5, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            text, (behind, row), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
     axes.set_xlabel(axis_label(metric) + note)
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -204,14 +213,18 @@ def lines(
     """
     runs = [run for run in runs if x in run.options and metric in run.metrics]
     if not runs:
-        raise UserError(f"there are no runs to draw {metric} over {x} of: the evidence lacks them")
+        raise UserError(
+            f"there are no runs to draw {metric} over {x} of: the evidence lacks them"
+        )
     figure, axes = _figure_of(axes, 3.2)
     by = by or (lambda run: run.variant)
     scale = scale_of(metric)
     names = list(dict.fromkeys(by(run) for run in runs))
     shown = colours(names, phase)
     for place, name in enumerate(names):
-        group = sorted((run for run in runs if by(run) == name), key=lambda run: float(run.options[x]))
+        group = sorted(
+            (run for run in runs if by(run) == name), key=lambda run: float(run.options[x])
+        )
         across = [float(run.options[x]) for run in group]
         colour = shown[name]
         middle = [run.median(metric) * scale for run in group]
@@ -227,7 +240,12 @@ def lines(
                 if run.roofline
             ]
             axes.plot(
-                across, ideal, "--", color=colour, linewidth=1.0, label="roofline" if place == 0 else None
+                across,
+                ideal,
+                "--",
+                color=colour,
+                linewidth=1.0,
+                label="roofline" if place == 0 else None,
             )
     ticks = sorted({float(run.options[x]) for run in runs})
     if log_x:
@@ -253,7 +271,9 @@ def log_axis(axes: Axes, *, vertical: bool = True) -> None:
     (axes.set_yscale if vertical else axes.set_xscale)("log")
     axis = axes.yaxis if vertical else axes.xaxis
     low, high = axes.get_ylim() if vertical else axes.get_xlim()
-    between = (1.0,) if high / low > 300 else (1.0, 3.0) if high / low > 12 else (1.0, 2.0, 3.0, 5.0)
+    between = (
+        (1.0,) if high / low > 300 else (1.0, 3.0) if high / low > 12 else (1.0, 2.0, 3.0, 5.0)
+    )
     axis.set_major_locator(LogLocator(base=10, subs=between))
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())
@@ -271,7 +291,9 @@ def reference_line(axes: Axes, value: float, text: str, *, vertical: bool = Fals
     """A thin grey line at `value` with its name: a peer's number, or a ceiling."""
     draw = axes.axvline if vertical else axes.axhline
     draw(value, color=GREY, linewidth=1.0, linestyle=":")
-    place, across = ((value, 0.93), axes.get_xaxis_transform()) if vertical else ((1.0, value), None)
+    place, across = (
+        ((value, 0.93), axes.get_xaxis_transform()) if vertical else ((1.0, value), None)
+    )
     axes.annotate(
         text,
         place,
@@ -288,10 +310,14 @@ def caption(evidence: Evidence, runs: Sequence[Run] = ()) -> str:
     """Small print of a figure: machine, models, dtypes, date and commit."""
     machine = evidence.machine
     threads = (
-        f", threads: {machine['threads']}" if machine["device"] == "cpu" and "threads" in machine else ""
+        f", threads: {machine['threads']}"
+        if machine["device"] == "cpu" and "threads" in machine
+        else ""
     )
     chosen = runs or evidence.runs
-    models = ", ".join(sorted({f"{run.model} ({run.weights} weights, {run.dtype})" for run in chosen}))
+    models = ", ".join(
+        sorted({f"{run.model} ({run.weights} weights, {run.dtype})" for run in chosen})
+    )
     commit = str(evidence.git.get("commit") or "")[:7] or "unknown commit"
     return f"{machine['name']}{threads} · {models} · torch {evidence.versions.get('torch')} · {commit}"
 
@@ -333,7 +359,9 @@ def _wrap_titles(figure: Figure) -> None:
         text = axes.get_title(loc="left")
         letters = int(axes.get_window_extent().width / figure.dpi / LETTER)
         count = len(textwrap.wrap(text, letters))
-        even = next((n for n in range(10, letters) if len(textwrap.wrap(text, n)) == count), letters)
+        even = next(
+            (n for n in range(10, letters) if len(textwrap.wrap(text, n)) == count), letters
+        )
         axes.set_title("\n".join(textwrap.wrap(text, even)))
 
 
@@ -358,7 +386,9 @@ def _labels(runs: Sequence[Run]) -> Callable[[Run], str]:
     """The variant, with those options (and the model) that differ between the runs."""
     facts = [{"model": run.model, **run.options} for run in runs]
     names = [name for fact in facts for name in fact]
-    differing = [n for n in dict.fromkeys(names) if len({str(fact.get(n)) for fact in facts}) > 1]
+    differing = [
+        n for n in dict.fromkeys(names) if len({str(fact.get(n)) for fact in facts}) > 1
+    ]
 
     def label(run: Run) -> str:
         values = {"model": run.model, **run.options}

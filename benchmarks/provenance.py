@@ -72,7 +72,9 @@ def clean(root: Path) -> None:
             f"the code here is {combined(state['sources'])}, but {VARIABLE} says {os.environ[VARIABLE]}: "
             "it is no copy of that commit"
         ) from None
-    raise UserError(f"evidence belongs to a commit, but {', '.join(names)} differ from {state['commit'][:8]}")
+    raise UserError(
+        f"evidence belongs to a commit, but {', '.join(names)} differ from {state['commit'][:8]}"
+    )
 
 
 def sources(root: Path) -> dict[str, str]:
@@ -118,7 +120,13 @@ def _by_package(blobs: Mapping[str, str]) -> dict[str, str]:
 def _package(name: str) -> str:
     """Of a file: `benchmarks`, `common`, `tests`, a phase, an appendix, or what lies beside those."""
     folder = PurePosixPath(name).parent
-    deep = 3 if folder.parts[:2] == ("phases", "appendix") else 2 if folder.parts[0] == "phases" else 1
+    deep = (
+        3
+        if folder.parts[:2] == ("phases", "appendix")
+        else 2
+        if folder.parts[0] == "phases"
+        else 1
+    )
     return "/".join(folder.parts[:deep])
 
 
@@ -137,13 +145,17 @@ def _given() -> tuple[str, str]:
     text = os.environ.get(VARIABLE, "")
     found = GIVEN.fullmatch(text)
     if text and found is None:
-        raise UserError(f"{VARIABLE} is {text!r}, which is not what `python -m benchmarks.provenance` prints")
+        raise UserError(
+            f"{VARIABLE} is {text!r}, which is not what `python -m benchmarks.provenance` prints"
+        )
     return (found[1], found[2] or "") if found else ("", "")
 
 
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, encoding="utf-8"
+    ).stdout
 
 
 def main() -> None:

@@ -84,8 +84,17 @@ KEYS = {
     "keys int8, scales of a text": ("int8", True),
 }
 """Formats of keys and values; scales are of the sample that an engine takes, or of the calibration text."""
-FEW = ("int8", "fp8", "fp8-weights gptq, int8 head", "int4", "int4 gptq", "int4 awq", "keys fp8", "keys int8")
-MODELS = {"smollm2": (*WAYS, *KEYS), "gemma3-270m": FEW}
+SMALL_BATCH = (
+    "int8",
+    "fp8",
+    "fp8-weights gptq, int8 head",
+    "int4",
+    "int4 gptq",
+    "int4 awq",
+    "keys fp8",
+    "keys int8",
+)
+MODELS = {"smollm2": (*WAYS, *KEYS), "gemma3-270m": SMALL_BATCH}
 """And what is measured of each: with Gemma's vocabulary it takes more than twice as long."""
 
 
@@ -102,12 +111,16 @@ def _one(options: BenchOptions, name: str) -> list[Run]:
     tokens = Tokenizer(folder).encode(TEXT.read_text(encoding="utf-8"))
     most = 2 * WINDOW if options.quick else TOKENS
     texts = samples(tokens[most:], 2 if options.quick else PIECES, LENGTH)
-    ways = FEW[:1] if options.quick else MODELS.get(name, FEW)
+    ways = SMALL_BATCH[:1] if options.quick else MODELS.get(name, SMALL_BATCH)
     print(f"{name}: about {_seconds(reference, tokens, most, len(ways)):,.0f} s", flush=True)
     runs = []
     work = Workload(f"news-from-nowhere-{most}", (Item(tuple(tokens[:most]), 1),))
     for way, found in compare(reference, _made(reference, ways, texts), tokens[:most]).items():
-        numbers = {"kl": found.kl, "perplexity": found.perplexity, "agreement": found.agreement}
+        numbers = {
+            "kl": found.kl,
+            "perplexity": found.perplexity,
+            "agreement": found.agreement,
+        }
         made = summarize(
             way,
             work,
@@ -116,8 +129,14 @@ def _one(options: BenchOptions, name: str) -> list[Run]:
             dtype=torch.float32,
             options={"tokens": found.tokens},
         )
-        print(f"{name} {way}: KL {found.kl:.5f}, perplexity {found.perplexity:.2f}", flush=True)
-        runs.append(replace(made, noise=None, metrics={key: Metric((v,)) for key, v in numbers.items()}))
+        print(
+            f"{name} {way}: KL {found.kl:.5f}, perplexity {found.perplexity:.2f}", flush=True
+        )
+        runs.append(
+            replace(
+                made, noise=None, metrics={key: Metric((v,)) for key, v in numbers.items()}
+            )
+        )
     return runs
 
 
@@ -180,7 +199,9 @@ def draw(evidence: Evidence, out: Path) -> None:
         axes[-1].margins(x=0.3, y=0.1)
         axes[-1].set_xlabel("times as fast as phase 09, one request on a CPU")
         axes[-1].set_ylabel("KL divergence")
-        axes[-1].set_title("SmolLM2: faster is farther from float32; best is below on the right")
+        axes[-1].set_title(
+            "SmolLM2: faster is farther from float32; best is below on the right"
+        )
     save(figure, out, evidence)
 
 
@@ -197,5 +218,7 @@ def _traded(evidence: Evidence) -> list[tuple[str, float, float]]:
     return [
         (run.variant, speeds[way.scheme] / speeds["09_cuda_graphs"], run.median("kl"))
         for run in evidence.find(model="smollm2")
-        if (way := WAYS.get(run.variant)) and way.scheme in speeds and way.group == Way("int4").group
+        if (way := WAYS.get(run.variant))
+        and way.scheme in speeds
+        and way.group == Way("int4").group
     ]

@@ -56,7 +56,9 @@ def load(device: str, folder: Path = RESULTS) -> list[Peer]:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return [_peer(found, path) for found in raw["peers"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no file of peers: {type(error).__name__} {error}") from None
+        raise UserError(
+            f"{path} is no file of peers: {type(error).__name__} {error}"
+        ) from None
 
 
 def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Run]:
@@ -69,7 +71,9 @@ def beside(evidence: Evidence, folder: Path = RESULTS, **facts: Any) -> list[Run
     for peer in load(evidence.folder, folder):
         for phase, run in zip(peer.beside, peer.runs, strict=True):
             said = {"model": run.model, "workload": run.workload, **run.options}
-            if phase != evidence.phase or any(said.get(name) != value for name, value in facts.items()):
+            if phase != evidence.phase or any(
+                said.get(name) != value for name, value in facts.items()
+            ):
                 continue
             way = run.variant.removeprefix(peer.name)
             key = peer.engine, way, run.model, run.workload, *sorted(run.options.items())
@@ -85,7 +89,11 @@ def versus(ours: float, theirs: float) -> str:
 
 
 def _at_best(run: Run, rate: float) -> Run:
-    return replace(run, metrics={next(iter(run.metrics)): Metric((rate,))}) if len(run.metrics) == 1 else run
+    return (
+        replace(run, metrics={next(iter(run.metrics)): Metric((rate,))})
+        if len(run.metrics) == 1
+        else run
+    )
 
 
 def _peer(raw: dict[str, Any], path: Path) -> Peer:
@@ -93,7 +101,9 @@ def _peer(raw: dict[str, Any], path: Path) -> Peer:
         *raw,
         *(k for r in raw["runs"] for k in r),
     }:
-        raise UserError(f"{path}: {raw['engine']} has {', '.join(sorted(ours))}, which only our evidence has")
+        raise UserError(
+            f"{path}: {raw['engine']} has {', '.join(sorted(ours))}, which only our evidence has"
+        )
     name = f"{raw['engine']} {raw['version']}"
     runs = tuple(
         Run(
@@ -103,7 +113,9 @@ def _peer(raw: dict[str, Any], path: Path) -> Peer:
             model=run["model"],
             weights=run["weights"],
             dtype=run["dtype"],
-            metrics={metric: Metric(tuple(values)) for metric, values in run["metrics"].items()},
+            metrics={
+                metric: Metric(tuple(values)) for metric, values in run["metrics"].items()
+            },
             options=run.get("options", {}),
         )
         for run in raw["runs"]

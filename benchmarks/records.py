@@ -18,7 +18,9 @@ def evidence_lines(root: Path) -> Lines:
     The age counts the commits from the one that was measured to the newest that any file was measured at, so
     that it changes when something is recorded and not with every commit.
     """
-    lines = [["file", "recorded", "commit", "machine", "host", "commits behind", "runs", "samples"]]
+    lines = [
+        ["file", "recorded", "commit", "machine", "host", "commits behind", "runs", "samples"]
+    ]
     files = {
         f"{device}/{name}": evidence
         for device, found in results(root / RESULTS.relative_to(ROOT)).items()
@@ -30,7 +32,9 @@ def evidence_lines(root: Path) -> Lines:
         age = behind.get(commit)
         lines.append(
             [
-                f"[{name}](../{figure})" if (root / (figure := f"figures/{name}.png")).exists() else name,
+                f"[{name}](../{figure})"
+                if (root / (figure := f"figures/{name}.png")).exists()
+                else name,
                 evidence.when[:10],
                 f"`{commit[:8]}`",
                 _machine(evidence),
@@ -49,9 +53,18 @@ def peer_lines(root: Path) -> Lines:
     lines = [["device", "engine", "measured", "beside phase", "log", "flags", "samples"]]
     for path in sorted(folder.glob(f"*/{PEERS_FILE}")):
         for peer in load(path.parent.name, folder):
-            counts = [len(values.samples) for run in peer.runs for values in run.metrics.values()]
+            counts = [
+                len(values.samples) for run in peer.runs for values in run.metrics.values()
+            ]
             phases = ", ".join(dict.fromkeys(name.split("_")[0] for name in peer.beside))
-            cells = [path.parent.name, peer.name, peer.when, phases, f"`{peer.log}`", f"`{peer.flags}`"]
+            cells = [
+                path.parent.name,
+                peer.name,
+                peer.when,
+                phases,
+                f"`{peer.log}`",
+                f"`{peer.flags}`",
+            ]
             lines.append([*cells, _range(counts)])
     return lines
 
@@ -63,11 +76,17 @@ def has_history(root: Path) -> bool:
 
 def _machine(evidence: Evidence) -> str:
     gpus = evidence.machine.get("gpus", [])
-    return f"{len(gpus)} × {evidence.machine['name']}" if len(gpus) > 1 else str(evidence.machine["name"])
+    return (
+        f"{len(gpus)} × {evidence.machine['name']}"
+        if len(gpus) > 1
+        else str(evidence.machine["name"])
+    )
 
 
 def _samples(evidence: Evidence) -> str:
-    return _range(len(metric.samples) for run in evidence.runs for metric in run.metrics.values())
+    return _range(
+        len(metric.samples) for run in evidence.runs for metric in run.metrics.values()
+    )
 
 
 def _range(counts: Iterable[int]) -> str:
@@ -77,7 +96,9 @@ def _range(counts: Iterable[int]) -> str:
 
 def _behind(root: Path, commits: set[str]) -> dict[str, int]:
     """Return how many commits each is behind the newest of them; without what this history does not have."""
-    counts = {commit: count for commit in commits if (count := _count(root, commit)) is not None}
+    counts = {
+        commit: count for commit in commits if (count := _count(root, commit)) is not None
+    }
     newest = max(counts, key=counts.__getitem__, default="")
     return {commit: _count(root, newest, f"^{commit}") or 0 for commit in counts}
 
@@ -91,6 +112,8 @@ def _git(root: Path, *arguments: str) -> str:
     """Return what git says, or nothing where it fails."""
     try:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -36,14 +36,17 @@ def replay(engine: Engine, work: Workload, due: Due | None = None) -> list[Compl
     start = time.perf_counter()
     arrivals, params = work.arrivals, work.params
     completions = [
-        Completion(number, 0, prompt, start + arrivals[number]) for number, prompt in enumerate(work.prompts)
+        Completion(number, 0, prompt, start + arrivals[number])
+        for number, prompt in enumerate(work.prompts)
     ]
     todo = deque(completions)
 
     def is_due(number: int) -> bool:
         if due is not None:
             return engine.idle or due(number)
-        return engine.idle if work.sequential else time.perf_counter() - start >= arrivals[number]
+        return (
+            engine.idle if work.sequential else time.perf_counter() - start >= arrivals[number]
+        )
 
     while todo or not engine.idle:
         while todo and is_due(todo[0].index):
@@ -57,7 +60,9 @@ def replay(engine: Engine, work: Workload, due: Due | None = None) -> list[Compl
         for request, token, reason, now, logprob, _ in engine.step():
             if reason == "error":
                 raise RuntimeError("a step failed during a replay") from request.error
-            completions[request.index].add(TokenEvent(request.index, token, reason, now, logprob))
+            completions[request.index].add(
+                TokenEvent(request.index, token, reason, now, logprob)
+            )
     return completions
 
 

@@ -35,7 +35,7 @@ from matplotlib.axes import Axes
 from benchmarks import handover
 from benchmarks.engines import engine_of
 from benchmarks.evidence import ROOT, BenchOptions, Evidence, Run, collect
-from benchmarks.loadtest.loops import Plan
+from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
@@ -56,7 +56,10 @@ from replicas.routing import InFlight, make_policy
 PHASE = "replicas"
 ROUTES = ("round-robin", "least-loaded", "prefix")
 PREFIXES = 16
-DIRECT, FRONT, RAY, SGLANG = "no router", "replicas, without Ray", "replicas, Ray Serve", "sglang-router"
+DIRECT = "no router"
+FRONT = "replicas, without Ray"
+RAY = "replicas, Ray Serve"
+SGLANG = "sglang-router"
 GPU_MODEL = "random:qwen3-8b"
 THROUGHPUT = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
 """Of each engine on a GPU, as in phases 09 and 13."""
@@ -74,7 +77,9 @@ def run(options: BenchOptions) -> Evidence:
     if bench.gpus > 1:
         runs += bench.policies()
     runs += bench.handing_over()  # the last, because its engines stay in this process
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
@@ -99,7 +104,12 @@ class Bench:
         """Evidence of one variant."""
         kept = samples if isinstance(samples, Samples) else Samples(list(samples))
         return summarize(
-            variant, work, kept, model=model or self.model, dtype=self.options.dtype, options=facts
+            variant,
+            work,
+            kept,
+            model=model or self.model,
+            dtype=self.options.dtype,
+            options=facts,
         )
 
     # Counts.
@@ -110,7 +120,9 @@ class Bench:
 
     def routed(self, variant: str, route: str, facts: Mapping[str, Any]) -> Run:
         """Serve 16 users' requests, with 16 beginnings, by four replicas of this process."""
-        work = prefixes(6 if self.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256)
+        work = prefixes(
+            6 if self.options.quick else 12, prefix=256, rest=(16, 48), output=8, vocab=256
+        )
         again = range(self.options.repeats)  # counts are the same each time
         samples = [Simulated(work, route, replicas=4, users=16).sample() for _ in again]
         return self.summary(variant, work, samples, facts, "random:tiny")
@@ -123,7 +135,9 @@ class Bench:
             bodies = [msgspec.json.encode(body) for body in bodies_of(work)]
             for route in ROUTES:
                 sample = partial(deciding, route, bodies)
-                runs.append(self.summary(PHASE, work, [sample()], {"route": route, "prompt": tokens}))
+                runs.append(
+                    self.summary(PHASE, work, [sample()], {"route": route, "prompt": tokens})
+                )
         return runs
 
     # One user.
@@ -133,13 +147,20 @@ class Bench:
         work = uniform("one-user-24x128+8", 4 if self.options.quick else 24, 128, 8)
         with ExitStack() as stack:
             ways = {DIRECT: server, FRONT: stack.enter_context(front([server], "prefix"))}
-            if self.on_cpu and importlib.util.find_spec("ray"):  # on a GPU there is no room for another
+            if self.on_cpu and importlib.util.find_spec(
+                "ray"
+            ):  # on a GPU there is no room for another
                 ways[RAY] = stack.enter_context(self.server(replicas=1)).target
             if os.environ.get(SGLANG_PYTHON):
                 ways[SGLANG] = stack.enter_context(sglang_router([server]))
-            variants = {name: partial(self.one_user, target, work) for name, target in ways.items()}
+            variants = {
+                name: partial(self.one_user, target, work) for name, target in ways.items()
+            }
             kept = alternate(variants, self.options.repeats)
-        return [self.summary(name, work, samples.kept, {"users": 1}) for name, samples in kept.items()]
+        return [
+            self.summary(name, work, samples.kept, {"users": 1})
+            for name, samples in kept.items()
+        ]
 
     def one_user(self, target: Target, work: Workload, repeat: int) -> Sample:
         """Requests one after the other. Letters, as not every router takes ids, and never the same twice:
@@ -148,25 +169,47 @@ class Bench:
         for body in bodies:
             letters = self.rng.choices(ascii_lowercase, k=len(body["prompt"]))
             body |= {"model": self.model, "prompt": "".join(letters)}
-        return answered(run_plan(target, Plan(bodies, len(bodies), users=1), processes=1))
+        return answered(run_plan(target, LoadPlan(bodies, len(bodies), users=1), processes=1))
 
     def server(self, gpu: int | None = None, **more: Any) -> Server:
         """A server as every variant has it."""
         size = {"max_rows": 16, "cache_bytes": 8 << 20} if self.on_cpu else {}
         env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        return Server(self.model, env=env, device=self.options.device.type, dtype=self.dtype, **size, **more)
+        return Server(
+            self.model,
+            env=env,
+            device=self.options.device.type,
+            dtype=self.dtype,
+            **size,
+            **more,
+        )
 
     # Handing over.
 
     def handing_over(self) -> list[Run]:
         """A prompt's blocks through shared memory into another engine, against computing them there again."""
         model = load_model(
-            "smollm2" if self.on_cpu else self.model, device=self.options.device.type, dtype=self.dtype
+            "smollm2" if self.on_cpu else self.model,
+            device=self.options.device.type,
+            dtype=self.dtype,
         )
         name = "smollm2" if self.on_cpu else self.model
-        lengths = (256,) if self.options.quick else (256, 512, 1024) if self.on_cpu else (1024, 4096, 16_384)
+        lengths = (
+            (256,)
+            if self.options.quick
+            else (256, 512, 1024)
+            if self.on_cpu
+            else (1024, 4096, 16_384)
+        )
         bytes_each = 4 * max(lengths) * model.config.kv_bytes_per_token(model.dtype)
-        make = partial(engine_of, "09", model, max_rows=4, max_len=2 * max(lengths), cache_bytes=bytes_each)
+        make = partial(
+            engine_of,
+            "09",
+            model,
+            max_rows=4,
+            max_len=2 * max(lengths),
+            cache_bytes=bytes_each,
+        )
         there, here = make(), make()
         runs = []
         for length in lengths:
@@ -188,7 +231,9 @@ class Bench:
             with front(targets[:count], "least-loaded") as target:
                 measured(target, work.first(32).cold(100 * count + 99), users=32)
                 samples = [
-                    measured(target, work.cold(100 * count + n), users=256 * count, processes=8)
+                    measured(
+                        target, work.cold(100 * count + n), users=256 * count, processes=8
+                    )
                     for n in range(self.options.repeats)
                 ]
             runs.append(self.summary(PHASE, work, samples, {"replicas": count}))
@@ -202,7 +247,10 @@ class Bench:
         # What each request has for itself, and in all replicas together once what is shared, a quarter to
         # spare. With room for all beginnings everywhere it would not matter which knows what.
         tokens = 32 * 256 + PREFIXES * 1024 * 5 // (4 * count)
-        size = {"cache_bytes": tokens * config.kv_bytes_per_token(self.options.dtype), "max_rows": 32}
+        size = {
+            "cache_bytes": tokens * config.kv_bytes_per_token(self.options.dtype),
+            "max_rows": 32,
+        }
         runs, shift = [], 0
         with self.servers(count, **size) as targets:
             for route in ROUTES:
@@ -211,7 +259,9 @@ class Bench:
                     for _ in range(1 + self.options.repeats):  # the first warms up
                         shift += 1
                         samples.append(measured(target, work.cold(shift), users=24 * count))
-                runs.append(self.summary(PHASE, work, samples[1:], {"replicas": count, "route": route}))
+                runs.append(
+                    self.summary(PHASE, work, samples[1:], {"replicas": count, "route": route})
+                )
         return runs
 
     @contextmanager
@@ -222,7 +272,9 @@ class Bench:
             yield [stack.enter_context(server).target for server in started]
 
 
-def prefixes(each: int, *, prefix: int, rest: tuple[int, int], output: int, vocab: int = 10_000) -> Workload:
+def prefixes(
+    each: int, *, prefix: int, rest: tuple[int, int], output: int, vocab: int = 10_000
+) -> Workload:
     """`prefix_caching` with 16 beginnings instead of one, `each` requests of each, in any order."""
     rng = random.Random(16)
 
@@ -230,7 +282,11 @@ def prefixes(each: int, *, prefix: int, rest: tuple[int, int], output: int, voca
         return tuple(rng.randrange(vocab) for _ in range(count))
 
     starts = [tokens(prefix) for _ in range(PREFIXES)]
-    items = [Item(start + tokens(rng.randint(*rest)), output) for start in starts for _ in range(each)]
+    items = [
+        Item(start + tokens(rng.randint(*rest)), output)
+        for start in starts
+        for _ in range(each)
+    ]
     rng.shuffle(items)
     return Workload(f"prefix_caching-{PREFIXES}x{each}-{prefix}", tuple(items), vocab=vocab)
 
@@ -274,10 +330,14 @@ class Simulated:
         room = (users + PREFIXES // 3) * 320 * model.config.kv_bytes_per_token(model.dtype)
         names = [f"r{n}" for n in range(replicas)]
         self.engines = {
-            name: engine_of("09", model, max_rows=users, step_tokens=256, cache_bytes=room, graphs=False)
+            name: engine_of(
+                "09", model, max_rows=users, step_tokens=256, cache_bytes=room, graphs=False
+            )
             for name in names
         }
-        self.policy, self.flight, self.users = make_policy(route, 8), InFlight(), users
+        self.policy = make_policy(route, 8)
+        self.flight = InFlight()
+        self.users = users
         self.waiting = [Asked(item) for item in work.items]
         self.open: dict[str, Asked] = {}
         self.done: list[Asked] = []
@@ -299,7 +359,8 @@ class Simulated:
         waits = [float((one.first or 0) - one.arrived) for one in self.done]
         return {
             "seconds": time.perf_counter() - started,
-            "cache_hit_fraction": sum(s.hit_tokens for s in stats) / sum(s.lookup_tokens for s in stats),
+            "cache_hit_fraction": sum(s.hit_tokens for s in stats)
+            / sum(s.lookup_tokens for s in stats),
             "computed_tokens": float(sum(computed)),
             "busiest_computed_tokens": float(max(computed)),
             "imbalance": float(self.imbalance),
@@ -315,7 +376,9 @@ class Simulated:
         self.flight.begin(number, name)
         self.imbalance = max(self.imbalance, loads[name] - min(loads.values()))
         engine = self.engines[name]
-        params = SamplingParams(max_tokens=asked.item.max_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=asked.item.max_tokens, temperature=0.0, ignore_eos=True
+        )
         asked.replica, asked.arrived = name, engine.stats.computed_tokens
         (asked.request,) = engine.add(asked.item.prompt, params)
         self.open[number] = asked
@@ -334,13 +397,17 @@ class Simulated:
 
 def deciding(route: str, bodies: Sequence[bytes]) -> Sample:
     """Time decisions among four replicas that know some of it."""
-    policy, flight, times = make_policy(route, 8), InFlight(), []
+    policy = make_policy(route, 8)
+    flight = InFlight()
+    times = []
     for turn in range(20):
         for place, body in enumerate(bodies):
             number = f"{turn} {place}"
             begun = time.perf_counter()
             chain = chain_of(body)
-            name = policy.rank(chain, {name: flight.of(name) for name in ("a", "b", "c", "d")})[0]
+            name = policy.rank(
+                chain, {name: flight.of(name) for name in ("a", "b", "c", "d")}
+            )[0]
             policy.sent(chain, name)
             flight.begin(number, name)
             times.append(time.perf_counter() - begun)
@@ -387,7 +454,16 @@ def listening(command: Sequence[str], says: str) -> Iterator[str]:
 def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
     """Our front before servers."""
     urls = [f"http://{target.host}:{target.port}" for target in targets]
-    command = [sys.executable, "-m", "benchmarks.router", *urls, "--route", route, "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.router",
+        *urls,
+        "--route",
+        route,
+        "--port",
+        "0",
+    ]
     with listening(command, r"Ready: (http://\S+)") as url:
         yield Target.of(url)
 
@@ -396,12 +472,21 @@ def front(targets: Sequence[Target], route: str) -> Iterator[Target]:
 def sglang_router(targets: Sequence[Target], port: int = 30_991) -> Iterator[Target]:
     """SGLang's router before servers, as soon as it says that it is ready."""
     urls = [f"http://{target.host}:{target.port}" for target in targets]
-    command = [os.environ[SGLANG_PYTHON], "-m", "sglang_router.launch_router", "--worker-urls", *urls]
+    command = [
+        os.environ[SGLANG_PYTHON],
+        "-m",
+        "sglang_router.launch_router",
+        "--worker-urls",
+        *urls,
+    ]
     command += ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(120):
-            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/readiness", timeout=2) as answer:
+            with (
+                suppress(OSError),
+                urlopen(f"http://127.0.0.1:{port}/readiness", timeout=2) as answer,
+            ):
                 if answer.status == 200:
                     break
             time.sleep(0.5)
@@ -438,7 +523,9 @@ def handing_over(there: PagedEngine, here: PagedEngine, prompt: list[int]) -> Sa
         assert isinstance(engine.cache, PrefixCache)
         engine.cache.forget()
     computing, blocks = timed(lambda: handover.prefill(there, prompt))
-    exporting, (memory, placed) = timed(lambda: handover.to_shared_memory(handover.export(there, prompt)))
+    exporting, (memory, placed) = timed(
+        lambda: handover.to_shared_memory(handover.export(there, prompt))
+    )
     try:
         entering, count = timed(partial(handover.enter, here, placed))
         size = placed.blocks.numel() * placed.blocks.element_size()
@@ -466,18 +553,28 @@ def draw(evidence: Evidence, out: Path) -> None:
     scaled = [run for run in evidence.runs if run.workload.startswith("offline-256")]
     if len(scaled) < 2:
         return draw_figure(evidence, out, PHASE)
-    routed = {run.options["route"]: run for run in evidence.runs if {"replicas", "route"} <= set(run.options)}
+    routed = {
+        run.options["route"]: run
+        for run in evidence.runs
+        if {"replicas", "route"} <= set(run.options)
+    }
     figure, (left, right) = panels(2, height=3.0)
     shown = colours(reversed(ROUTES), "15_replicas")  # the darkest is what knows prefixes
     counts = [run.options["replicas"] for run in scaled]
     rates = [run.median("output_tokens_per_s") for run in scaled]
     left.plot(
-        counts, [rate / rates[0] for rate in rates], marker="o", color=shown["prefix"], label="measured"
+        counts,
+        [rate / rates[0] for rate in rates],
+        marker="o",
+        color=shown["prefix"],
+        label="measured",
     )
     over_one(left, counts, "replica")
     left.set_xlabel("replicas, a GPU each")
     left.set_title("256 requests for each replica")
-    waits = [f"  (first token {number(run.median('ttft_ms_p50'))} ms)" for run in routed.values()]
+    waits = [
+        f"  (first token {number(run.median('ttft_ms_p50'))} ms)" for run in routed.values()
+    ]
     together = {route: run.median("output_tokens_per_s") for route, run in routed.items()}
     _draw_bars(right, together, shown, waits)
     right.margins(x=0.75)
@@ -491,7 +588,9 @@ def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
     figure, (left, right) = panels(2, height=3.0)
     counted = [run for run in evidence.runs if "computed_tokens" in run.metrics]
     names = [str(run.options.get("route", "least-loaded")) for run in counted]
-    computed = {name: run.median("computed_tokens") for name, run in zip(names, counted, strict=True)}
+    computed = {
+        name: run.median("computed_tokens") for name, run in zip(names, counted, strict=True)
+    }
     found = [f"  ({run.median('cache_hit_fraction'):.0%} found)" for run in counted]
     _draw_bars(left, computed, colours(names, phase), found)
     left.set_xlabel("tokens computed, four replicas together")
@@ -507,13 +606,18 @@ def draw_figure(evidence: Evidence, out: Path, phase: str) -> None:
 
 
 def _draw_bars(
-    axes: Axes, values: Mapping[str, float], shown: Mapping[str, str], behind: Sequence[str] = ()
+    axes: Axes,
+    values: Mapping[str, float],
+    shown: Mapping[str, str],
+    behind: Sequence[str] = (),
 ) -> None:
     """A bar for each name, from the top down, with its value and what stands behind that."""
     for place, (name, value) in enumerate(values.items()):
         axes.barh(place, value, color=shown[name], height=0.6)
         text = number(value) + (behind[place] if behind else "")
-        axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8
+        )
     axes.set_yticks(range(len(values)), list(values))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

@@ -43,11 +43,16 @@ class Recorder:
 
     def note(self, lane: str, what: str, at: float, until: float | None = None) -> None:
         """Something has happened."""
-        self.notes.append({"lane": lane, "what": what, "at": at, "until": at if until is None else until})
+        self.notes.append(
+            {"lane": lane, "what": what, "at": at, "until": at if until is None else until}
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass everything through; note it for the request that is looked at."""
-        if scope["type"] != "http" or dict(scope["headers"]).get(b"x-request-id") != b"looked-at":
+        if (
+            scope["type"] != "http"
+            or dict(scope["headers"]).get(b"x-request-id") != b"looked-at"
+        ):
             await self.app(scope, receive, send)
             return
         self.note("api", "headers", time.perf_counter())
@@ -87,7 +92,9 @@ async def life(recorder: Recorder, server: Any, port: int) -> None:
     await ask(target, {**NEIGHBOUR, "max_tokens": 4})  # the first steps allocate
     neighbour = asyncio.ensure_future(ask(target, {**NEIGHBOUR, "ignore_eos": True}))
     await asyncio.sleep(0.08)
-    outcome = await ask(target, {**REQUEST, "ignore_eos": True}, headers={"x-request-id": "looked-at"})
+    outcome = await ask(
+        target, {**REQUEST, "ignore_eos": True}, headers={"x-request-id": "looked-at"}
+    )
     assert outcome.ok, outcome.error
     recorder.note("client", "asks", outcome.started)
     for at in outcome.times:
@@ -126,7 +133,8 @@ def record() -> list[Note]:
         recorder, listening = Recorder(app), listen("127.0.0.1", 0)
         port = listening.getsockname()[1]
         server = HttpServer(
-            app, on_ready=lambda: tasks.append(asyncio.ensure_future(life(recorder, server, port)))
+            app,
+            on_ready=lambda: tasks.append(asyncio.ensure_future(life(recorder, server, port))),
         )
         server.config.app = recorder
         tasks: list[asyncio.Future[None]] = []
@@ -135,15 +143,26 @@ def record() -> list[Note]:
     start = next(note["at"] for note in recorder.notes if note["what"] == "asks")
     end = next(note["at"] for note in recorder.notes if note["what"] == "end")
     return [
-        note | {"at": round((note["at"] - start) * 1e3, 3), "until": round((note["until"] - start) * 1e3, 3)}
+        note
+        | {
+            "at": round((note["at"] - start) * 1e3, 3),
+            "until": round((note["until"] - start) * 1e3, 3),
+        }
         for note in recorder.notes
         if start - 0.004 <= note["until"] and note["at"] <= end + 0.001
     ]
 
 
 LANES = {"client": 54, "api": 128, "engine": 202}
-WIDTH, HEIGHT, LEFT, RIGHT = 960, 262, 118, 24
-INK, SOFT, ACCENT, WARM, PALE = "#23211e", "#6d6962", "#2a65a0", "#c98a3d", "#b9cbe0"
+WIDTH = 960
+HEIGHT = 262
+LEFT = 118
+RIGHT = 24
+INK = "#23211e"
+SOFT = "#6d6962"
+ACCENT = "#2a65a0"
+WARM = "#c98a3d"
+PALE = "#b9cbe0"
 
 
 def draw(notes: list[Note]) -> str:
@@ -173,7 +192,9 @@ def draw(notes: list[Note]) -> str:
     ]
     names = {"client": "client", "api": "API process", "engine": "engine process"}
     for lane, y in LANES.items():
-        out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#e4e0d8"/>')
+        out.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#e4e0d8"/>'
+        )
         out.append(text(LEFT - 14, y + 4, names[lane], "end"))
     client, api, engine = LANES.values()
     steps = [note for note in notes if note["lane"] == "engine"]
@@ -186,7 +207,9 @@ def draw(notes: list[Note]) -> str:
         out.append(arrow(x(step["until"]), engine - 14, x(step["until"]), api + 9, SOFT))
     asked = next(note["at"] for note in notes if note["what"] == "asks")
     heard = next(note["at"] for note in notes if note["what"] == "headers")
-    told = [note["at"] for note in notes if note["what"] == "to the engine" and note["at"] >= heard]
+    told = [
+        note["at"] for note in notes if note["what"] == "to the engine" and note["at"] >= heard
+    ]
     out.append(arrow(x(asked), client + 6, x(heard), api - 9, SOFT))
     out.append(text(x(asked), client - 12, "asks"))
     if told:
@@ -212,14 +235,20 @@ def draw(notes: list[Note]) -> str:
 def main() -> int:
     """Record and draw, or only draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", action="store_true", help="draw the trace that is there again")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw the trace that is there again"
+    )
     args = parser.parse_args()
     if not args.draw:
         notes = record()
         with whole(TRACE) as scratch:
-            scratch.write_text("[\n" + ",\n".join(json.dumps(note) for note in notes) + "\n]\n")
+            scratch.write_text(
+                "[\n" + ",\n".join(json.dumps(note) for note in notes) + "\n]\n"
+            )
     with whole(PICTURE) as scratch:
-        scratch.write_text(draw(json.loads(TRACE.read_text(encoding="utf-8"))), encoding="utf-8")
+        scratch.write_text(
+            draw(json.loads(TRACE.read_text(encoding="utf-8"))), encoding="utf-8"
+        )
     print(PICTURE.relative_to(ROOT))
     return 0
 

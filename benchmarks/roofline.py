@@ -63,12 +63,16 @@ class Cost:
 
     def seconds(self, ceilings: Ceilings) -> float:
         """Time at the ceilings, reading and computing at once."""
-        return max(self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s)
+        return max(
+            self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s
+        )
 
     def __add__(self, other: Cost) -> Cost:
         """Both as one stretch."""
         return Cost(
-            self.weight_bytes + other.weight_bytes, self.kv_bytes + other.kv_bytes, self.flops + other.flops
+            self.weight_bytes + other.weight_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.flops + other.flops,
         )
 
 
@@ -79,12 +83,17 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
     """
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
-    gated = 2 if config.family == "gpt2" else 3  # GPT-2's MLP has two matrices, the others a gate as well
+    gated = (
+        2 if config.family == "gpt2" else 3
+    )  # GPT-2's MLP has two matrices, the others a gate as well
     mixers = _mixer_parameters(config, attention)
     dense, facts = gated * config.hidden_size * config.intermediate_size, config.experts
     if facts is None:
         return mixers + config.num_layers * dense
-    inside = facts.intermediate_size * (facts.count if experts is None else experts) + facts.shared_size
+    inside = (
+        facts.intermediate_size * (facts.count if experts is None else experts)
+        + facts.shared_size
+    )
     sparse = config.hidden_size * (3 * inside + facts.count)
     plain = len([layer for layer in facts.dense_layers if layer < config.num_layers])
     return mixers + plain * dense + (config.num_layers - plain) * sparse
@@ -95,15 +104,23 @@ def _mixer_parameters(config: ModelConfig, attention: int) -> int:
     delta, states = config.delta, _state_layers(config)
     if delta is None:
         return config.num_layers * attention
-    values = delta.value_heads * delta.value_dim  # into the gate, out of it, and two numbers a head
+    values = (
+        delta.value_heads * delta.value_dim
+    )  # into the gate, out of it, and two numbers a head
     mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
-    attention += config.hidden_size * config.num_heads * config.head_dim  # here attention has a gate as well
+    attention += (
+        config.hidden_size * config.num_heads * config.head_dim
+    )  # here attention has a gate as well
     return (config.num_layers - states) * attention + states * mixer
 
 
 def state_bytes(config: ModelConfig) -> float:
     """Bytes of all layers' states of one request, in float32; each token reads them and writes them back."""
-    return 0 if config.delta is None else 4 * _state_layers(config) * prod(config.delta.state_shape)
+    return (
+        0
+        if config.delta is None
+        else 4 * _state_layers(config) * prod(config.delta.state_shape)
+    )
 
 
 def _state_layers(config: ModelConfig) -> int:
@@ -114,7 +131,9 @@ def experts_read(config: ModelConfig, tokens: float) -> float | None:
     """Return how many of a layer's experts some tokens choose on average, if all are chosen alike."""
     if config.experts is None:
         return None
-    return config.experts.count * (1 - (1 - config.experts.top_k / config.experts.count) ** tokens)
+    return config.experts.count * (
+        1 - (1 - config.experts.top_k / config.experts.count) ** tokens
+    )
 
 
 def parameters_of_a_token(config: ModelConfig) -> float:
@@ -133,7 +152,9 @@ def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: fl
     return Cost(
         weight_bytes=read * dtype.itemsize,
         kv_bytes=batch
-        * (_keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)),
+        * (
+            _keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)
+        ),
         flops=2.0 * batch * (parameters_of_a_token(config) + head)
         + batch * _keys(config, context) * _flops_per_key(config),
     )
@@ -199,7 +220,9 @@ def ideal_seconds(works: Sequence[Cost], ceilings: Ceilings) -> float:
     return sum(work.seconds(ceilings) for work in works)
 
 
-def reached(works: Sequence[Cost] | Cost, ceilings: Ceilings, samples: Samples | float) -> Roofline:
+def reached(
+    works: Sequence[Cost] | Cost, ceilings: Ceilings, samples: Samples | float
+) -> Roofline:
     """The roofline entry of an evidence file, from the median of the samples' `seconds`."""
     works = [works] if isinstance(works, Cost) else works
     if isinstance(samples, Samples):
@@ -240,7 +263,9 @@ def summarize_generation(
 
 def _keys(config: ModelConfig, context: float) -> float:
     """Keys that one query reads, summed over the layers: `context`, or less in sliding-window layers."""
-    return sum(context if window is None else min(context, window) for window in _windows(config))
+    return sum(
+        context if window is None else min(context, window) for window in _windows(config)
+    )
 
 
 def _windows(config: ModelConfig) -> list[int | None]:
@@ -270,7 +295,9 @@ def _flops_per_key(config: ModelConfig) -> float:
 # --- the probe -------------------------------------------------------------------------------------------
 
 
-def ceilings(device: torch.device | str, dtype: torch.dtype, *, fresh: bool = False) -> Ceilings:
+def ceilings(
+    device: torch.device | str, dtype: torch.dtype, *, fresh: bool = False
+) -> Ceilings:
     """This machine's ceilings for `dtype`, measured once (a few seconds) and then read from the cache.
 
     A probe that other processes disturbed is repeated, and not kept if it stays disturbed. A cache that
@@ -288,7 +315,11 @@ def ceilings(device: torch.device | str, dtype: torch.dtype, *, fresh: bool = Fa
     measured, clean = _probe(device, dtype)
     if not clean:
         return measured  # too low, because other processes ran: good enough for now, not to be kept
-    content = {"device": device_name(device), "dtype": str(dtype), "ceilings": measured.to_json()}
+    content = {
+        "device": device_name(device),
+        "dtype": str(dtype),
+        "ceilings": measured.to_json(),
+    }
     try:
         with whole(path) as scratch:
             scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

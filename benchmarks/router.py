@@ -43,7 +43,11 @@ class Servers:
 
     def rank(self, chain: Sequence[int]) -> list[str]:
         """Return those that are up, best first."""
-        return self.policy.rank(chain, {name: self.in_flight.of(name) for name in self.up}) if self.up else []
+        return (
+            self.policy.rank(chain, {name: self.in_flight.of(name) for name in self.up})
+            if self.up
+            else []
+        )
 
     def lost(self, name: str) -> None:
         """It cannot be reached: nothing of what it knew counts when it comes back."""
@@ -70,7 +74,9 @@ class Front(asyncio.Protocol):
     def __init__(self, servers: Servers, limits: Limits) -> None:
         self.servers, self.limits = servers, limits
         self._parser = httptools.HttpRequestParser(self)
-        self._head, self._body, self._size = [b""], bytearray(), 0
+        self._head = [b""]
+        self._body = bytearray()
+        self._size = 0
         self._task: asyncio.Task[None] | None = None
         self._server: Copy | None = None
 
@@ -102,7 +108,9 @@ class Front(asyncio.Protocol):
             return
         try:
             if self._size > self.limits.max_body_bytes + self.limits.max_header_bytes:
-                raise ApiError(413, f"the request has more than {self.limits.max_body_bytes:,} bytes")
+                raise ApiError(
+                    413, f"the request has more than {self.limits.max_body_bytes:,} bytes"
+                )
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.refuse(ApiError(400, "this is no HTTP request"))
@@ -115,7 +123,12 @@ class Front(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Headers go on as they are, but for the connection, and how the body comes."""
-        if name.lower() not in (b"connection", b"transfer-encoding", b"content-length", b"expect"):
+        if name.lower() not in (
+            b"connection",
+            b"transfer-encoding",
+            b"content-length",
+            b"expect",
+        ):
             self._head.append(name + b": " + value + b"\r\n")
 
     def on_headers_complete(self) -> None:
@@ -153,14 +166,20 @@ class Front(asyncio.Protocol):
                 self._server.transport.write(request)
                 await done
                 return
-            self.refuse(ApiError(503, "no server can be reached; try again", retry=1, code="unavailable"))
+            self.refuse(
+                ApiError(
+                    503, "no server can be reached; try again", retry=1, code="unavailable"
+                )
+            )
         finally:
             servers.in_flight.end(number)
 
     async def _connect(self, address: tuple[str, int], done: asyncio.Future[None]) -> None:
         async with asyncio.timeout(5.0):
             make: Callable[[], Copy] = lambda: Copy(self, done)  # noqa: E731
-            _, self._server = await asyncio.get_running_loop().create_connection(make, *address)
+            _, self._server = await asyncio.get_running_loop().create_connection(
+                make, *address
+            )
 
     def refuse(self, error: ApiError) -> None:
         """Say what is wrong, and hang up."""
@@ -174,7 +193,9 @@ class Copy(asyncio.Protocol):
     """The connection to a server: what comes from there goes to the client."""
 
     def __init__(self, front: Front, done: asyncio.Future[None]) -> None:
-        self.front, self.done, self.said = front, done, False
+        self.front = front
+        self.done = done
+        self.said = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It can be reached."""
@@ -188,7 +209,9 @@ class Copy(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """All is said; or the server has died, and the client sees a connection that was cut."""
         if not self.said and not self.front.transport.is_closing():
-            self.front.refuse(ApiError(503, "the server has ended; try again", retry=1, code="died"))
+            self.front.refuse(
+                ApiError(503, "the server has ended; try again", retry=1, code="died")
+            )
         self.front.transport.close()
         if not self.done.done():
             self.done.set_result(None)

@@ -21,7 +21,7 @@ from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from continuous.batch import Batch
 from continuous.engine import Engine
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from forward.attention import LayerSpec
 from forward.model import Model
 from forward.shapes import SHAPES
@@ -99,7 +99,7 @@ class Cost:
 def build(phase: str, running: int, context: int) -> Engine:
     """An engine of `phase` with `running` requests at about `context` tokens each, all decoding."""
     max_len = context + 1024
-    rows = Rows(running, max_len)
+    rows = RequestRows(running, max_len)
     blocks = running * (max_len // BLOCK_SIZE + 1)
     if phase.startswith("08"):
         index = INDEXES["hash" if phase.endswith("hash") else "radix"]()
@@ -116,7 +116,7 @@ def build(phase: str, running: int, context: int) -> Engine:
             (number // 8**digit + at) % 8 for at in range(context // 4) for digit in range(4)
         ]
         engine.add(prompt[:context], SamplingParams(max_tokens=1000, ignore_eos=True))
-    engine.take_in()
+    engine.process_inbox()
     while any(request.prefilling for request in scheduler.running) or scheduler.waiting:
         engine.step()
     return engine
@@ -134,7 +134,7 @@ def cost(engine: Engine, steps: int) -> Cost:
         t2 = time.perf_counter()
         assert pending is not None
         engine.collect(pending)
-        engine.drain()
+        engine.take_outputs()
         t3 = time.perf_counter()
         samples.append((t1 - t0, runner.seconds, t2 - t1 - runner.seconds, t3 - t2))
     return Cost(*(1e6 * median(column) for column in zip(*samples, strict=True)))

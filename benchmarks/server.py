@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks.evidence import ROOT
-from benchmarks.loadtest.loops import Plan, poisson, run
+from benchmarks.loadtest.loops import LoadPlan, poisson, run
 from benchmarks.loadtest.report import summarize
 from benchmarks.loadtest.user import Outcome, Target
 from benchmarks.measure import Sample
@@ -28,7 +28,11 @@ STARTS_WITHIN = 600.0
 
 def import_path() -> str:
     """PYTHONPATH for a process of ours: this checkout, and where this process has found its libraries."""
-    own = [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*"))), os.environ.get("PYTHONPATH", "")]
+    own = [
+        str(ROOT),
+        *map(str, sorted((ROOT / "phases").glob("[0-9]*"))),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return os.pathsep.join(filter(None, own))
 
 
@@ -38,7 +42,9 @@ class Server:
     env: what its environment has besides that of this process.
     """
 
-    def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str, *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         flags: list[str] = []
         for name, value in options.items():
             flag = "--" + name.replace("_", "-")
@@ -72,7 +78,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End it."""
         self._process.terminate()
@@ -95,7 +104,9 @@ class Server:
         used = self.process.cpu_times()
         return float(used.user + used.system)
 
-    def sample(self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4) -> Sample:
+    def sample(
+        self, work: Workload, *, users: int = 0, rate: float = 0.0, processes: int = 4
+    ) -> Sample:
         """See `measured`; and what the API process's part in it was."""
         before = self.api_seconds
         found = measured(self.target, work, users=users, rate=rate, processes=processes)
@@ -113,7 +124,7 @@ def measured(
     """
     bodies = bodies_of(work)
     arrivals = [] if users else poisson(rate, len(bodies)) if rate else work.arrivals
-    return answered(run(target, Plan(bodies, len(bodies), users, arrivals), processes))
+    return answered(run(target, LoadPlan(bodies, len(bodies), users, arrivals), processes))
 
 
 def answered(outcomes: Sequence[Outcome]) -> Sample:

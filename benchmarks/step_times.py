@@ -36,7 +36,9 @@ VARIANTS = {
     "in a graph, overlapped": {"graphs": True, "overlap": True},
 }
 """What is drawn, and the options of phase 09 that make it."""
-BATCH, CONTEXT, STEPS = 16, 128, 12
+BATCH = 16
+CONTEXT = 128
+STEPS = 12
 COLOUR = "#882255"
 """Phase 09's."""
 SHOWN = 4
@@ -59,7 +61,9 @@ def run(options: BenchOptions) -> Evidence:
     work = uniform("profile", BATCH, CONTEXT, STEPS + 2, 10_000)
     runs = []
     for variant, switches in VARIANTS.items():
-        engine = engine_of("09", model, max_rows=BATCH, max_len=1024, cache_bytes=1 << 30, **switches)
+        engine = engine_of(
+            "09", model, max_rows=BATCH, max_len=1024, cache_bytes=1 << 30, **switches
+        )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"
             record(engine, work, model, path, STEPS)
@@ -81,7 +85,9 @@ def run(options: BenchOptions) -> Evidence:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    return collect(NAME, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        NAME, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def middle(events: Sequence[Event]) -> dict[str, list[Interval]]:
@@ -89,7 +95,11 @@ def middle(events: Sequence[Event]) -> dict[str, list[Interval]]:
 
     A step begins where the host begins to launch it.
     """
-    ranges = [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(STEP)]
+    ranges = [
+        e
+        for e in events
+        if e.get("cat") == "user_annotation" and str(e["name"]).startswith(STEP)
+    ]
     steps = sorted(float(event["ts"]) for event in ranges if event["name"] == STEP + "decode")
     first = max(0, (len(steps) - SHOWN) // 2)
     begin, end = steps[first], steps[first + SHOWN]
@@ -147,7 +157,9 @@ def draw(evidence: Evidence, out: Path) -> None:
         lanes = {str(run.options["lane"]): run for run in evidence.find(variant)}
         longest = max(max(run.metrics["end_ms"].samples) for run in lanes.values())
         for height, lane in enumerate(("device", "host")):
-            begins, ends = (lanes[lane].metrics[name].samples for name in ("begin_ms", "end_ms"))
+            begins, ends = (
+                lanes[lane].metrics[name].samples for name in ("begin_ms", "end_ms")
+            )
             bars = [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
             shade = tint(COLOUR, 0.45) if height else COLOUR
             ax.broken_barh(bars, (1.1 * height, 0.9), color=shade, linewidth=0)
@@ -155,6 +167,8 @@ def draw(evidence: Evidence, out: Path) -> None:
         ax.set_xlim(0, longest)
         ax.grid(visible=False)
         busy = lanes["device"].median("busy_ms") / longest
-        ax.set_title(f"{SHOWN} steps {variant}: {longest:.1f} ms, the device works in {busy:.0%} of them")
+        ax.set_title(
+            f"{SHOWN} steps {variant}: {longest:.1f} ms, the device works in {busy:.0%} of them"
+        )
     axes[-1].set_xlabel("milliseconds (under a profiler)")
     save(figure, out, evidence)

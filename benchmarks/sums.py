@@ -14,7 +14,9 @@ INSIDE = 40
 """Sums in one graph, or between two looks at the clock."""
 
 
-def times(ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 5) -> dict[int, list[float]]:
+def times(
+    ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 5
+) -> dict[int, list[float]]:
     """Microseconds of a sum of so many bytes, some samples of each; run it on all ranks.
 
     On a GPU they are in a graph. Sizes that the way does not take are left out.
@@ -24,14 +26,16 @@ def times(ranks: Ranks, way: str, sizes: list[int], hidden: int, samples: int = 
     reducer: Reducer = PLAIN
     most = max(sizes)
     if way != "nccl":
-        from phases.appendix.all_reduce.symmetric import MOST, Symmetric
+        from phases.appendix.all_reduce.symmetric import MOST, SymmetricMemoryReducer
 
         most = MOST
-        reducer = Symmetric(ranks, hidden, dtype)
+        reducer = SymmetricMemoryReducer(ranks, hidden, dtype)
     found = {}
     for size in sizes:
         if size <= most:
-            x = torch.randn(size // dtype.itemsize // hidden, hidden, device=ranks.device).to(dtype)
+            x = torch.randn(size // dtype.itemsize // hidden, hidden, device=ranks.device).to(
+                dtype
+            )
             found[size] = _times(ranks, reducer, x, samples)
     ranks.smallest(0)
     return found

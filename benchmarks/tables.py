@@ -51,8 +51,12 @@ FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
     """`text` with every table in it made again. `file` says from where links to lessons start."""
-    pieces = FENCE.split(text)  # every second one is a block of code, in which comments are examples
-    pieces[::2] = [TABLE.sub(lambda found: _filled(found, root, file), piece) for piece in pieces[::2]]
+    pieces = FENCE.split(
+        text
+    )  # every second one is a block of code, in which comments are examples
+    pieces[::2] = [
+        TABLE.sub(lambda found: _filled(found, root, file), piece) for piece in pieces[::2]
+    ]
     return "".join(pieces)
 
 
@@ -107,21 +111,33 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         return _peers(_evidence(words[1], root), root)
     for word in words[1:]:
         if "=" not in word:
-            raise UserError(f"the table {' '.join(words)} in {file} says {word!r}, which has no value")
+            raise UserError(
+                f"the table {' '.join(words)} in {file} says {word!r}, which has no value"
+            )
     settings = dict(word.split("=", 1) for word in words[1:])
     columns = settings.pop("columns", "output_tokens_per_s").split(",")
     order = settings.pop("sort", None)
     shown = [name for name in settings.pop("rows", "").split(",") if name]
     evidence = _evidence(words[0], root)
-    others = [] if "variant" in settings else beside(evidence, root / RESULTS.relative_to(ROOT))
+    others = (
+        [] if "variant" in settings else beside(evidence, root / RESULTS.relative_to(ROOT))
+    )
     runs = [run for run in [*evidence.runs, *others] if _matches(run, settings)]
     if order is not None:
         runs.sort(key=lambda run: run.options[order])
     if not runs and patient:
         return ""
     if not runs:
-        raise UserError(f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches")
-    lines = [["variant", *(name.replace("_", " ") for name in shown), *(_heading(name) for name in columns)]]
+        raise UserError(
+            f"the table {' '.join(words)} in {file} has no rows: no run of the evidence matches"
+        )
+    lines = [
+        [
+            "variant",
+            *(name.replace("_", " ") for name in shown),
+            *(_heading(name) for name in columns),
+        ]
+    ]
     for run in runs:
         said = (run.options.get(name) for name in shown)
         cells = [run.variant, *("" if value is None else str(value) for value in said)]
@@ -156,7 +172,9 @@ def _ladder(root: Path, file: Path | None) -> str:
         target = lesson
         if file is not None and file.parent != root:
             target = "../" * len(file.parent.relative_to(root).parts) + target
-        found = {device: gain(phase, files.get(phase.name)) for device, files in evidence.items()}
+        found = {
+            device: gain(phase, files.get(phase.name)) for device, files in evidence.items()
+        }
         short = f"{phase.number:02d} {phase.title}"
         name = f"[{short}]({target})" if (root / lesson).exists() else short
         lines.append([name, phase.summary, *(factor_text(one) for one in found.values())])
@@ -193,7 +211,9 @@ def _peers(evidence: Evidence, root: Path) -> str:
     columns = list(dict.fromkeys(run.variant.split(" ")[0] for run in others))
     lines = [["workload", "model", *columns, evidence.phase, "over the best"]]
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
-        metric = "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
+        metric = (
+            "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
+        )
         ours = evidence.one(evidence.phase, workload, model=model).median(metric)
         found = {
             run.variant.split(" ")[0]: run
@@ -207,11 +227,18 @@ def _peers(evidence: Evidence, root: Path) -> str:
 
 
 def _rate(run: Run | None, metric: str) -> str:
-    return "" if run is None else f"{number(run.median(metric))} ({run.variant.split(' ', 1)[1]})"
+    return (
+        "" if run is None else f"{number(run.median(metric))} ({run.variant.split(' ', 1)[1]})"
+    )
 
 
 def _matches(run: Run, settings: dict[str, str]) -> bool:
-    facts = {"variant": run.variant, "workload": run.workload, "model": run.model, "dtype": run.dtype}
+    facts = {
+        "variant": run.variant,
+        "workload": run.workload,
+        "model": run.model,
+        "dtype": run.dtype,
+    }
     facts |= {name: str(value) for name, value in run.options.items()}
     # Not split: names of variants have commas.
     return all(f",{facts.get(name)}," in f",{value}," for name, value in settings.items())
@@ -254,9 +281,13 @@ def phase_map(folder: str) -> str:
     here = folder[:2] if folder[:2] in titles else ""
 
     def row(numbers: Sequence[str], between: str) -> str:
-        return between.join(f"[{number}]" if number == here else f" {number} " for number in numbers)
+        return between.join(
+            f"[{number}]" if number == here else f" {number} " for number in numbers
+        )
 
-    branches = "   ".join(f"{row(numbers, '  ')} behind {root}" for root, numbers in BRANCHES.items())
+    branches = "   ".join(
+        f"{row(numbers, '  ')} behind {root}" for root, numbers in BRANCHES.items()
+    )
     lines = [
         f"trunk      {row(TRUNK, '──')}",
         f"GPU        {'└─':>27}{row(GPU, '──')}",

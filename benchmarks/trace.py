@@ -75,7 +75,9 @@ def step_tables(events: Sequence[Event], *, on_device: bool) -> list[StepTable]:
 
     def kind(time: float) -> str | None:
         at = bisect_right(starts, time) - 1
-        return str(steps[at]["name"]).removeprefix(STEP) if at >= 0 and time < ends[at] else None
+        return (
+            str(steps[at]["name"]).removeprefix(STEP) if at >= 0 and time < ends[at] else None
+        )
 
     pieces = _kernels(events) if on_device else _operators(events)
     by_kind: dict[str | None, list[_Piece]] = defaultdict(list)
@@ -102,7 +104,9 @@ class _Piece:
     outermost: bool = True
 
 
-def _table(kind: str, steps: int, wall: float, pieces: Sequence[_Piece], on_device: bool) -> StepTable:
+def _table(
+    kind: str, steps: int, wall: float, pieces: Sequence[_Piece], on_device: bool
+) -> StepTable:
     busy = _covered((p.start, p.start + p.duration) for p in pieces) * 1e-6
     calls: dict[str, list[float]] = defaultdict(list)
     for piece in pieces:
@@ -166,7 +170,9 @@ def _operators(events: Iterable[Event]) -> Iterator[_Piece]:
         for event in listed:
             start, duration = event["ts"], event["dur"]
             own = max(0.0, duration - children[id(event)])
-            yield _Piece(event["name"], start, start, duration, own, outermost=depth[id(event)] == 0)
+            yield _Piece(
+                event["name"], start, start, duration, own, outermost=depth[id(event)] == 0
+            )
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -181,7 +187,9 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 _SCOPES = re.compile(r"\(anonymous namespace\)::|<unnamed>::|\b(?:\w+::)+")
 # Arguments repeat the template's parameters, so the last name that matches is the innermost one.
-_DETAIL = re.compile(r"\b\w*(?:[Ff]unctor\w*|_kernel_cuda|_kernel_impl|Ops)\b|\b(?:cutlass|cudnn)_\w+")
+_DETAIL = re.compile(
+    r"\b\w*(?:[Ff]unctor\w*|_kernel_cuda|_kernel_impl|Ops)\b|\b(?:cutlass|cudnn)_\w+"
+)
 _DULL = re.compile(r"^gpu_kernel_impl|^(?:Unary|Binary)Functor$|^ReduceOps$")
 LONGEST_NAME = 56
 
@@ -192,7 +200,11 @@ def short_name(name: str) -> str:
     C++ kernels are templates, and what they compute stands among the arguments: the last functor there is
     kept. Names of Triton's kernels and of cuBLAS's `nvjet` stay as they are; long ones are cut.
     """
-    head = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    head = (
+        name.removeprefix("void ")
+        .replace("(anonymous namespace)::", "")
+        .replace("<unnamed>::", "")
+    )
     if head.startswith(("Memcpy", "Memset")):
         return head
     base = re.split(r"[<(]", head, maxsplit=1)[0]

@@ -58,7 +58,9 @@ class Workload:
         """The prompts, as every phase's `stream` takes them."""
         if not self.shift:
             return [list(item.prompt) for item in self.items]
-        return [[(token + self.shift) % self.vocab for token in item.prompt] for item in self.items]
+        return [
+            [(token + self.shift) % self.vocab for token in item.prompt] for item in self.items
+        ]
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -101,7 +103,9 @@ class Workload:
     @cached_property
     def sha256(self) -> str:
         """Of tokens, lengths, arrival times, temperature and order; the same on every machine."""
-        digest = hashlib.sha256(f"{self.temperature!r} {self.sequential!r} {self.shift}".encode())
+        digest = hashlib.sha256(
+            f"{self.temperature!r} {self.sequential!r} {self.shift}".encode()
+        )
         if self.ends:
             digest.update(b" ends")
         for item, prompt in zip(self.items, self.prompts, strict=True):
@@ -115,7 +119,13 @@ class Workload:
         Requests of one repeat still share what they shared. Repeat 0 is the workload itself.
         """
         return Workload(
-            self.name, self.items, self.temperature, self.sequential, self.vocab, repeat, self.ends
+            self.name,
+            self.items,
+            self.temperature,
+            self.sequential,
+            self.vocab,
+            repeat,
+            self.ends,
         )
 
     def first(self, count: int, tokens: int | None = None) -> Workload:
@@ -126,8 +136,12 @@ class Workload:
         name = f"{self.name}[:{count}]"
         items = self.items[:count]
         if tokens is not None:
-            items = tuple(replace(item, max_tokens=min(item.max_tokens, tokens)) for item in items)
-        return Workload(name, items, self.temperature, self.sequential, self.vocab, self.shift, self.ends)
+            items = tuple(
+                replace(item, max_tokens=min(item.max_tokens, tokens)) for item in items
+            )
+        return Workload(
+            name, items, self.temperature, self.sequential, self.vocab, self.shift, self.ends
+        )
 
 
 def workload(name: str, vocab: int = VOCAB) -> Workload:
@@ -148,7 +162,12 @@ def names() -> list[str]:
 
 
 def uniform(
-    name: str, prompts: int, prompt_len: int, output_len: int, vocab: int = VOCAB, seed: int = 0
+    name: str,
+    prompts: int,
+    prompt_len: int,
+    output_len: int,
+    vocab: int = VOCAB,
+    seed: int = 0,
 ) -> Workload:
     """`prompts` requests of equal lengths, all at once: for sweeps over batch size or length."""
     rng = random.Random(seed)
@@ -162,7 +181,10 @@ def uniform(
 def _offline(name: str, vocab: int, count: int, shortest: int, longest: int) -> Workload:
     """Random lengths, all at once; the order of the draws is nano-vLLM's `bench.py`."""
     rng = random.Random(0)
-    prompts = [_tokens(rng, rng.randint(shortest, longest), vocab, inclusive=True) for _ in range(count)]
+    prompts = [
+        _tokens(rng, rng.randint(shortest, longest), vocab, inclusive=True)
+        for _ in range(count)
+    ]
     outputs = [rng.randint(shortest, longest) for _ in range(count)]
     items = [Item(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
     return Workload(name, tuple(items), temperature=0.6, vocab=vocab + 1)
@@ -235,10 +257,14 @@ def task(name: str, tokenizer: Tokenizer, max_tokens: int) -> Workload:
     """
     if name not in TASKS:
         raise UserError(f"task is {name!r}, but it must be one of {', '.join(TASKS)}")
-    texts = [TASKS[name].format(text) for text in (CHAT_QUESTIONS if name == "chat" else PASSAGES)]
+    texts = [
+        TASKS[name].format(text) for text in (CHAT_QUESTIONS if name == "chat" else PASSAGES)
+    ]
     prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
     items = tuple(Item(tuple(prompt), max_tokens) for prompt in prompts)
-    return Workload(f"{name}-{max_tokens}", items, sequential=True, vocab=tokenizer.vocab_size, ends=True)
+    return Workload(
+        f"{name}-{max_tokens}", items, sequential=True, vocab=tokenizer.vocab_size, ends=True
+    )
 
 
 # --- outputs of unequal length ---------------------------------------------------------------------------
@@ -287,12 +313,16 @@ def _steady(
     items, clock = [], 0.0
     for long in is_long:
         length = long_length if long else rng.randint(*lengths)
-        items.append(Item(prefix + _tokens(rng, length, vocab), rng.randint(*outputs), round(clock, 6)))
+        items.append(
+            Item(prefix + _tokens(rng, length, vocab), rng.randint(*outputs), round(clock, 6))
+        )
         clock += rng.expovariate(rate) if rate else 0.0
     return Workload(name, tuple(items), vocab=vocab)
 
 
-def _agent(name: str, vocab: int, sessions: int, turns: int, system: int, step: int, output: int) -> Workload:
+def _agent(
+    name: str, vocab: int, sessions: int, turns: int, system: int, step: int, output: int
+) -> Workload:
     """Sessions of an agent that calls tools: each turn's prompt is the whole of the last one and a bit more.
 
     All sessions begin with one system prompt of `system` tokens. A turn adds `step` tokens: what the model is
@@ -310,7 +340,9 @@ def _agent(name: str, vocab: int, sessions: int, turns: int, system: int, step: 
     return Workload(name, tuple(items), vocab=vocab)
 
 
-def _tokens(rng: random.Random, length: int, vocab: int, inclusive: bool = False) -> tuple[int, ...]:
+def _tokens(
+    rng: random.Random, length: int, vocab: int, inclusive: bool = False
+) -> tuple[int, ...]:
     last = vocab if inclusive else vocab - 1
     return tuple(rng.randint(0, last) for _ in range(length))
 
@@ -319,7 +351,9 @@ def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
     """The workloads with arrivals. Small ones are shorter and slower, so that two cores keep up."""
     if small:
         return {
-            "agent-session": lambda n, v: _agent(n, v, sessions=2, turns=4, system=192, step=48, output=8),
+            "agent-session": lambda n, v: _agent(
+                n, v, sessions=2, turns=4, system=192, step=48, output=8
+            ),
             "chat-serving-short": lambda n, v: _steady(n, v, 12, 2.0, (16, 48), (8, 24)),
             "chat-serving-mid": lambda n, v: _steady(n, v, 10, 1.0, (64, 160), (16, 32)),
             "chat-serving-long": lambda n, v: _steady(n, v, 6, 0.5, (256, 512), (16, 48)),
@@ -329,10 +363,14 @@ def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
             "chunked_prefill": lambda n, v: _steady(
                 n, v, 12, 1.0, (16, 64), (16, 48), long_length=512, long_share=0.75
             ),
-            "prefix_caching": lambda n, v: _steady(n, v, 12, 1.5, (16, 48), (8, 16), prefix_len=256),
+            "prefix_caching": lambda n, v: _steady(
+                n, v, 12, 1.5, (16, 48), (8, 16), prefix_len=256
+            ),
         }
     return {
-        "agent-session": lambda n, v: _agent(n, v, sessions=8, turns=8, system=2048, step=256, output=64),
+        "agent-session": lambda n, v: _agent(
+            n, v, sessions=8, turns=8, system=2048, step=256, output=64
+        ),
         "chat-serving-short": lambda n, v: _steady(n, v, 128, 32.0, (32, 128), (32, 128)),
         "chat-serving-mid": lambda n, v: _steady(n, v, 128, 16.0, (256, 1024), (128, 256)),
         "chat-serving-long": lambda n, v: _steady(n, v, 64, 4.0, (2048, 4096), (128, 512)),
@@ -342,7 +380,9 @@ def _serving(small: bool) -> dict[str, Callable[[str, int], Workload]]:
         "chunked_prefill": lambda n, v: _steady(
             n, v, 48, 6.0, (32, 128), (64, 192), long_length=3072, long_share=0.75
         ),
-        "prefix_caching": lambda n, v: _steady(n, v, 48, 8.0, (32, 128), (32, 128), prefix_len=1024),
+        "prefix_caching": lambda n, v: _steady(
+            n, v, 48, 8.0, (32, 128), (32, 128), prefix_len=1024
+        ),
     }
 
 

@@ -81,7 +81,9 @@ class XGrammarCompiled(Compiled):
 class XGrammarBackend(Backend):
     """Compiles by xgrammar; `check=False` leaves out the look through the schema."""
 
-    def __init__(self, vocabulary: Vocabulary, *, check: bool = True, strict: bool = True) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, *, check: bool = True, strict: bool = True
+    ) -> None:
         super().__init__(vocabulary)
         self.check, self.strict = check, strict
         self.eos = list(vocabulary.eos)
@@ -95,7 +97,9 @@ class XGrammarBackend(Backend):
         if grammar.kind == "json_schema" and self.check:
             wrong = next(unenforced(grammar.loaded(), "#"), None)
             if wrong is not None:
-                raise UserError(f"grammar ({grammar}) is refused: {wrong} is not enforced by xgrammar")
+                raise UserError(
+                    f"grammar ({grammar}) is refused: {wrong} is not enforced by xgrammar"
+                )
         try:
             return XGrammarCompiled(self._compile(grammar), self.eos)
         except Exception as error:  # the library raises many kinds

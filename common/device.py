@@ -85,9 +85,15 @@ def device_name(device: torch.device) -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+?)\s*$", text, re.MULTILINE))
+    fields = dict(
+        re.findall(r"^(model name|cpu family|model)\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    )
     if "model name" not in fields:
         return platform.processor() or platform.machine()
-    if {"cpu family", "model"} <= set(fields) and not re.search(r"\d{3}", fields["model name"]):
-        return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
+    if {"cpu family", "model"} <= set(fields) and not re.search(
+        r"\d{3}", fields["model name"]
+    ):
+        return (
+            f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
+        )
     return fields["model name"]

@@ -16,7 +16,9 @@ def check_device(name: str) -> tuple[str, str]:
         UserError: it is none of auto, cpu, cuda, cuda:INDEX, mps.
     """
     if not re.fullmatch("auto|cpu|mps(:0)?|cuda(:[0-9]{1,9})?", name):
-        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps")
+        raise UserError(
+            f"device is {name!r}, but it must be auto, cpu, cuda, cuda:INDEX or mps"
+        )
     kind, _, index = name.partition(":")
     return kind, index
 

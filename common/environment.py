@@ -18,7 +18,7 @@ WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Either one, given by the user, says how threads wait."""
 
 
-def settle(environment: MutableMapping[str, str] = os.environ) -> None:
+def limit_threads_and_noise(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set. Later than the import of PyTorch it changes nothing."""
     made = dict(QUIET)
     if not any(name in environment for name in WAITING):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import reprlib
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -35,7 +36,6 @@ LONGEST = 100
 """Characters of a value that an error repeats: a client may send megabytes."""
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
-_BRIEF = reprlib.Repr()
 
 
 def shown(value: object, write: Callable[[object], str] = _REPR.repr) -> str:
@@ -54,11 +54,40 @@ def shown(value: object, write: Callable[[object], str] = _REPR.repr) -> str:
 
 def brief(value: object) -> str:
     """`shown` in at most 80 characters: the middle of long texts and the end of long lists are left out."""
-    text = shown(value, _BRIEF.repr)
+    whole = isinstance(value, str) and len(value) <= 60
+    text = shown(value, repr if whole else reprlib.repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None) -> int:
+_DRAWN_REGEX = re.compile(
+    r"""(?:invalid\ regex\ .*\ \(in\ regex\):\ )?
+    regex\ parse\ error:\n
+    \ {4}(?P<pattern>.*)\n
+    \ {4}(?P<before>\ *)\^[\ ^]*\n
+    (?:.*\n)*?error:\ (?P<why>.*)""",
+    re.VERBOSE,
+)
+_LISTED_SOURCE = re.compile(r"(\n +\d+ \| .*)+(\n *\^+ *(?=\n|$))?")
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+
+
+def one_line(message: str) -> str:
+    """Return an error that a library wrote over several lines as one line that says where.
+
+    Rust's libraries draw: they repeat the source, and put `^` under the place. Here the place is a number,
+    such as `unclosed group at character 3 of 'ab('`, or `line 2, character 4:` in a grammar; the first is 1.
+    """
+
+    def place(found: re.Match[str]) -> str:
+        return f"{found['why']} at character {len(found['before']) + 1} of {brief(found['pattern'])}"
+
+    message = _DRAWN_REGEX.sub(place, _LISTED_SOURCE.sub("", message))
+    return " ".join(_PLACE.sub(r"line \1, character \2: ", message).split())
+
+
+def integer(
+    name: str, value: SupportsIndex, *, low: int | None = None, high: int | None = None
+) -> int:
     """`value` as an int, numpy's included.
 
     Raises:
@@ -70,29 +99,33 @@ def integer(name: str, value: SupportsIndex, *, low: int | None = None, high: in
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
     kind = limit if low is None else f"an integer, {limit}"
     if isinstance(value, bool):
-        raise UserError(f"{name} is {value!r}, but must be {kind}")
+        raise UserError(f"{name} is {brief(value)}, but must be {kind}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise UserError(f"{name} is {shown(value)}, but must be {kind}") from None
+        raise UserError(f"{name} is {brief(value)}, but must be {kind}") from None
     if (low is not None and number < low) or (high is not None and number > high):
-        raise UserError(f"{name} is {shown(number)}, but must be {limit}")
+        raise UserError(f"{name} is {brief(number)}, but must be {limit}")
     return number
 
 
-def number(name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False) -> float:
+def number(
+    name: str, value: SupportsFloat, *, low: float, high: float, above_low: bool = False
+) -> float:
     """`value` as a float between `low` and `high`; with `above_low`, `low` itself is too small.
 
     Raises:
         UserError: it is no number (nor is a bool or a string), or out of its limits, as NaN always is.
     """
-    limit = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+    limit = (
+        f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+    )
     if isinstance(value, (bool, str, bytes)):  # float("0.7") would work, and hide a mistake
-        raise UserError(f"{name} is {shown(value)}, but must be a number, {limit}")
+        raise UserError(f"{name} is {brief(value)}, but must be a number, {limit}")
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{name} is {shown(value)}, but must be a number, {limit}") from None
+        raise UserError(f"{name} is {brief(value)}, but must be a number, {limit}") from None
     if not (low < found <= high if above_low else low <= found <= high):
         raise UserError(f"{name} is {found!r}, but must be {limit}")
     return found
@@ -100,7 +133,7 @@ def number(name: str, value: SupportsFloat, *, low: float, high: float, above_lo
 
 def near(value: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'this'?)` for the nearest of the known texts, or nothing where none is near."""
-    found = get_close_matches(value, list(known), n=1)
+    found = get_close_matches(value[:100], list(known), n=1)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
@@ -110,7 +143,7 @@ def choice(name: str, value: object, allowed: Iterable[str]) -> str:
     if isinstance(value, str) and value in names:
         return value
     hint = near(value, names) if isinstance(value, str) else ""
-    raise UserError(f"{name} is {shown(value)}, but must be one of {', '.join(names)}{hint}")
+    raise UserError(f"{name} is {brief(value)}, but must be one of {', '.join(names)}{hint}")
 
 
 def boolean(name: str, value: object) -> bool:
@@ -120,7 +153,7 @@ def boolean(name: str, value: object) -> bool:
         UserError: it is something else, however true or false that may be: "no" is true.
     """
     if not isinstance(value, bool):
-        raise UserError(f"{name} is {shown(value)}, but must be True or False")
+        raise UserError(f"{name} is {brief(value)}, but must be True or False")
     return value
 
 
@@ -131,9 +164,11 @@ def text(name: str, value: str) -> str:
         UserError: it is something else, or holds half of a surrogate pair.
     """
     if not isinstance(value, str):
-        raise UserError(f"{name} is {shown(value)}, but must be a string")
+        raise UserError(f"{name} is {brief(value)}, but must be a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} is {shown(value)}, but must have a UTF-8 form: {error.reason}") from None
+        raise UserError(
+            f"{name} is {brief(value)}, but must have a UTF-8 form: {error.reason}"
+        ) from None
     return value

@@ -95,7 +95,10 @@ class Completion:
     @property
     def itl_ms(self) -> list[float]:
         """Inter-token latencies, in milliseconds: one less than there are tokens."""
-        return [(late - early) * 1e3 for early, late in zip(self.times, self.times[1:], strict=False)]
+        return [
+            (late - early) * 1e3
+            for early, late in zip(self.times, self.times[1:], strict=False)
+        ]
 
     @property
     def e2e_ms(self) -> float | None:
@@ -171,7 +174,9 @@ class TextStream:
         self._shown.append(event.text)
         return event.text
 
-    def advance(self, token_id: int | None, reason: FinishReason | None) -> tuple[FinishReason | None, str]:
+    def advance(
+        self, token_id: int | None, reason: FinishReason | None
+    ) -> tuple[FinishReason | None, str]:
         """Take in the next token, if there is one, and why it ends the completion, if it does.
 
         Returns:
@@ -200,32 +205,51 @@ class TextStream:
             self._exempt -= 1
             return piece, False
         text = self._held + piece
-        found = [(at + len(stop), -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [
+            (at + len(stop), -len(stop))
+            for stop in self._stops
+            if (at := text.find(stop)) >= 0
+        ]
         if found:
             end, size = min(found)
             self._held, self.stop = "", text[end + size : end]
             return text[: end + size], True
-        begins = (at for at in range(len(text)) if any(stop.startswith(text[at:]) for stop in self._stops))
+        begins = (
+            at
+            for at in range(len(text))
+            if any(stop.startswith(text[at:]) for stop in self._stops)
+        )
         safe = next(begins, len(text)) if self._stops else len(text)
         self._held = text[safe:]
         return text[:safe], False
 
 
-def params_per_prompt(prompts: Sequence[Sequence[int]], params: Params) -> list[SamplingParams]:
+def params_per_prompt(
+    prompts: Sequence[Sequence[int]], params: Params
+) -> list[SamplingParams]:
     """One `SamplingParams` for each prompt. Raises `UserError` when their numbers differ."""
     if not isinstance(prompts, Sized):
         raise UserError(f"prompts is {shown(prompts)}, but must be a list of prompts")
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
-    if not isinstance(params, Sized) or any(not isinstance(one, SamplingParams) for one in params):
-        raise UserError(f"params is {shown(params)}, but must be SamplingParams, or a list of them")
+    if not isinstance(params, Sized) or any(
+        not isinstance(one, SamplingParams) for one in params
+    ):
+        raise UserError(
+            f"params is {shown(params)}, but must be SamplingParams, or a list of them"
+        )
     if len(params) != len(prompts):
-        raise UserError(f"params has {len(params)} entries, but must have one a prompt, {len(prompts)}")
+        raise UserError(
+            f"params has {len(params)} entries, but must have one a prompt, {len(prompts)}"
+        )
     return list(params)
 
 
 def follow(
-    engine: Streams, prompts: Sequence[Sequence[int]], params: Params, tokenizer: Tokenizer | None = None
+    engine: Streams,
+    prompts: Sequence[Sequence[int]],
+    params: Params,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[tuple[Completion, str]]:
     """Run `engine` on `prompts` (token ids); yield, after each event, its completion and the text to show.
 
@@ -241,7 +265,9 @@ def follow(
         for sample in range(settings.n)
     }
     texts = (
-        {key: TextStream(tokenizer, each[key[0]], ids[key[0]]) for key in completions} if tokenizer else {}
+        {key: TextStream(tokenizer, each[key[0]], ids[key[0]]) for key in completions}
+        if tokenizer
+        else {}
     )
     for event in events:
         key = event.index, event.sample
@@ -264,5 +290,7 @@ def generate(
 
     tokenizer: fills in the completions' texts; without one they stay empty.
     """
-    found = {(one.index, one.sample): one for one, _ in follow(engine, prompts, params, tokenizer)}
+    found = {
+        (one.index, one.sample): one for one, _ in follow(engine, prompts, params, tokenizer)
+    }
     return [found[key] for key in sorted(found)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import UserError
+from common.temporary import lock_path, sweep
 
 PROBE_BYTES = 1 << 16
 
@@ -17,14 +20,19 @@ PROBE_BYTES = 1 << 16
 def whole(path: Path) -> Iterator[Path]:
     """A file beside `path` to write, of the same ending: it becomes `path` when the block ends well.
 
-    Readers see the old file or the new one, never half of one. Folders are made.
+    Readers see the old file or the new one, never half of one. Folders are made. What processes that were
+    killed have left there of the same name is deleted.
 
     Raises:
         UserError: it cannot be written.
     """
     scratch = path.with_name(f".{os.getpid()}-{path.name}")
+    lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent.glob(f".*-{glob.escape(path.name)}"))
+        scratch.touch()
+        lock = lock_path(scratch, wait=False)
         yield scratch
         scratch.replace(path)
     except OSError as error:
@@ -32,6 +40,8 @@ def whole(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             scratch.unlink()
+        if lock is not None:
+            os.close(lock)
 
 
 def check_folder(folder: Path, name: str = "") -> None:
@@ -47,7 +57,35 @@ def check_folder(folder: Path, name: str = "") -> None:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
     except OSError as error:
-        raise UserError(f"{name} {folder} cannot be written: {error.strerror}".lstrip()) from None
+        raise UserError(
+            f"{name} {folder} cannot be written: {error.strerror}".lstrip()
+        ) from None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return the bytes of a regular file, such as one that came with a model.
+
+    It may be a symbolic link. A pipe or a device is refused, since reading one may never end.
+
+    most: bytes that the file may have. No more are read of one that grows.
+
+    Raises:
+        OSError: it cannot be read; `FileNotFoundError` where there is none.
+        UserError: it is larger, or no regular file.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path} is a pipe or a device, but must be a regular file")
+        raw = b"" if found.st_size > most else file.read(most + 1)
+    if (size := max(found.st_size, len(raw))) > most:
+        raise UserError(f"{path} has {size} bytes, but a file of this kind has at most {most}")
+    return raw
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for another program to write into it, as a pipe would."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, flag: str, most: int) -> str:
@@ -66,7 +104,12 @@ def read_text(path: Path, flag: str, most: int) -> str:
         raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from None
     if len(raw) > most:
         raise UserError(f"{flag} {path} has more than {most:,} bytes, but may have no more")
+    return decoded(raw, f"{flag} {path}")
+
+
+def decoded(raw: bytes, name: str) -> str:
+    """Return bytes as text, without a byte order mark. Raises `UserError` if they are not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{flag} {path} is not UTF-8 text") from None
+        raise UserError(f"{name} is not UTF-8 text") from None

@@ -19,7 +19,9 @@ MAX_PARTS = 10_000
 """Objects, lists and keys of a text that a model has written."""
 _QUOTE = ord('"')
 _PARTS = np.isin(np.arange(256), list(b"{[:"))
-_STEPS = np.isin(np.arange(256), list(b"{[")).astype(np.int32) - np.isin(np.arange(256), list(b"}]"))
+_STEPS = np.isin(np.arange(256), list(b"{[")).astype(np.int32) - np.isin(
+    np.arange(256), list(b"}]")
+)
 _LARGEST = sys.float_info.max
 _TYPES = {
     **{"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false"},
@@ -51,7 +53,9 @@ def check_json(data: bytes, most_parts: int) -> None:
     text = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     outside = ~np.bitwise_xor.accumulate(text == _QUOTE)
     if np.count_nonzero(_PARTS[text] & outside) > most_parts:
-        raise UserError(f"the body has more than {most_parts:,} objects, lists and keys, which is the limit")
+        raise UserError(
+            f"the body has more than {most_parts:,} objects, lists and keys, which is the limit"
+        )
     if np.cumsum(_STEPS[text] * outside).max(initial=0) > MAX_DEPTH:
         raise UserError(f"the body nests deeper than {MAX_DEPTH} levels, which is the limit")
 

@@ -77,7 +77,9 @@ def warn(before: Usage) -> None:
 
 def _busy(times: object) -> float:
     # `steal` is what a hypervisor gave to other machines: as bad as another process.
-    return sum(getattr(times, name, 0.0) for name in ("user", "system", "irq", "softirq", "steal"))
+    return sum(
+        getattr(times, name, 0.0) for name in ("user", "system", "irq", "softirq", "steal")
+    )
 
 
 def _ours() -> float:

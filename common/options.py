@@ -33,7 +33,9 @@ def described(kind: type) -> Iterator[tuple[str, str, str]]:
     """
     hints = get_type_hints(kind)
     for item in fields(kind):
-        parts = [part for part in get_args(hints[item.name]) if part is not type(None)] or [hints[item.name]]
+        parts = [part for part in get_args(hints[item.name]) if part is not type(None)] or [
+            hints[item.name]
+        ]
         found = parts[0] if isinstance(parts[0], type) else type(parts[0])
         yield item.name, found.__name__, item.metadata.get("help", "")
 
@@ -58,7 +60,9 @@ def route(
     for place, kind in enumerate(kinds):
         for name in names(kind):
             if name in owner or name in others:
-                raise AssertionError(f"{name} is an option of {kind.__name__} and of something else")
+                raise AssertionError(
+                    f"{name} is an option of {kind.__name__} and of something else"
+                )
             owner[name] = place
     dealt: list[dict[str, Any]] = [{} for _ in kinds]
     for name, value in options.items():
@@ -72,5 +76,9 @@ def route(
 def unknown(name: str, known: Sequence[str]) -> str:
     """Return the error message for an option that does not exist."""
     near = get_close_matches(name, known, n=3)
-    what = f"did you mean {' or '.join(near)}?" if near else f"the options are {', '.join(sorted(known))}"
+    what = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"the options are {', '.join(sorted(known))}"
+    )
     return f"{name!r} is no option here: {what}"

@@ -22,4 +22,6 @@ def expand(name: str, path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{name} is {str(path)!r}, but that home folder is not known here") from None
+        raise UserError(
+            f"{name} is {str(path)!r}, but that home folder is not known here"
+        ) from None

@@ -14,7 +14,9 @@ NO_ROW = -1
 """The row of a request that is not running."""
 
 
-@dataclass(eq=False, slots=True)  # eq=False: a request is itself, however alike another may look
+@dataclass(
+    eq=False, slots=True
+)  # eq=False: a request is itself, however alike another may look
 class Request:
     """One completion of one prompt.
 

@@ -13,7 +13,9 @@ from common.errors import UserError, integer, shown
 from common.events import FinishReason
 from common.sampling.params import SamplingParams
 
-NO_GRAMMARS = "grammar is set, but must be None for an engine that masks no tokens: see phase 12"
+NO_GRAMMARS = (
+    "grammar is set, but must be None for an engine that masks no tokens: see phase 12"
+)
 
 
 def check_prompt(
@@ -43,7 +45,9 @@ def check_prompt(
     try:
         ids, count = list(prompt_ids), len(prompt_ids)
     except TypeError:
-        raise UserError(f"the prompt is {shown(prompt_ids)}, but must be a list of token ids") from None
+        raise UserError(
+            f"the prompt is {shown(prompt_ids)}, but must be a list of token ids"
+        ) from None
     if count == 0:
         raise UserError("the prompt is empty, but must have at least 1 token")
     if count >= max_context:
@@ -55,13 +59,22 @@ def check_prompt(
     low = numbers.min()
     if low < 0 or numbers.max() >= vocab_size:
         bad = min(ids) if low < 0 else max(ids)
-        raise UserError(f"the prompt holds token id {shown(bad)}, but ids must be between 0 and {last}")
-    for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        raise UserError(
+            f"the prompt holds token id {shown(bad)}, but ids must be between 0 and {last}"
+        )
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
         for token in tokens:
             if token >= vocab_size:
-                raise UserError(f"{name} holds token id {token}, but ids must be between 0 and {last}")
+                raise UserError(
+                    f"{name} holds token id {token}, but ids must be between 0 and {last}"
+                )
     if params.stop and not has_tokenizer:
-        raise UserError(f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer")
+        raise UserError(
+            f"stop is {params.stop!r}, but must be empty for an engine that has no tokenizer"
+        )
     if params.grammar is not None and not continuous:
         raise UserError(NO_GRAMMARS)
     return numbers

@@ -16,4 +16,6 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
-        raise UserError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from None
+        raise UserError(
+            f"{host}:{port} cannot be listened on: {error.strerror or error}"
+        ) from None

@@ -46,28 +46,56 @@ class Phase:
 
 
 _CONTENTS = (
-    ("forward", "Forward pass", "the transformer from scratch; every token recomputes everything"),
+    (
+        "forward",
+        "Forward pass",
+        "the transformer from scratch; every token recomputes everything",
+    ),
     ("kv_cache", "KV cache", "keys and values are kept, so a step computes one token"),
     ("batching", "Static batching", "several prompts share one pass over the weights"),
     ("continuous", "Continuous batching", "requests join and leave the batch at every step"),
-    ("paged_cache", "Paged cache", "the cache is blocks handed out on demand, not one row a request"),
+    (
+        "paged_cache",
+        "Paged cache",
+        "the cache is blocks handed out on demand, not one row a request",
+    ),
     (
         "triton_paged_attention",
         "Triton kernels",
         "attention reads the blocks where they lie; small operators are fused",
     ),
-    ("chunked_prefill", "Chunked prefill", "long prompts are cut so that decodes never wait for one"),
-    ("prefix_cache", "Prefix cache", "requests that begin alike share the blocks of what they share"),
-    ("cuda_graphs", "CUDA graphs and overlap", "a step is one launch, and the next is scheduled meanwhile"),
+    (
+        "chunked_prefill",
+        "Chunked prefill",
+        "long prompts are cut so that decodes never wait for one",
+    ),
+    (
+        "prefix_cache",
+        "Prefix cache",
+        "requests that begin alike share the blocks of what they share",
+    ),
+    (
+        "cuda_graphs",
+        "CUDA graphs and overlap",
+        "a step is one launch, and the next is scheduled meanwhile",
+    ),
     ("quant", "Quantization", "weights and keys of 8 and 4 bits: fewer bytes a token"),
     (
         "speculative",
         "Speculative decoding",
         "tokens are guessed ahead and checked in one step; the text stays the same",
     ),
-    ("structured", "Structured output", "tokens that leave the grammar are masked: it always parses"),
+    (
+        "structured",
+        "Structured output",
+        "tokens that leave the grammar are masked: it always parses",
+    ),
     ("serving", "Serving", "the engine behind the API that every client speaks"),
-    ("parallel", "More than one GPU", "a model split over GPUs: each reads a part of the weights"),
+    (
+        "parallel",
+        "More than one GPU",
+        "a model split over GPUs: each reads a part of the weights",
+    ),
     (
         "replicas",
         "Replicas",
@@ -94,7 +122,9 @@ _MORE: dict[int, dict[str, Any]] = {
     8: {"headline": "ttft_ms_p50"},
     9: {"headline_before": ("08_prefix_cache, kernels of 06", "08_prefix_cache")},
     10: {"headline_variants": ("10_quant fp8", "10_quant int8")},
-    13: {"headline_before": ("13_serving, phase 02 one at a time", "09_cuda_graphs, no server")},
+    13: {
+        "headline_before": ("13_serving, phase 02 one at a time", "09_cuda_graphs, no server")
+    },
     14: {"headline_runs": {"dtype": "bfloat16", "ranks": 2, "part": "offline"}},
     15: {
         "headline": "cache_hit_fraction",
@@ -108,7 +138,9 @@ _MORE: dict[int, dict[str, Any]] = {
     17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
 }
 """What else is to be said of some, by number: the fields of `Phase`."""
-PHASES = tuple(Phase(n, *names, **_MORE.get(n, {})) for n, names in enumerate(_CONTENTS, start=1))
+PHASES = tuple(
+    Phase(n, *names, **_MORE.get(n, {})) for n, names in enumerate(_CONTENTS, start=1)
+)
 """The phases, in order."""
 
 
@@ -136,14 +168,31 @@ def phase_named(text: str, *others: str) -> Phase:
     return phase
 
 
-def own_options(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> dict[str, Any]:
-    """Return options without those of later phases, which must be off. Raises `UserError`.
+def own_options(
+    phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return options without switches of later phases that are off, for comparisons of several phases.
+
+    Raises:
+        UserError: another option is of a later phase; see `check_phase`.
+    """
+    own = {
+        name: value
+        for name, value in options.items()
+        if value is not False or first.get(name, 0) <= phase.number
+    }
+    check_phase(phase, own, first)
+    return own
+
+
+def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
+    """Raise `UserError` for an option of a later phase, a switch that is off included.
 
     first: the first phase that has an option.
     """
-    later = [name for name in options if first.get(name, 0) > phase.number]
-    for name in later:
-        if options[name] is not False:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is for phases from {first[name]:02d} on, but the phase is {phase.name}")
-    return {name: value for name, value in options.items() if name not in later}
+    for name, value in options.items():
+        if first.get(name, 0) > phase.number:
+            flag = ("--no-" if value is False else "--") + name.replace("_", "-")
+            raise UserError(
+                f"{flag} is for phases from {first[name]:02d} on, but the phase is {phase.name}"
+            )

@@ -46,7 +46,9 @@ def _print_version(wanted: bool) -> None:
 def whole(
     version: Annotated[
         bool,
-        typer.Option("--version", help="print versions and exit", is_eager=True, callback=_print_version),
+        typer.Option(
+            "--version", help="print versions and exit", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """A language model inference engine in runnable phases."""
@@ -65,7 +67,11 @@ def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
 
     def made(function: Callable[..., None]) -> Callable[..., int]:
         signature = inspect.signature(function, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [
+            p
+            for p in signature.parameters.values()
+            if p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
 
         @wraps(function)
         def call(**given: Any) -> int:
@@ -115,7 +121,8 @@ def run(
     phase: a.PhaseName,
     model: a.Model = "smollm2",
     prompt: Annotated[
-        list[str] | None, asking("text to continue; several times: several requests", metavar="TEXT")
+        list[str] | None,
+        asking("text to continue; several times: several requests", metavar="TEXT"),
     ] = None,
     prompts_file: Annotated[Path | None, asking("file with one prompt a line")] = None,
     chat: Annotated[bool, asking("put prompts into the model's chat form", "--chat")] = False,
@@ -127,25 +134,37 @@ def run(
         int | None, drawing("sample among the k most likely tokens; 0: all", show_default="0")
     ] = None,
     top_p: Annotated[
-        float | None, drawing("sample among the most likely tokens up to this share", show_default="1")
+        float | None,
+        drawing("sample among the most likely tokens up to this share", show_default="1"),
     ] = None,
     generation_config: Annotated[str, drawing(a.DEFAULTS_HELP)] = "neutral",
-    seed: Annotated[int | None, drawing("makes sampling repeatable")] = None,
-    json_schema: Annotated[Path | None, masking("file with a JSON schema that it obeys")] = None,
+    seed: Annotated[int | None, drawing("makes sampling repeatable; -1: none")] = None,
+    json_schema: Annotated[
+        Path | None, masking("file with a JSON schema that it obeys")
+    ] = None,
     regex: Annotated[str | None, masking("regular expression that it matches")] = None,
     choice: Annotated[
         list[str] | None,
-        masking("texts between commas, one of which it is; may be given several times", metavar="TEXTS"),
+        masking(
+            "texts between commas, one of which it is; may be given several times",
+            metavar="TEXTS",
+        ),
     ] = None,
-    grammar: Annotated[Path | None, masking("file with a Lark or GBNF grammar that derives it")] = None,
+    grammar: Annotated[
+        Path | None, masking("file with a Lark or GBNF grammar that derives it")
+    ] = None,
     trace: Annotated[
         bool, masking("show each step's mask, and what the model would have said", "--trace")
     ] = False,
     device: a.DeviceName = "auto",
     dtype: a.DtypeName = "auto",
     as_json: Annotated[bool, printing("one JSON object instead of text", "--json")] = False,
-    stats: Annotated[bool, printing("also how many guesses were right, from phase 11 on", "--stats")] = False,
-    verbose: Annotated[bool, printing("also where the memory goes", "--verbose", "-v")] = False,
+    stats: Annotated[
+        bool, printing("also how many guesses were right, from phase 11 on", "--stats")
+    ] = False,
+    verbose: Annotated[
+        bool, printing("also where the memory goes", "--verbose", "-v")
+    ] = False,
     **options: Any,
 ) -> None:
     """Generate text with one phase."""
@@ -154,7 +173,9 @@ def run(
 @command("phases.commands.quantize:run")
 def quantize(
     model: Annotated[str, typer.Argument(help=a.MODEL_HELP)],
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="OUT", help="folder to write, which is not there yet")
+    ],
     scheme: Annotated[str, flag(", ".join(SCHEMES))] = "int4",
     method: Annotated[str, flag("rtn (nearest), gptq, or for int4 awq")] = "rtn",
     calibration: Annotated[
@@ -178,7 +199,8 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         flag(
-            "key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps", metavar="KEY"
+            "key that clients must send; several with commas; or LADDER_API_KEY, unseen by ps",
+            metavar="KEY",
         ),
     ] = None,
     name: Annotated[str | None, flag("what clients call the model")] = None,
@@ -212,11 +234,16 @@ def serve(
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     users: Annotated[
-        list[str] | None, flag("so many at a time, each waits for its answer; several with commas")
+        list[str] | None,
+        flag("so many at a time, each waits for its answer; several with commas"),
     ] = None,
     rate: Annotated[float | None, flag("requests a second, whether answered or not")] = None,
-    workload: Annotated[str, flag("what to ask; see benchmarks/workloads.py")] = "continuous_batching-small",
-    requests: Annotated[int | None, flag("how many; or all of the workload, or twice the users")] = None,
+    workload: Annotated[
+        str, flag("what to ask; see benchmarks/workloads.py")
+    ] = "continuous_batching-small",
+    requests: Annotated[
+        int | None, flag("how many; or all of the workload, or twice the users")
+    ] = None,
     vocab: Annotated[int, flag("token ids of the prompts are below this")] = 10_000,
     processes: Annotated[int, flag("client processes")] = 4,
     api_key: Annotated[str, flag("the server's key")] = "",
@@ -228,16 +255,21 @@ def load(
 
 
 @command("phases.commands.demo:run")
-def demo(model: a.Model = "smollm2", device: a.DeviceName = "auto", dtype: a.DtypeName = "auto") -> None:
+def demo(
+    model: a.Model = "smollm2", device: a.DeviceName = "auto", dtype: a.DtypeName = "auto"
+) -> None:
     """Answer the same questions with every phase that can, and compare their speeds."""
 
 
 @command("phases.commands.benches:bench")
 def bench(
     what: Annotated[
-        str, typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}")
+        str,
+        typer.Argument(metavar="PHASE", help=f"{PHASE_HELP}; beside the phases {EXTRAS_HELP}"),
     ],
-    quick: Annotated[bool, flag("a short look: one sample on smaller workloads", "--quick")] = False,
+    quick: Annotated[
+        bool, flag("a short look: one sample on smaller workloads", "--quick")
+    ] = False,
     record: Annotated[
         bool, flag("replace the repository's evidence and figure; else: the cache", "--record")
     ] = False,
@@ -267,7 +299,9 @@ def profile(
 def plot(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="[PHASE]", help=f"only the figures of this phase, or of {EXTRAS_HELP}"),
+        typer.Argument(
+            metavar="[PHASE]", help=f"only the figures of this phase, or of {EXTRAS_HELP}"
+        ),
     ] = None,
 ) -> None:
     """Draw all figures and fill in all tables again, from the evidence alone."""

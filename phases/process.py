@@ -24,12 +24,20 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from common.errors import EngineLost, UserError
+from common.errors import EngineLost, UserError, one_line
 
 INTERRUPTED, TERMINATED = 130, 143
 LONGEST_LINE = 1000
 """Characters of an error; a longer one loses its middle."""
-CANNOT_WRITE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
+CANNOT_WRITE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.ENOSPC,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -37,12 +45,17 @@ def exit_code(command: Callable[[], int]) -> int:
     with signals() as caught:
         streams: tuple[Any, ...] = ()
         try:
-            streams = sys.stdout, sys.stderr  # Typer puts others in their places when a pipe breaks
+            streams = (
+                sys.stdout,
+                sys.stderr,
+            )  # Typer puts others in their places when a pipe breaks
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="replace")  # `?` for what the output cannot show
             code = command()
             print(end="", flush=True)
-            line = "interrupted" if code == INTERRUPTED else ""  # Typer catches KeyboardInterrupt itself
+            line = (
+                "interrupted" if code == INTERRUPTED else ""
+            )  # Typer catches KeyboardInterrupt itself
         except BaseException as error:
             judged = _judge(error, caught[-1] if caught else 0)
             if judged is None:
@@ -70,9 +83,16 @@ def signals() -> Iterator[list[int]]:
             raise SystemExit(TERMINATED)
         raise KeyboardInterrupt
 
-    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
     main = threading.current_thread() is threading.main_thread()
-    taken = [number for number, handler in usual.items() if main and signal.getsignal(number) == handler]
+    taken = [
+        number
+        for number, handler in usual.items()
+        if main and signal.getsignal(number) == handler
+    ]
     try:
         for number in taken:
             signal.signal(number, catch)
@@ -98,12 +118,15 @@ def _judge(error: BaseException, caught: int) -> tuple[int, str] | None:
     if isinstance(error, EngineLost):
         return 1, f"error: {error}"
     if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
-        return 1, f"error: {error.filename or 'the output'} cannot be written: {error.strerror}"
+        return (
+            1,
+            f"error: {error.filename or 'the output'} cannot be written: {error.strerror}",
+        )
     return None
 
 
 def _say(line: str) -> None:
-    line = " ".join(line.split())
+    line = one_line(line)
     if len(line) > LONGEST_LINE:
         half = LONGEST_LINE // 2
         line = f"{line[:half]} ... {line[-half:]}"

@@ -19,14 +19,16 @@ from continuous.sizes import Sizes
 from forward.loading import facts_of
 from forward.model import Model
 from paged_cache.build import build
-from paged_cache.parts import Feature, PagedSizes, Recipe
+from paged_cache.builder import Feature, PagedSizes, Recipe
 from paged_cache.preset import Chosen, Preset
-from phases import PHASES, Phase, appendix, own_options
+from phases import PHASES, Phase, appendix, check_phase, own_options
 from phases import phase_named as phase_named
 
 LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
-ROWS, BLOCKS, STATES = 4, 5, 17
+ROWS = 4
+BLOCKS = 5
+STATES = 17
 """The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
 
 
@@ -58,12 +60,16 @@ def features() -> dict[str, type[Feature]]:
 def preset(phase: Phase) -> Preset:
     """Return a phase's preset with the appendix's features for it and the phases below."""
     own: Preset = import_phase(phase).PRESET
-    return own.plus(fitting=[kind for kind in appendix.features() if kind.phase <= phase.number])
+    return own.plus(
+        fitting=[kind for kind in appendix.features() if kind.phase <= phase.number]
+    )
 
 
 def first_phases() -> dict[str, int]:
     """Every option of an engine and every feature's switch, with the first phase that has it."""
-    found = {name: BLOCKS for name in names(PagedSizes)} | {name: ROWS for name in names(Sizes)}
+    found = {name: BLOCKS for name in names(PagedSizes)} | {
+        name: ROWS for name in names(Sizes)
+    }
     for kind in features().values():
         found |= dict.fromkeys((kind.name, *names(kind)), kind.phase)
     return found
@@ -79,19 +85,21 @@ def choose(phase: Phase, options: Mapping[str, Any], device: torch.device) -> Ch
     return preset(phase).choose(own_options(phase, options, first_phases()), device, more)
 
 
-def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a phase's own options. Raises `UserError` for those that it does not have, or out of limits."""
-    own = own_options(phase, options, first_phases())
+def check_options(phase: Phase, options: Mapping[str, Any], device: torch.device) -> None:
+    """Raise `UserError` for options that a phase does not have, or that are out of their limits.
+
+    A switch of a later phase is none of this one's, even where it is off.
+    """
+    check_phase(phase, options, first_phases())
     if phase.number >= BLOCKS:
-        choose(phase, own, device)
+        choose(phase, options, device)
     elif phase.number >= ROWS:
-        Sizes(**route(own, [Sizes])[0])
+        Sizes(**route(options, [Sizes])[0])
     else:
         known = sorted(set(inspect.signature(import_phase(phase).load).parameters) - LOADS)
-        for name in own:
+        for name in options:
             if name not in known:
                 raise UserError(unknown(name, known))
-    return own
 
 
 def check_model(phase: Phase, model: Any) -> None:
@@ -119,10 +127,13 @@ def load_engine(
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
     if phase.number < BLOCKS:
-        options = check_options(phase, options, where)
+        options = own_options(phase, options, first_phases())
+        check_options(phase, options, where)
         check_model(phase, model)
         package = import_phase(phase)
-        early: Streams = package.load(model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
+        early: Streams = package.load(
+            model, device=device, dtype=dtype, tokenizer=tokenizer, **options
+        )
         return early
     chosen = choose(phase, options, where)
     check_model(phase, model)

@@ -25,15 +25,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
-from experts.kernels.few import SHAPES, few_kernel
 from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, grouped_kernel
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
+from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
 from hybrid_cache import delta_kernels
 from phases.appendix.delta_layers import kernels as delta_layers
 from phases.appendix.drafting_in_graphs import kernels as ahead
 from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
-from phases.appendix.latency.lone_few import lone_few_kernel
-from phases.appendix.latency.tables import lone_few_config
+from phases.appendix.latency.small_batch import small_batch_attention_kernel
+from phases.appendix.latency.tables import small_batch_config
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
@@ -81,7 +81,14 @@ def spills(
         file.write(made.asm["ptx"])
         file.flush()
         name = f"sm_{capability}{'a' if capability >= HOPPER else ''}"
-        call = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", file.name, "-o", os.devnull]
+        call = [
+            triton.knobs.nvidia.ptxas.path,
+            "-v",
+            f"--gpu-name={name}",
+            file.name,
+            "-o",
+            os.devnull,
+        ]
         said = subprocess.run(call, capture_output=True, text=True, check=True).stderr
     found = re.search(r"(\d+) bytes spill stores", said)
     assert found is not None, said
@@ -99,29 +106,38 @@ def main() -> None:
     kernels = next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)
     for capability in map(int, filter(str.isdigit, wanted)):
         for name, kernel, constants, warps, stages, types in kernels(capability):
-            lost = spills(kernel, capability, constants, warps=warps, stages=stages, types=types)
+            lost = spills(
+                kernel, capability, constants, warps=warps, stages=stages, types=types
+            )
             print(f"sm_{capability} {name}: spills {lost}", flush=True)
 
 
 def few_tokens(capability: int) -> Iterator[Kernel]:
     """Attention of a few tokens of one request."""
     early = capability >= HOPPER
-    for heads, kv_heads, d, tokens, window, cap, meet in (
+    for heads, kv_heads, d, tokens, window, cap, wait_for_all_splits in (
         (9, 3, 64, 8, 0, False, False),
         (32, 8, 128, 8, 0, False, True),
         (4, 1, 128, 4, 512, True, True),
         (16, 8, 128, 8, 0, False, False),
     ):
-        config = lone_few_config(d, 2)
+        config = small_batch_config(d, 2)
         group = heads // kv_heads
         constants = {
             "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
             "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
             "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
-            "SPLITS": config.splits, "MEET": meet, "PDL": early,
+            "SPLITS": config.splits, "MEET": wait_for_all_splits, "PDL": early,
         }  # fmt: skip
         name = f"lone_few, {tokens} tokens, {heads} heads of {d}"
-        yield name, lone_few_kernel, constants, config.num_warps, config.num_stages, {}
+        yield (
+            name,
+            small_batch_attention_kernel,
+            constants,
+            config.num_warps,
+            config.num_stages,
+            {},
+        )
 
 
 def few_bits(capability: int) -> Iterator[Kernel]:
@@ -161,9 +177,9 @@ def drafting(capability: int) -> Iterator[Kernel]:
     numbers |= dict.fromkeys(("max_len", "small_len", "size"), "i32")
     around = {"PARTS": 2, "SIZE": 576, "SIZE_PAD": 1024, "INDEXED": True, "NORM_LAST": True}
     around["PDL"] = capability >= HOPPER
-    yield "places", ahead.places_kernel, {"K": 4}, 1, 1, numbers
+    yield "places", ahead.positions_kernel, {"K": 4}, 1, 1, numbers
     yield "accept", ahead.accept_kernel, {"K": 4}, 1, 1, numbers
-    yield "hand_on", ahead.hand_on_kernel, {"K": 4, "D": 1, "NAMED": True}, 1, 1, numbers
+    yield "hand_on", ahead.next_inputs_kernel, {"K": 4, "D": 1, "NAMED": True}, 1, 1, numbers
     yield "side_by_side", ahead.side_by_side_kernel, around, 4, 1, {"ids": "*i64"}
     looks = {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}
     yield "look_up", look_up_kernel, looks, 8, 1, numbers
@@ -172,7 +188,9 @@ def drafting(capability: int) -> Iterator[Kernel]:
 def experts(capability: int) -> Iterator[Kernel]:
     """Both products of Qwen3-30B-A3B's experts by every tile, plain and in e4m3; and what stands around."""
     types = dict.fromkeys(("order", "table", "tiles", "counts"), "*i32")
-    types |= dict.fromkeys(("weights", "x_scale", "scale", "logits"), "*fp32") | {"chosen": "*i64"}
+    types |= dict.fromkeys(("weights", "x_scale", "scale", "logits"), "*fp32") | {
+        "chosen": "*i64"
+    }
     types |= dict.fromkeys(("most", "choices", "E"), "i32")
     early = capability >= HOPPER
     route_by = {"E": 128, "E_PAD": 128, "TOP_K": 8, "NORMALIZE": True, "PDL": early}
@@ -190,18 +208,43 @@ def experts(capability: int) -> Iterator[Kernel]:
                 "ROUNDED": eight,
             }  # fmt: skip
             few = around | {"BLOCK_N": block_n, "BLOCK_K": block_k, "PDL": early}
-            yield f"few, {up=}, {eight=}", few_kernel, few, warps, 1, types | numbers
-            for tile in (*(tile for _, tile in TABLE), LARGE if capability >= HOPPER else OLDER):
-                cut = {"ROWS": tile.rows, "BLOCK_N": tile.block_n // (1 + up), "BLOCK_K": tile.block_k}
-                name, how = f"{tile.rows} rows, {up=}, {eight=}", (tile.num_warps, tile.num_stages)
+            yield (
+                f"few, {up=}, {eight=}",
+                small_batch_expert_kernel,
+                few,
+                warps,
+                1,
+                types | numbers,
+            )
+            for tile in (
+                *(tile for _, tile in TABLE),
+                LARGE if capability >= HOPPER else OLDER,
+            ):
+                cut = {
+                    "ROWS": tile.rows,
+                    "BLOCK_N": tile.block_n // (1 + up),
+                    "BLOCK_K": tile.block_k,
+                }
+                name, how = (
+                    f"{tile.rows} rows, {up=}, {eight=}",
+                    (tile.num_warps, tile.num_stages),
+                )
                 yield name, grouped_kernel, around | cut, *how, types | numbers
 
 
 def delta(capability: int) -> Iterator[Kernel]:
     """Kernels between two projections of Qwen3.5's layers, for prompts by phase 17's and in two kernels."""
-    types = {"query_starts": "*i32", "step": "*i32", "requests": "i32", "states": "*fp32", "totals": "*fp32"}
+    types = {
+        "query_starts": "*i32",
+        "step": "*i32",
+        "requests": "i32",
+        "states": "*fp32",
+        "totals": "*fp32",
+    }
     tables = ("tables", "page_tables", "context_lens", "blocks", "states", "tails")
-    numbers = dict.fromkeys(("requests", "tokens", "width", "pages", "null"), "i32") | {"page_slots": "*i64"}
+    numbers = dict.fromkeys(("requests", "tokens", "width", "pages", "null"), "i32") | {
+        "page_slots": "*i64"
+    }
     numbers |= {"slots": "*i64"} | types | dict.fromkeys(tables, "*i32")
     layer = {
         "KH": 16, "GROUPS": 2, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "C": 8192, "W": 4,
@@ -210,8 +253,20 @@ def delta(capability: int) -> Iterator[Kernel]:
     gate = {"SIZE": 2048, "BLOCK": 1024, "PDL": capability >= HOPPER}
     for name, kernel, constants, warps, more in (
         ("step", delta_kernels.step_kernel, layer, 8, types),
-        ("prompts", delta_kernels.scan_kernel, layer | {"CHUNK": delta_kernels.CHUNK}, 8, types),
-        ("prepare", delta_layers.prepare_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 4, types),
+        (
+            "prompts",
+            delta_kernels.scan_kernel,
+            layer | {"CHUNK": delta_kernels.CHUNK},
+            8,
+            types,
+        ),
+        (
+            "prepare",
+            delta_layers.prepare_kernel,
+            layer | {"CHUNK": delta_layers.CHUNK},
+            4,
+            types,
+        ),
         ("scan", delta_layers.scan_kernel, layer | {"CHUNK": delta_layers.CHUNK}, 8, types),
         ("begin", delta_layers.begin_kernel, {"P": 64, "KINDS": 6, "BLOCK": 128}, 1, numbers),
         ("gate", delta_layers.under_gate_kernel, gate, 4, {"stride": "i32"}),

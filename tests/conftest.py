@@ -13,7 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before anything imports triton: its kernels then run in its interpreter
+if (
+    not torch.cuda.is_available()
+):  # before anything imports triton: its kernels then run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from common.errors import UserError

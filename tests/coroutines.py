@@ -7,7 +7,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-def asynchronously(test: Callable[[], Coroutine[Any, Any, None]], seconds: float = 60.0) -> None:
+def asynchronously(
+    test: Callable[[], Coroutine[Any, Any, None]], seconds: float = 60.0
+) -> None:
     """Run a test's coroutine; whatever hangs fails."""
 
     async def limited() -> None:

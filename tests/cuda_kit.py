@@ -14,7 +14,8 @@ from tests.paged_batches import DEVICE
 ON_A_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not available(torch.device(DEVICE)), reason="no GPU from Hopper on, or no compiler for it"
+        not available(torch.device(DEVICE)),
+        reason="no GPU from Hopper on, or no compiler for it",
     ),
 ]
 

@@ -15,7 +15,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.note, self.names = note, list[Any]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if (noted := self.note(func._schema.name.removeprefix("aten::"), args)) is not None:
             self.names.append(noted)
         return func(*args, **(kwargs or {}))

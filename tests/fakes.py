@@ -21,8 +21,8 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.engine import Engine
-from continuous.rows import Rows
-from continuous.seams import Drafter, NoMasks
+from continuous.rows import RequestRows
+from continuous.seams import Drafter, NoGrammarManager
 from continuous.work import Work
 from forward.shapes import SHAPES
 
@@ -43,7 +43,9 @@ def next_token(print_: int, seed: int) -> int:
     return fingerprint(print_, -2 - seed) % VOCAB
 
 
-def expected_tokens(prompt: Sequence[int], params: SamplingParams, sample: int, max_len: int) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], params: SamplingParams, sample: int, max_len: int
+) -> list[int]:
     """What the fake model says, without any engine."""
     print_, output = 0, []
     for token in prompt:
@@ -73,19 +75,19 @@ class HasBlocks(Protocol):
 class OneAhead:
     """A `Loop` that launches a step before it reads the last one, as a later phase has."""
 
-    flying: Any = None
+    in_flight_step: Any = None
 
     @property
     def idle(self) -> bool:
-        return self.flying is None
+        return self.in_flight_step is None
 
     def advance(self, engine: Engine) -> None:
-        landing, self.flying = self.flying, engine.launch(engine.schedule())
+        landing, self.in_flight_step = self.in_flight_step, engine.launch(engine.schedule())
         if landing is not None:
             engine.collect(landing)
 
-    def land(self, engine: Engine) -> None:
-        landing, self.flying = self.flying, None
+    def finish_steps(self, engine: Engine) -> None:
+        landing, self.in_flight_step = self.in_flight_step, None
         if landing is not None:
             engine.collect(landing)
 
@@ -98,9 +100,14 @@ class FakePending:
     """
 
     def __init__(
-        self, works: Sequence[Work], tokens: list[list[int]], fails: Callable[[], NoReturn] | None
+        self,
+        works: Sequence[Work],
+        tokens: list[list[int]],
+        fails: Callable[[], NoReturn] | None,
     ) -> None:
-        self.works, self.tokens, self.fails = works, tokens, fails
+        self.works = works
+        self.tokens = tokens
+        self.fails = fails
 
     def get(self) -> list[list[tuple[int, None]]]:
         if self.fails is not None:
@@ -120,12 +127,16 @@ def must(condition: bool, message: str) -> None:
 class FakeRunner:
     """`fail_run` and `fail_get` make the next step raise, when it is launched or when it is read."""
 
-    def __init__(self, rows: Rows, cache: RowCache | HasBlocks) -> None:
+    def __init__(self, rows: RequestRows, cache: RowCache | HasBlocks) -> None:
         config = replace(SHAPES["tiny"], vocab_size=VOCAB, eos_token_ids=(EOS,))
         self.model: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
         self.rows, self.cache = rows, cache
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # fingerprint, and the step that wrote it
-        self.tokens: dict[int, dict[int, int]] = {}  # row -> position -> token, as the device has them
+        self.slots: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # fingerprint, and the step that wrote it
+        self.tokens: dict[
+            int, dict[int, int]
+        ] = {}  # row -> position -> token, as the device has them
         self.seeds: dict[int, int] = {}
         self.fail_run = self.fail_get = False
         self.steps = self.computed = self.most_in_step = 0
@@ -137,7 +148,9 @@ class FakeRunner:
             return work.row, position
         place, offset = divmod(position, self.cache.block_size)
         held = self.cache.blocks_of(work.row)
-        must(place < len(held), f"{_name(work)}: token {position} has no block, of {len(held)}")
+        must(
+            place < len(held), f"{_name(work)}: token {position} has no block, of {len(held)}"
+        )
         return held[place], offset
 
     def sample(self, step: FakePending, allowed: None = None) -> FakePending:
@@ -149,7 +162,10 @@ class FakeRunner:
             raise RuntimeError("launch failed")
         self.steps += 1
         self._refresh()
-        must(len({work.row for work in works}) == len(works), "two works of one step are in one row")
+        must(
+            len({work.row for work in works}) == len(works),
+            "two works of one step are in one row",
+        )
         must(all(work.count > 0 for work in works), "a work computes nothing")
         works = sorted(works, key=lambda work: work.row)
         written: dict[tuple[int, int], Work] = {}
@@ -180,25 +196,44 @@ class FakeRunner:
         """Write a work's slots; for each of its takers, the tokens it gets."""
         name, tokens = _name(work), self.tokens[work.row]
         end = work.start + work.count
-        must(end < work.request.limit, f"{name}: token {end - 1} is computed, though the last one never is")
-        must(not work.drafts or len(work.takers) == 1, f"{name}: drafts for {len(work.takers)} takers")
+        must(
+            end < work.request.limit,
+            f"{name}: token {end - 1} is computed, though the last one never is",
+        )
+        must(
+            not work.drafts or len(work.sampled_requests) == 1,
+            f"{name}: drafts for {len(work.sampled_requests)} takers",
+        )
         tokens.update(enumerate(work.drafts, start=end - len(work.drafts)))
         print_ = 0
         for position in range(work.start):
             must(position in tokens, f"{name}: token {position} was never given to the device")
             print_ = fingerprint(print_, tokens[position])
             held, _ = self.slots.get(self.slot(work, position), NOTHING)
-            must(held == print_, f"{name}: the keys of token {position} are not where they should be")
+            must(
+                held == print_,
+                f"{name}: the keys of token {position} are not where they should be",
+            )
         ends: list[int] = []  # the fingerprints that are sampled from
         for position in range(work.start, end):
             must(position in tokens, f"{name}: token {position} was never given to the device")
             print_ = fingerprint(print_, tokens[position])
             place = self.slot(work, position)
             if place in written:
-                raise Broken(f"{name} writes token {position} where {_name(written[place])} has written")
-            if isinstance(self.cache, HasBlocks):  # siblings that fork in this step will share it
-                users, most = self.cache.allocator.refs[place[0]], max(1, len(work.takers))
-                must(users <= most, f"{name}: token {position} is written into a block of {users} users")
+                raise Broken(
+                    f"{name} writes token {position} where {_name(written[place])} has written"
+                )
+            if isinstance(
+                self.cache, HasBlocks
+            ):  # siblings that fork in this step will share it
+                users, most = (
+                    self.cache.allocator.refs[place[0]],
+                    max(1, len(work.sampled_requests)),
+                )
+                must(
+                    users <= most,
+                    f"{name}: token {position} is written into a block of {users} users",
+                )
             written[place] = work
             self.slots[place] = print_, self.steps
             if position >= end - len(work.drafts) - 1:
@@ -209,11 +244,14 @@ class FakeRunner:
         """Sample from these fingerprints; for each taker of a work, the tokens it gets."""
         end = work.start + work.count
         results = []
-        for request in work.takers:
+        for request in work.sampled_requests:
             chosen = [next_token(print_, self.seeds[request.row]) for print_ in ends]
             first = end - len(work.drafts)
             self.tokens[request.row].update(enumerate(chosen, start=first))
-            right = next((n for n, draft in enumerate(work.drafts) if draft != chosen[n]), len(work.drafts))
+            right = next(
+                (n for n, draft in enumerate(work.drafts) if draft != chosen[n]),
+                len(work.drafts),
+            )
             self.drafted += len(work.drafts)
             self.accepted += right
             results.append(chosen[: right + 1])
@@ -239,7 +277,10 @@ class FakeDrafter(Drafter):
         return True
 
     def propose(self, request: Request, most: int) -> list[int]:
-        must(most > 0, f"request {request.id}: drafts are asked for where there is room for none")
+        must(
+            most > 0,
+            f"request {request.id}: drafts are asked for where there is room for none",
+        )
         if request.placeholders:  # what follows a token on its way would have to be certain
             return []
         print_, drafts = 0, list[int]()
@@ -252,7 +293,7 @@ class FakeDrafter(Drafter):
         return drafts
 
 
-class OddOnly(NoMasks):
+class OddOnly(NoGrammarManager):
     """Lets every request choose odd tokens only, and checks that it knows every token before."""
 
     def __init__(self, vocab: int) -> None:
@@ -260,19 +301,25 @@ class OddOnly(NoMasks):
         self.row = torch.full((1, words), 0xAAAAAAAA - (1 << 32), dtype=torch.int32)
         self.filled = 0
 
-    def wants(self, works: Sequence[Work]) -> bool:
+    def needs_mask(self, works: Sequence[Work]) -> bool:
         return True
 
-    def fill(self, works: Sequence[Work]) -> Tensor:
-        takers = [taker for work in works for taker in work.takers]
+    def fill_bitmask(self, works: Sequence[Work]) -> Tensor:
+        sampled_requests = [
+            sampled_request for work in works for sampled_request in work.sampled_requests
+        ]
         for work in works:
-            for taker in work.takers:
-                if taker.finish_reason is not None:
+            for sampled_request in work.sampled_requests:
+                if sampled_request.finish_reason is not None:
                     continue
-                on_their_way = work.start + work.count - len(work.drafts) - len(taker.tokens)
-                assert on_their_way == 0, f"request {taker.id}: a mask before {on_their_way} tokens"
+                on_their_way = (
+                    work.start + work.count - len(work.drafts) - len(sampled_request.tokens)
+                )
+                assert on_their_way == 0, (
+                    f"request {sampled_request.id}: a mask before {on_their_way} tokens"
+                )
         self.filled += 1
-        return self.row.expand(len(takers), -1)
+        return self.row.expand(len(sampled_requests), -1)
 
 
 def _name(work: Work) -> str:

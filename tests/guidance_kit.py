@@ -54,7 +54,9 @@ def served(model: str | Path | Model, phase: str = "13", **options: Any) -> Engi
 
 def loaded(model: str | Path | Model, **options: Any) -> Engine:
     """One of phase 12, with the tokenizer of the tiny models, which other tests may slow down."""
-    return served(model, "12", **{"tokenizer": tokenizer(), "grammar_seconds": 60.0, **SMALL, **options})
+    return served(
+        model, "12", **{"tokenizer": tokenizer(), "grammar_seconds": 60.0, **SMALL, **options}
+    )
 
 
 def engine_of(model: Model, **options: Any) -> Engine:

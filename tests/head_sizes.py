@@ -25,7 +25,9 @@ def dtypes(d: int) -> tuple[torch.dtype, ...]:
 each_size = pytest.mark.parametrize(
     ("d", "dtype"),
     [
-        pytest.param(d, dtype, marks=() if d in QUICK else pytest.mark.slow, id=f"{d}-{str(dtype)[6:]}")
+        pytest.param(
+            d, dtype, marks=() if d in QUICK else pytest.mark.slow, id=f"{d}-{str(dtype)[6:]}"
+        )
         for d in SIZES
         for dtype in dtypes(d)
     ],
@@ -43,11 +45,16 @@ def by_torch(
     qkv: Tensor, cos: Tensor, sin: Tensor, d: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `norm_rope` gives, rounded where a norm and a rotation apart round."""
-    q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv.split([HEADS * d, KV_HEADS * d, KV_HEADS * d], -1))
+    q, k, v = (
+        part.unflatten(-1, (-1, d))
+        for part in qkv.split([HEADS * d, KV_HEADS * d, KV_HEADS * d], -1)
+    )
 
     def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
         if norms and weight is not None:
-            x = F.rms_norm(x.float(), (d,), weight.float() + norms.one_plus, norms.eps).to(x.dtype)
+            x = F.rms_norm(x.float(), (d,), weight.float() + norms.one_plus, norms.eps).to(
+                x.dtype
+            )
         x = x.float()
         return (x * cos[:, None] + x.roll(d // 2, -1) * sin[:, None]).to(qkv.dtype)
 

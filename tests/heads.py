@@ -19,7 +19,10 @@ from speculative.head import KIND, Head
 
 def save_head(model: Head, path: Path) -> None:
     """Write a drafter's own weights in half precision, with what is needed to load them."""
-    own = {name: value.detach().to(torch.float16).cpu().contiguous() for name, value in model.own().items()}
+    own = {
+        name: value.detach().to(torch.float16).cpu().contiguous()
+        for name, value in model.own().items()
+    }
     own["ids"] = model.lm_head.ids.to(torch.int32).cpu()
     shape = {
         "kind": KIND,
@@ -35,7 +38,9 @@ def head_of(model: Model) -> Head:
     assert isinstance(model, Llama)
     torch.manual_seed(1)
     made = Head(model, 1, 32, torch.arange(0, 257, 2, device=model.device)).to(model.device)
-    with torch.no_grad():  # as if trained: norms that do something, and attention that looks somewhere
+    with (
+        torch.no_grad()
+    ):  # as if trained: norms that do something, and attention that looks somewhere
         for name, weight in made.named_parameters():
             if weight.ndim == 1:
                 weight.uniform_(0.5, 1.5)
@@ -49,7 +54,9 @@ def hidden_states(model: Model, ids: Tensor, taps: Sequence[int]) -> Tensor:
     """Of `ids [S]`: outputs of the layers `taps`, and the last hidden states: `[S, (taps + 1) * hidden]`."""
     seen: list[Tensor] = []
     hooks = [
-        model.get_submodule(f"layers.{at}").register_forward_hook(lambda *call: seen.append(call[2]))
+        model.get_submodule(f"layers.{at}").register_forward_hook(
+            lambda *call: seen.append(call[2])
+        )
         for at in taps
     ]
     last = model(ids, torch.arange(len(ids)), RecomputeAttention())

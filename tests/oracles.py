@@ -20,9 +20,13 @@ VOCAB = 97
 def written(config: Any, folder: Path, change: Callable[[Any], None] | None = None) -> Any:
     """A model of random weights, changed and written to `folder`."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms start at 0 and 1: make them matter
+        for (
+            parameter
+        ) in model.parameters():  # biases and norms start at 0 and 1: make them matter
             parameter.add_(torch.randn_like(parameter) * 0.1)
         if change is not None:
             change(model)
@@ -33,7 +37,9 @@ def written(config: Any, folder: Path, change: Callable[[Any], None] | None = No
 def logits_of(model: Model, ids: Tensor) -> Tensor:
     """Logits of all tokens, computed from nothing."""
     with torch.inference_mode():
-        return model.logits(model(ids, torch.arange(ids.shape[-1]).expand(ids.shape), RecomputeAttention()))
+        return model.logits(
+            model(ids, torch.arange(ids.shape[-1]).expand(ids.shape), RecomputeAttention())
+        )
 
 
 def assert_same_logits(model: Model, reference: Any, what: str = "", length: int = 40) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.work import Work
 from paged_cache import LayerBlocks, PagedBatch, PagedCache
 from paged_cache.reference import paged_attention
@@ -44,7 +44,7 @@ class Batch:
         return self.q, self.cache, self.tables, self.context_lens
 
 
-def prepared(rows: Rows, cache: PagedCache, works: Sequence[Work]) -> PagedBatch:
+def prepared(rows: RequestRows, cache: PagedCache, works: Sequence[Work]) -> PagedBatch:
     """The inputs of a step, as phase 05's runner makes them."""
     runner = PagedRunner.__new__(PagedRunner)
     runner.rows, runner.cache = rows, cache
@@ -53,7 +53,9 @@ def prepared(rows: Rows, cache: PagedCache, works: Sequence[Work]) -> PagedBatch
     return batch
 
 
-def step_of(rows: Rows, cache: PagedCache, spans: Iterable[tuple[int, int]]) -> PagedBatch:
+def step_of(
+    rows: RequestRows, cache: PagedCache, spans: Iterable[tuple[int, int]]
+) -> PagedBatch:
     """The inputs of a step in which each new request computes `count` tokens from `start` on."""
     works = []
     for number, (start, count) in enumerate(spans):
@@ -79,9 +81,13 @@ def make(
     queries = queries or [1] * len(contexts)
     width = max(-(-c // block) for c in contexts) + 1
     blocks = len(contexts) * width + 2
-    caches = torch.randn(2, blocks, block, heads[1], d, generator=generator, dtype=torch.float32)
+    caches = torch.randn(
+        2, blocks, block, heads[1], d, generator=generator, dtype=torch.float32
+    )
     tables = (
-        torch.randperm(blocks, generator=generator)[: len(contexts) * width].view(len(contexts), width).int()
+        torch.randperm(blocks, generator=generator)[: len(contexts) * width]
+        .view(len(contexts), width)
+        .int()
     )
     used = torch.zeros(blocks * block, dtype=torch.bool)
     for b, context in enumerate(contexts):
@@ -133,7 +139,9 @@ def assert_attention(
     want = expected(batch, **options)
     if error(got, want) < limit:
         return
-    apart = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(nan=float("inf"))  # [T, H]
+    apart = ((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(
+        nan=float("inf")
+    )  # [T, H]
     token, head = divmod(int(apart.argmax()), apart.shape[1])
     request = int(torch.searchsorted(batch.query_starts, token, right=True)) - 1
     wrong, first = int((apart > limit).sum()), int(batch.query_starts[request])

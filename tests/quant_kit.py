@@ -17,7 +17,13 @@ from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
 from tests.oracles import logits_of
 
-SMALL = {"max_rows": 4, "max_len": 64, "step_tokens": 64, "block_size": 4, "cache_bytes": 1 << 20}
+SMALL = {
+    "max_rows": 4,
+    "max_len": 64,
+    "step_tokens": 64,
+    "block_size": 4,
+    "cache_bytes": 1 << 20,
+}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42], [3]]
 PARAMS = [
     SamplingParams(max_tokens=6, ignore_eos=True),
@@ -43,7 +49,9 @@ def exactly(model: Model) -> Model:
             return self.layer.exact(x)
 
     model = clone(model)
-    for name in [name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)]:
+    for name in [
+        name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)
+    ]:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, Exact(model.get_submodule(name)))  # type: ignore[arg-type]
     return model
@@ -66,7 +74,9 @@ def families() -> dict[str, Any]:
         "llama": hf.LlamaConfig(**shape, tie_word_embeddings=False),
         "qwen2": hf.Qwen2Config(**shape, tie_word_embeddings=True),
         "qwen3": hf.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=False),
-        "gemma3": hf.Gemma3TextConfig(**shape, head_dim=16, tie_word_embeddings=True, sliding_window=16),
+        "gemma3": hf.Gemma3TextConfig(
+            **shape, head_dim=16, tie_word_embeddings=True, sliding_window=16
+        ),
     }
 
 
@@ -81,7 +91,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = hf.AutoModelForCausalLM.from_config(config)
         for parameter, weight in model.named_parameters():
             if parameter.endswith("layernorm.weight"):
-                weight.data[::16] += 3  # a few inputs are larger than the others, as in real models
+                weight.data[::16] += (
+                    3  # a few inputs are larger than the others, as in real models
+                )
         found[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(found[name])
     return found

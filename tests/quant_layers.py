@@ -21,7 +21,9 @@ SCHEMES = [FP8, FP8_BLOCK, INT8, W8A8, INT4, INT4_64, INT4_32, ZEROS, ZEROS_32]
 named = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}-{s.group}")
 
 
-def layer_of(scheme: Scheme, n: int, k: int, rng: torch.Generator, bias: bool = False) -> QuantLinear:
+def layer_of(
+    scheme: Scheme, n: int, k: int, rng: torch.Generator, bias: bool = False
+) -> QuantLinear:
     weight = torch.randn(n, k, device=DEVICE, generator=rng) / k**0.5
     weight[3, 5] = 1.0  # an outlier
     bias_of = torch.randn(n, device=DEVICE, generator=rng).to(DTYPE) if bias else None

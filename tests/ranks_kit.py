@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from common.models.config import ModelConfig
 from common.sampling.params import SamplingParams
 from forward.loading import random_model
-from parallel import crew as crews
+from parallel import worker_group
 from phases import phase_named
 from phases.registry import load_engine
 
@@ -25,42 +25,61 @@ KERNELS: dict[str, Any] = {"kernels": True, "max_len": 32}
 TIGHT: dict[str, Any] = {**SMALL, "cache_bytes": 40 << 10}
 
 BEGIN = [5, 6, 7, 8, 9, 10, 11, 12]
-PROMPTS = [[*BEGIN, 13], [*BEGIN, 40, 41, 42], [3], list(range(20, 52)), [*BEGIN, 13, 14], [7, 7, 7, 7, 7, 7]]
+PROMPTS = [
+    [*BEGIN, 13],
+    [*BEGIN, 40, 41, 42],
+    [3],
+    list(range(20, 52)),
+    [*BEGIN, 13, 14],
+    [7, 7, 7, 7, 7, 7],
+]
 PARAMS = [
     SamplingParams(max_tokens=12, ignore_eos=True),
     SamplingParams(max_tokens=14, temperature=0.8, seed=3, ignore_eos=True),
     SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=1, ignore_eos=True),
-    SamplingParams(max_tokens=8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=5, logprobs=3),
-    SamplingParams(max_tokens=8, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 2.0}),
-    SamplingParams(max_tokens=10, min_tokens=4, temperature=0.7, seed=8, stop_token_ids=(11, 12, 13)),
+    SamplingParams(
+        max_tokens=8, temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=5, logprobs=3
+    ),
+    SamplingParams(
+        max_tokens=8, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 2.0}
+    ),
+    SamplingParams(
+        max_tokens=10, min_tokens=4, temperature=0.7, seed=8, stop_token_ids=(11, 12, 13)
+    ),
 ]
 
 
 def end_crews() -> None:
-    for crew in list(crews._idle.values()):
-        crew.kill()
-    crews._idle.clear()
+    for workers in list(worker_group._idle.values()):
+        workers.kill()
+    worker_group._idle.clear()
 
 
-def tokens_of(engine: Any, prompts: Sequence[list[int]] = PROMPTS, params: Any = None) -> list[list[int]]:
+def tokens_of(
+    engine: Any, prompts: Sequence[list[int]] = PROMPTS, params: Any = None
+) -> list[list[int]]:
     return [completion.token_ids for completion in engine.generate(prompts, params or PARAMS)]
 
 
 def same(found: list[list[int]], wanted: list[list[int]], what: str) -> None:
     for request, (here, there) in enumerate(zip(found, wanted, strict=True)):
         for place, (token, right) in enumerate(zip(here, there, strict=False)):
-            assert token == right, f"{what}: request {request}: token {place} is {token}, not {right}"
-        assert len(here) == len(there), f"{what}: request {request}: {len(here)} tokens, not {len(there)}"
+            assert token == right, (
+                f"{what}: request {request}: token {place} is {token}, not {right}"
+            )
+        assert len(here) == len(there), (
+            f"{what}: request {request}: {len(here)} tokens, not {len(there)}"
+        )
 
 
 def agree(loop: Any, seconds: float = 10.0) -> None:
     """Wait until rank 0's loop has compared all ranks' checksums of all steps so far."""
     end = time.monotonic() + seconds
-    while loop.compared < loop.turn // loop.every * (loop.crew.size - 1):
-        loop.crew.check()
+    while loop.compared < loop.turn // loop.every * (loop.workers.size - 1):
+        loop.workers.check()
         assert time.monotonic() < end, f"checksums have not come for {seconds:.0f} s"
         loop.compare(wait=0.05)
-    loop.crew.check()
+    loop.workers.check()
 
 
 def in_ranks(
@@ -92,7 +111,9 @@ LLAMA: dict[str, Any] = {
 def write_checkpoint(folder: Path, raw: dict[str, Any] = LLAMA) -> None:
     """A checkpoint in files, of random weights."""
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    model = random_model(ModelConfig.from_folder(folder), device="cpu", dtype=torch.float32, seed=4)
+    model = random_model(
+        ModelConfig.from_folder(folder), device="cpu", dtype=torch.float32, seed=4
+    )
     state = {
         ("" if name.startswith("lm_head") else "model.") + name: tensor.clone().contiguous()
         for name, tensor in model.state_dict().items()

@@ -18,14 +18,16 @@ from common.sampling.params import SamplingParams
 from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.policies import POLICIES
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.scheduler import Scheduler
 from continuous.seams import NO_DRAFTS
 from tests.fakes import VOCAB, FakeDrafter, FakeRunner, HasBlocks, OneAhead, expected_tokens
 
 MAX_LEN = 48
 SCHEDULES = settings(
-    max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+    max_examples=60,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
 )
 
 
@@ -72,7 +74,9 @@ _STEP = st.tuples(st.just("step"), st.integers(1, 4))
 _ABORT = st.tuples(st.just("abort"), st.integers(0, 20))
 _FAIL = st.tuples(st.sampled_from(["fail_run", "fail_get"]), st.none())
 _BURST = st.tuples(st.just("burst"), st.lists(_ASKS, min_size=3, max_size=8))
-operations = st.lists(st.one_of(_ADD, _BURST, _STEP, _ADD, _STEP, _ABORT, _FAIL), min_size=3, max_size=25)
+operations = st.lists(
+    st.one_of(_ADD, _BURST, _STEP, _ADD, _STEP, _ABORT, _FAIL), min_size=3, max_size=25
+)
 
 
 def random_script(rng: random.Random) -> list[tuple[str, Any]]:
@@ -130,7 +134,9 @@ def play(engine: Engine, runner: FakeRunner, script: list[tuple[str, Any]]) -> l
 
     def step() -> None:
         for request, token, reason, *_ in engine.step():
-            assert request not in ends, f"{name_of(request)}: an event after the one that ended it"
+            assert request not in ends, (
+                f"{name_of(request)}: an event after the one that ended it"
+            )
             if token is not None:
                 told.setdefault(request, []).append(token)
             if reason is not None:
@@ -165,10 +171,16 @@ def play(engine: Engine, runner: FakeRunner, script: list[tuple[str, Any]]) -> l
         name, output = name_of(request), request.output_ids
         expected = expected_tokens(ask.prompt, ask.params, request.sample, engine.max_len)
         assert request in ends, f"{name}: no event ended it"
-        assert told.get(request, []) == output, f"{name}: told {told.get(request)} of its output {output}"
+        assert told.get(request, []) == output, (
+            f"{name}: told {told.get(request)} of its output {output}"
+        )
         for place, (token, right) in enumerate(zip(output, expected, strict=False)):
-            assert token == right, f"{name}: token {place} of its output is {token}, but must be {right}"
-        assert len(output) <= len(expected), f"{name}: {len(output)} tokens, but {len(expected)} end it"
+            assert token == right, (
+                f"{name}: token {place} of its output is {token}, but must be {right}"
+            )
+        assert len(output) <= len(expected), (
+            f"{name}: {len(output)} tokens, but {len(expected)} end it"
+        )
         if request.finish_reason in ("stop", "length"):
             assert len(output) == len(expected), (
                 f"{name}: ended by {request.finish_reason} after {len(output)} tokens of {len(expected)}"
@@ -184,18 +196,33 @@ def check(engine: Engine) -> None:
     for request in running:
         name = name_of(request)
         assert request.row >= 0, f"{name} runs without a row"
-        assert request.row not in rows, f"{name} and {name_of(rows[request.row])} are in one row"
+        assert request.row not in rows, (
+            f"{name} and {name_of(rows[request.row])} are in one row"
+        )
         rows[request.row] = request
         assert request.finish_reason is None, f"{name} still runs, though it has ended"
-        computed, known = request.num_computed_tokens, len(request.tokens) + request.placeholders
-        drafts = 0 if scheduler.drafter is NO_DRAFTS or not request.in_flight else request.limit
-        assert 0 < computed <= known + drafts, f"{name}: {computed} tokens are computed of {known} there are"
-        assert known <= request.limit, f"{name}: {known} tokens, but its limit is {request.limit}"
+        computed, known = (
+            request.num_computed_tokens,
+            len(request.tokens) + request.placeholders,
+        )
+        drafts = (
+            0 if scheduler.drafter is NO_DRAFTS or not request.in_flight else request.limit
+        )
+        assert 0 < computed <= known + drafts, (
+            f"{name}: {computed} tokens are computed of {known} there are"
+        )
+        assert known <= request.limit, (
+            f"{name}: {known} tokens, but its limit is {request.limit}"
+        )
         if isinstance(cache, HasBlocks):
             held = len(cache.blocks_of(request.row)) * cache.block_size
-            assert held >= computed, f"{name}: {computed} tokens are computed, but its blocks hold {held}"
+            assert held >= computed, (
+                f"{name}: {computed} tokens are computed, but its blocks hold {held}"
+            )
     for one, other in pairwise(running):
-        assert one.rank < other.rank, f"{name_of(one)} runs before {name_of(other)}, but its rank is larger"
+        assert one.rank < other.rank, (
+            f"{name_of(one)} runs before {name_of(other)}, but its rank is larger"
+        )
     for request in scheduler.waiting:
         name, computed = name_of(request), request.num_computed_tokens
         assert request.row < 0, f"{name} waits in row {request.row}"
@@ -210,7 +237,9 @@ def check(engine: Engine) -> None:
         assert free == count, f"nobody is left, but {count - free} rows are taken"
         if isinstance(cache, HasBlocks):
             blocks = cache.allocator.count
-            assert cache.free == blocks, f"nobody is left, but {blocks - cache.free} blocks are not free"
+            assert cache.free == blocks, (
+                f"nobody is left, but {blocks - cache.free} blocks are not free"
+            )
 
 
 def name_of(request: Request) -> str:
@@ -222,16 +251,20 @@ def machine_of_rows(rng: random.Random) -> tuple[Engine, FakeRunner]:
     """An engine of phase 04 that just holds the longest request; half of them run ahead."""
     policy, overlap = POLICIES[rng.choice(list(POLICIES))], rng.random() < 0.5
 
-    def make(table: Rows) -> Scheduler:
+    def make(table: RequestRows) -> Scheduler:
         return Scheduler(table, RowCache(), step_tokens=MAX_LEN, policy=policy)
 
     return fake_engine(make, rng.randrange(1, 7), overlap=overlap)
 
 
 def fake_engine(
-    make_scheduler: Callable[[Rows], Any], rows: int, *, overlap: bool, max_len: int = MAX_LEN
+    make_scheduler: Callable[[RequestRows], Any],
+    rows: int,
+    *,
+    overlap: bool,
+    max_len: int = MAX_LEN,
 ) -> tuple[Engine, FakeRunner]:
-    table = Rows(rows, max_len)
+    table = RequestRows(rows, max_len)
     scheduler = make_scheduler(table)
     runner = FakeRunner(table, scheduler.cache)
     engine = Engine(scheduler, runner)  # type: ignore[arg-type]

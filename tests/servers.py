@@ -55,14 +55,18 @@ class Running:
     ) -> None:
         self.within = within
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        path = os.pathsep.join([str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))])
+        path = os.pathsep.join(
+            [str(ROOT), *map(str, sorted((ROOT / "phases").glob("[0-9]*")))]
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phases", "serve", model, "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | (env or {}),
+            env=os.environ
+            | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+            | (env or {}),
             start_new_session=True,
         )
         self.url = ""
@@ -81,7 +85,10 @@ class Running:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -113,9 +120,13 @@ class Running:
     def _ask(self, request: urllib.request.Request) -> tuple[int, dict[str, str], Any]:
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
-                status, headers, data = answer.status, answer.headers, answer.read()
+                status = answer.status
+                headers = answer.headers
+                data = answer.read()
         except urllib.error.HTTPError as error:
-            status, headers, data = error.code, error.headers, error.read()
+            status = error.code
+            headers = error.headers
+            data = error.read()
         kind = headers.get("content-type", "")
         return (
             status,
@@ -127,15 +138,27 @@ class Running:
         """The sum of a metric over its labels."""
         text = self.get("/metrics")[2].decode()
         return sum(
-            float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}(\{{| )", line)
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if re.match(rf"{name}(\{{| )", line)
         )
 
     def settle(self, seconds: float = 20.0) -> None:
         """Wait until nothing is in flight and every block is free; fail if that does not come."""
-        wait_until(lambda: self.metric("vllm:num_requests_running") == 0, "requests still run", seconds)
-        wait_until(lambda: self.metric("vllm:num_requests_waiting") == 0, "requests still wait", seconds)
         wait_until(
-            lambda: self.metric("ladder:free_blocks") == self.metric("ladder:blocks"), "blocks leak", seconds
+            lambda: self.metric("vllm:num_requests_running") == 0,
+            "requests still run",
+            seconds,
+        )
+        wait_until(
+            lambda: self.metric("vllm:num_requests_waiting") == 0,
+            "requests still wait",
+            seconds,
+        )
+        wait_until(
+            lambda: self.metric("ladder:free_blocks") == self.metric("ladder:blocks"),
+            "blocks leak",
+            seconds,
         )
 
 
@@ -240,7 +263,9 @@ class Client:
         return Asked(self.app, path, data, method, JSON | (headers or {}))
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        asked = self.request(path, body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        asked = self.request(
+            path, body, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
         await asked.run()
         return asked.status, asked.json()
 
@@ -254,7 +279,9 @@ class Client:
 class Asked:
     """One request to an application and what it was answered."""
 
-    def __init__(self, app: App, path: str, body: bytes, method: str, headers: dict[str, str]) -> None:
+    def __init__(
+        self, app: App, path: str, body: bytes, method: str, headers: dict[str, str]
+    ) -> None:
         self.app = app
         self.scope: dict[str, Any] = {
             "type": "http",

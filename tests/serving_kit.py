@@ -23,7 +23,12 @@ from tests.guidance_kit import served as load
 from tests.servers import Loopback, tokenizer_for
 
 E = TypeVar("E")
-PROMPTS = ["hello", "a longer prompt, of some twenty tokens", "x", "one more, and the last of them all " * 4]
+PROMPTS = [
+    "hello",
+    "a longer prompt, of some twenty tokens",
+    "x",
+    "one more, and the last of them all " * 4,
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def engine(model: Model) -> PagedEngine:
-    return load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False)
+    return load(
+        model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, speculate=False
+    )
 
 
 @pytest.fixture
@@ -47,7 +54,9 @@ def make_with_grammars(model: Model, tokenizer: Tokenizer) -> Callable[..., App]
 
     def made(**options: Any) -> App:
         size = blocks(model, 200)
-        engine = load(model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer)
+        engine = load(
+            model, max_rows=8, cache_bytes=size, step_tokens=256, tokenizer=tokenizer
+        )
         return whole_app(Loopback(engine), tokenizer, "tiny", **options)
 
     return made
@@ -73,7 +82,9 @@ def leaks(engine: PagedEngine) -> str:
     return "" if engine.cache.free == engine.cache.allocator.count else "blocks are left"
 
 
-def texts(model: Model, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams) -> list[str]:
+def texts(
+    model: Model, tokenizer: Tokenizer, prompts: list[str], params: SamplingParams
+) -> list[str]:
     """What phase 09 says, as text."""
     done = cuda_graphs.load(model, tokenizer=tokenizer, max_rows=8, step_tokens=256).generate(
         [tokenizer.encode(p) for p in prompts], params

@@ -29,8 +29,8 @@ from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
-from speculative.loops import Watcher
-from structured.masks import GrammarMasks
+from speculative.loops import HostDrafter
+from structured.masks import AutomataGrammarManager
 from structured.matcher import Matcher, Words
 from structured.vocabulary import Vocabulary
 from tests.schedules import check
@@ -39,7 +39,22 @@ Make = Callable[..., PagedEngine]
 SIZE = 257
 """Of the tiny model's vocabulary."""
 EOS = 0
-WORDS = ['{"', '":', '",', '": "', '", "', "true", "false", "null", "name", "age", "12", "00", "ab", "abc"]
+WORDS = [
+    '{"',
+    '":',
+    '",',
+    '": "',
+    '", "',
+    "true",
+    "false",
+    "null",
+    "name",
+    "age",
+    "12",
+    "00",
+    "ab",
+    "abc",
+]
 WORDS += ["[[", "]]", "}}", '"}', "},", "[{", "}]"]
 WORDS += ["é", "éé", "  ", "the", "in", "an", "er", "ing", "-1", "1."]
 
@@ -63,7 +78,7 @@ def tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
-    folder = Path(mkdtemp(prefix="ladder-kit-"))
+    folder = Path(mkdtemp(prefix="tokenizer-kit-"))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": SIZE, "eos_token_id": EOS}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
@@ -77,7 +92,9 @@ def vocabulary() -> Vocabulary:
 
 def bits(words: Words, size: int) -> list[int]:
     """The tokens that a mask allows."""
-    found: list[int] = np.unpackbits(words.view(np.uint8), bitorder="little")[:size].nonzero()[0].tolist()
+    found: list[int] = (
+        np.unpackbits(words.view(np.uint8), bitorder="little")[:size].nonzero()[0].tolist()
+    )
     return found
 
 
@@ -138,9 +155,13 @@ def text_of(completion: Completion) -> str:
 def must_obey(completion: Completion, name: str, schemas: Mapping[str, Any] = SCHEMAS) -> None:
     """A finished output validates; one that was cut says so."""
     said = f"{name}, prompt {completion.index}, sample {completion.sample}: {text_of(completion)!r}"
-    assert completion.finish_reason in ("stop", "length"), f"{said} ended with {completion.finish_reason}"
+    assert completion.finish_reason in ("stop", "length"), (
+        f"{said} ended with {completion.finish_reason}"
+    )
     if completion.finish_reason == "stop":
-        assert completion.token_ids[-1] == EOS, f"{said} stopped without an end-of-sequence token"
+        assert completion.token_ids[-1] == EOS, (
+            f"{said} stopped without an end-of-sequence token"
+        )
         must_validate(text_of(completion), schemas[name], said)
     else:
         assert EOS not in completion.token_ids, f"{said} goes on after its end"
@@ -158,7 +179,7 @@ class Slow:
 
     def __init__(self, engine: PagedEngine, seconds: float) -> None:
         masks = engine.masks
-        assert isinstance(masks, GrammarMasks)
+        assert isinstance(masks, AutomataGrammarManager)
         backend = masks.pool.backend
         compile = backend.compile
 
@@ -184,14 +205,16 @@ def computed_after_their_end(engine: PagedEngine) -> list[int]:
     forward = engine.runner.forward
 
     def watched(works: Sequence[Any], **options: Any) -> Any:
-        late.extend(work.request.id for work in works if work.request.finish_reason is not None)
+        late.extend(
+            work.request.id for work in works if work.request.finish_reason is not None
+        )
         return forward(works, **options)
 
     engine.runner.forward = watched  # type: ignore[method-assign]
     return late
 
 
-class Guess(Watcher):
+class Guess(HostDrafter):
     """Drafts a fixed continuation, of which a grammar may refuse the rest."""
 
     def __init__(self, text: str) -> None:
@@ -203,12 +226,18 @@ class Guess(Watcher):
 
 def crowd(engine: PagedEngine, count: int, schemas: Mapping[str, Any] = SCHEMAS) -> None:
     """Serve so many requests with schemas, among more than the cache has room for: every output parses."""
-    rng, at_once, names = random.Random(7), engine.scheduler.rows.count, list(schemas)
-    chosen, prompts, params = [rng.choice(names) for _ in range(count)], list[list[int]](), []
+    rng = random.Random(7)
+    at_once = engine.scheduler.rows.count
+    names = list(schemas)
+    chosen = [rng.choice(names) for _ in range(count)]
+    prompts = list[list[int]]()
+    params = []
     for number, name in enumerate(chosen):
         prompts.append([rng.randrange(1, 257) for _ in range(rng.randrange(1, 40))])
         most, grammar = rng.randrange(20, 80), Grammar.json_schema(schemas[name])
-        params.append(SamplingParams(max_tokens=most, temperature=1.0, seed=number, grammar=grammar))
+        params.append(
+            SamplingParams(max_tokens=most, temperature=1.0, seed=number, grammar=grammar)
+        )
     done = engine.generate(prompts, params)
     for completion, name in zip(done, chosen, strict=True):
         tokens = len(prompts[completion.index]) + len(completion.token_ids)
@@ -226,7 +255,9 @@ CROWD: dict[str, Any] = {"max_rows": 12, "step_tokens": 192, "chunk_tokens": 16}
 def must_refuse(engine: PagedEngine, grammar: Grammar, says: str) -> None:
     """Fail unless a grammar is refused by name, and other requests go on."""
     with pytest.raises(UserError, match=says):
-        engine.generate([PROMPT, PROMPT], [SamplingParams(grammar=grammar), SamplingParams(max_tokens=2)])
+        engine.generate(
+            [PROMPT, PROMPT], [SamplingParams(grammar=grammar), SamplingParams(max_tokens=2)]
+        )
     (bad,) = engine.add(PROMPT, SamplingParams(grammar=grammar))
     (good,) = engine.add(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
     run(engine)
@@ -238,8 +269,13 @@ def must_refuse(engine: PagedEngine, grammar: Grammar, says: str) -> None:
 
 def must_match(engine: PagedEngine, grammar: Grammar, pattern: str) -> None:
     """Fail unless every output of a grammar that ends matches a pattern, and some end."""
-    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=s, grammar=grammar) for s in range(6)]
-    done = [one for one in engine.generate([PROMPT] * 6, params) if one.finish_reason == "stop"]
+    params = [
+        SamplingParams(max_tokens=80, temperature=1.0, seed=s, grammar=grammar)
+        for s in range(6)
+    ]
+    done = [
+        one for one in engine.generate([PROMPT] * 6, params) if one.finish_reason == "stop"
+    ]
     assert done, f"{grammar}: no output ends"
     for completion in done:
         text = text_of(completion)
@@ -249,13 +285,19 @@ def must_match(engine: PagedEngine, grammar: Grammar, pattern: str) -> None:
 def must_cut_guesses(plain: PagedEngine, guessing: PagedEngine) -> None:
     """Fail unless an engine with guesses writes what one without them does."""
     params = [
-        SamplingParams(max_tokens=30, temperature=1.0, seed=s, grammar=Grammar.regex("(ab|c){4,9}d"))
+        SamplingParams(
+            max_tokens=30, temperature=1.0, seed=s, grammar=Grammar.regex("(ab|c){4,9}d")
+        )
         for s in range(5)
     ]
     expected, found = (engine.generate([PROMPT] * 5, params) for engine in (plain, guessing))
-    assert [c.token_ids for c in found] == [c.token_ids for c in expected], "drafts change the text"
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected], (
+        "drafts change the text"
+    )
     (alone,) = guessing.generate([PROMPT], params[:1])
-    assert alone.token_ids == expected[0].token_ids, "drafts change the text of a request that is alone"
+    assert alone.token_ids == expected[0].token_ids, (
+        "drafts change the text of a request that is alone"
+    )
     check(guessing)
 
 
@@ -264,7 +306,9 @@ def must_mask_every_step(model: Model, masks: Any, loop: Callable[[Any], Any]) -
     made = cuda_graphs.load(model, **SMALL)
     engine = Engine(made.scheduler, made.runner, masks=masks)
     engine.loop = loop(masks)
-    for completion in engine.generate([PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)):
+    for completion in engine.generate(
+        [PROMPT, [3, 1]], SamplingParams(max_tokens=5, ignore_eos=True)
+    ):
         assert all(token % 2 for token in completion.token_ids), completion.token_ids
     assert masks.filled == engine.stats.steps, "a step was sampled without a mask"
     check(engine)
@@ -273,7 +317,9 @@ def must_mask_every_step(model: Model, masks: Any, loop: Callable[[Any], Any]) -
 def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method: str) -> None:
     """Fail unless masks that cannot be made, by this method, end the requests of their step and no other."""
     late = computed_after_their_end(engine)
-    (first,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}")))
+    (first,) = engine.add(
+        PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("[ab]{18}"))
+    )
     for _ in range(200):
         engine.step()
         if len(first.output_ids) >= 3:
@@ -282,10 +328,16 @@ def must_end_its_own_step(engine: PagedEngine, patch: pytest.MonkeyPatch, method
     with patch.context() as failing:
         failing.setattr(type(engine.masks), method, lambda *given: 1 / 0)
         outputs = engine.step()
-    assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), first.error
-    assert len(first.output_ids) == known + 1, "the token of the step before, which went well, is lost"
+    assert first.finish_reason == "error" and isinstance(first.error, ZeroDivisionError), (
+        first.error
+    )
+    assert len(first.output_ids) == known + 1, (
+        "the token of the step before, which went well, is lost"
+    )
     assert outputs[0].token_id == first.output_ids[-1]
-    (second,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("b{9}")))
+    (second,) = engine.add(
+        PROMPT, SamplingParams(max_tokens=20, grammar=Grammar.regex("b{9}"))
+    )
     run(engine)
     assert second.finish_reason == "stop", f"after a step that failed: {second.finish_reason}"
     assert not late, f"requests {late} are computed in rows that they have given back"
@@ -299,12 +351,16 @@ def must_harm_nobody(engine: PagedEngine, hostile: Mapping[str, Grammar]) -> Non
     started = time.process_time()
     (kept,) = engine.add(PROMPT, bystander)
     requests = {
-        name: engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar))[0]
+        name: engine.add(
+            PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=2, grammar=grammar)
+        )[0]
         for name, grammar in hostile.items()
     }
     run(engine, 60.0)
     for name, request in requests.items():
-        assert request.finish_reason in ("stop", "length", "error"), f"{name}: {request.finish_reason}"
+        assert request.finish_reason in ("stop", "length", "error"), (
+            f"{name}: {request.finish_reason}"
+        )
         if request.finish_reason == "error":
             assert isinstance(request.error, UserError), f"{name}: {request.error!r}"
     assert kept.output_ids == expected.token_ids, "a hostile grammar changed somebody's tokens"

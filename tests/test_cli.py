@@ -25,18 +25,49 @@ WRONG = {
     "no phase": (["run"], "PHASE"),
     "no such command": (["walk"], "walk"),
     "temperature below 0": (["run", "1", "--temperature", "-1"], "temperature is -1"),
-    "no such file": (["run", "1", "--prompts-file", "/nothing/here"], "/nothing/here cannot be read"),
-    "two kinds of prompts": (["run", "1", "--prompts-file", "x", "--prompt", "x"], "are both given"),
+    "no such file": (
+        ["run", "1", "--prompts-file", "/nothing/here"],
+        "/nothing/here cannot be read",
+    ),
+    "two kinds of prompts": (
+        ["run", "1", "--prompts-file", "x", "--prompt", "x"],
+        "are both given",
+    ),
     "unknown device": (["run", "1", "--device", "tpu"], "device is 'tpu'"),
     "unknown model": (["run", "1", "--model", "no/such/model"], "model is 'no/such/model'"),
-    "model without tokenizer": (["run", "1", "--model", "random:tiny"], "needs a model with a tokenizer"),
+    "model without tokenizer": (
+        ["run", "1", "--model", "random:tiny"],
+        "needs a model with a tokenizer",
+    ),
     "nearly a model": (["run", "1", "--model", "smolm2"], "did you mean 'smollm2'?"),
     "a model of another spelling": (["fetch", "Gemma-3-270M"], "did you mean 'gemma3-270m'?"),
+    "a word that is no model": (
+        ["run", "1", "--model", "nope"],
+        "'nope', which is none of smollm2, gemma3-270m, ",
+    ),
+    "the beginning of a model": (["serve", "gemma"], "did you mean 'gemma3-270m'?"),
+    "a switch of a later phase": (
+        ["run", "2", "--no-prefix-cache"],
+        "--no-prefix-cache is for phases from 08 on",
+    ),
+    "a switch of a phase far above": (
+        ["run", "5", "--no-guidance"],
+        "--no-guidance is for phases from 12 on",
+    ),
     "nearly a phase": (["run", "paged-cach"], "did you mean 'paged_cache'?"),
-    "no server": (["load", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9 (Connection"),
-    "no scheme": (["quantize", "smollm2", "/tmp/none", "--scheme", "int3"], "scheme is 'int3'"),
+    "no server": (
+        ["load", "http://127.0.0.1:9"],
+        "no server answers at http://127.0.0.1:9 (Connection",
+    ),
+    "no scheme": (
+        ["quantize", "smollm2", "/tmp/none", "--scheme", "int3"],
+        "scheme is 'int3'",
+    ),
     "no log": (["serve", "random:tiny", "--access-log", "/nothing/here"], "cannot be written"),
-    "no origin": (["serve", "random:tiny", "--allowed-origins", "a.org"], "--allowed-origins has 'a.org'"),
+    "no origin": (
+        ["serve", "random:tiny", "--allowed-origins", "a.org"],
+        "--allowed-origins has 'a.org'",
+    ),
 }
 
 
@@ -81,28 +112,46 @@ def test_lists_help_and_errors_do_not_load_torch(tmp_path):
         environment = {**os.environ, "LADDER_HOME": str(tmp_path)}
         call, given = [sys.executable, "-c", IMPORTED], "\n".join(lines)
         done = subprocess.run(
-            call, input=given, env=environment, capture_output=True, text=True, cwd=ROOT, check=True
+            call,
+            input=given,
+            env=environment,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
         )
-        return [line for line in done.stdout.splitlines() if line.startswith(("True ", "False "))]
+        return [
+            line for line in done.stdout.splitlines() if line.startswith(("True ", "False "))
+        ]
 
-    assert imported("run --help") == ["True run --help"], "the first call must find out which flags there are"
+    assert imported("run --help") == ["True run --help"], (
+        "the first call must find out which flags there are"
+    )
     assert imported(*EARLY) == [f"False {line}" for line in EARLY]
 
 
 def test_version(cli):
     code, out, _ = cli("--version")
     assert code == 0
-    assert out == f"ladder {version()}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    assert (
+        out
+        == f"ladder {version()}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    )
 
 
 def test_help(cli):
     code, out, _ = cli("--help")
     assert code == 0
-    assert all(name in out for name in ("list", "doctor", "fetch", "run", "bench", "profile", "plot", "demo"))
+    assert all(
+        name in out
+        for name in ("list", "doctor", "fetch", "run", "bench", "profile", "plot", "demo")
+    )
     assert cli()[0] == 0
 
 
-@pytest.mark.parametrize("text", ["1", "01", "forward", "01_forward", "01-forward", " Forward "])
+@pytest.mark.parametrize(
+    "text", ["1", "01", "forward", "01_forward", "01-forward", " Forward "]
+)
 def test_names_of_a_phase(text):
     assert find_phase(text).name == "01_forward"
 
@@ -110,9 +159,19 @@ def test_names_of_a_phase(text):
 def test_list(cli, monkeypatch):
     metrics = {"output_tokens_per_s": Metric((10.0,))}
     before = Run("01_forward", "w", "h", "m", "real", "float32", metrics)
-    after = Run("02_kv_cache", "w", "h", "m", "real", "float32", {"output_tokens_per_s": Metric((73.0,))})
+    after = Run(
+        "02_kv_cache",
+        "w",
+        "h",
+        "m",
+        "real",
+        "float32",
+        {"output_tokens_per_s": Metric((73.0,))},
+    )
     evidence = collect("02_kv_cache", [before, after], torch.device("cpu"))
-    monkeypatch.setattr("benchmarks.evidence.results", lambda: {"cpu": {"02_kv_cache": evidence}})
+    monkeypatch.setattr(
+        "benchmarks.evidence.results", lambda: {"cpu": {"02_kv_cache": evidence}}
+    )
     monkeypatch.setattr("phases.commands.plain.out.width", 160)
     code, out, _ = cli("list")
     assert code == 0
@@ -130,13 +189,24 @@ def test_doctor(cli, monkeypatch):
     monkeypatch.setattr("phases.commands.doctor.out.width", 160)
     code, out, _ = cli("doctor")
     assert code == 0
-    names = ("Python", "PyTorch", torch.__version__, "Triton", "Device", "dtype", "smollm2", "Phases")
+    names = (
+        "Python",
+        "PyTorch",
+        torch.__version__,
+        "Triton",
+        "Device",
+        "dtype",
+        "smollm2",
+        "Phases",
+    )
     for words in (*names, "28.3 GB/s, measured now", "1,234 GFLOP/s in "):
         assert words in out
 
 
 def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folder):
-    silent = SimpleNamespace(stream=lambda prompts, params: iter([TokenEvent(0, 0, "stop", 0.0)]))
+    silent = SimpleNamespace(
+        stream=lambda prompts, params: iter([TokenEvent(0, 0, "stop", 0.0)])
+    )
     monkeypatch.setattr("phases.commands.run.load_engine", lambda *_, **__: silent)
     _, _, err = cli("run", "6", "--device", "cpu")
     assert "06_triton_paged_attention needs a CUDA device to be fast" in err
@@ -165,7 +235,10 @@ def test_a_missing_triton_is_named(cli, monkeypatch, smollm2_folder):
     monkeypatch.setitem(sys.modules, "triton", None)
     code, _, err = cli("run", "6", "--device", "cpu")
     assert code == 2
-    assert err.splitlines()[-1] == "error: kernels need triton, which is not installed: see `ladder doctor`"
+    assert (
+        err.splitlines()[-1]
+        == "error: kernels need triton, which is not installed: see `ladder doctor`"
+    )
 
 
 def run_json(cli, *arguments: str) -> dict[str, object]:
@@ -176,13 +249,22 @@ def run_json(cli, *arguments: str) -> dict[str, object]:
 
 def test_run_json_has_exactly_the_agreed_fields(cli, smollm2_folder):
     found = run_json(cli, "2", "--prompt", "The capital of France is", "--max-tokens", "4")
-    fields = "phase model completions prompt_tokens completion_tokens seconds tokens_per_second"
+    fields = (
+        "phase model completions prompt_tokens completion_tokens seconds tokens_per_second"
+    )
     assert set(found) == {*fields.split(), "time_to_first_token"}
     (completion,) = found["completions"]
     assert set(completion) == {"prompt", "text", "token_ids", "finish_reason"}
     assert (found["phase"], found["model"]) == ("02_kv_cache", "smollm2")
-    assert completion["text"].strip().startswith("Paris") and completion["finish_reason"] == "length"
-    assert (found["prompt_tokens"], found["completion_tokens"]) == (5, len(completion["token_ids"])) == (5, 4)
+    assert (
+        completion["text"].strip().startswith("Paris")
+        and completion["finish_reason"] == "length"
+    )
+    assert (
+        (found["prompt_tokens"], found["completion_tokens"])
+        == (5, len(completion["token_ids"]))
+        == (5, 4)
+    )
     assert found["tokens_per_second"] == pytest.approx(4 / found["seconds"])
     assert 0 < found["time_to_first_token"] < found["seconds"]
 
@@ -195,15 +277,28 @@ def test_run_chat_ends_with_its_end_token_and_without_its_text(cli, smollm2_fold
 
 
 def test_each_prompt_is_a_request(cli, smollm2_folder):
-    arguments = ["3", "--prompt", "1, 2, 3,", "--prompt", "The capital of France is", "--max-tokens", "2"]
+    arguments = [
+        "3",
+        "--prompt",
+        "1, 2, 3,",
+        "--prompt",
+        "The capital of France is",
+        "--max-tokens",
+        "2",
+    ]
     found = run_json(cli, *arguments)
-    assert [one["prompt"] for one in found["completions"]] == ["1, 2, 3,", "The capital of France is"]
+    assert [one["prompt"] for one in found["completions"]] == [
+        "1, 2, 3,",
+        "The capital of France is",
+    ]
     assert [len(one["token_ids"]) for one in found["completions"]] == [2, 2]
     _, out, _ = cli("run", *arguments, "--device", "cpu")
     assert "[1/2] 1, 2, 3,\n" in out and "[2/2] The capital of France is\n" in out
     texts = re.split(r"\[[12]/2\] .*\n", out)[1:]
     for one, shown in zip(found["completions"], texts, strict=True):
-        assert one["text"].strip() in shown, "completions are not shown in the order of their prompts"
+        assert one["text"].strip() in shown, (
+            "completions are not shown in the order of their prompts"
+        )
 
 
 def test_run_with_a_prompt_that_is_too_long(cli, tmp_path, smollm2_folder):

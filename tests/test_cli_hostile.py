@@ -15,7 +15,7 @@ from rich.console import Console
 
 from common.errors import UserError
 from common.models.gguf_import import import_gguf
-from cuda_graphs.overlap import Overlapped
+from cuda_graphs.overlap import OverlappedLoop
 from phases import registry
 from phases.cli import main
 from phases.commands import benches, doctor, engines, plain
@@ -58,7 +58,8 @@ def test_what_is_wrong_is_told_before_anything_is_fetched(
 ) -> None:
     for command in ("run", "profile", "demo"):
         monkeypatch.setattr(
-            f"phases.commands.{command}.model_folder", lambda name: pytest.fail(f"{name} is fetched")
+            f"phases.commands.{command}.model_folder",
+            lambda name: pytest.fail(f"{name} is fetched"),
         )
     code, out, err = cli(*arguments)
     assert (code, out) == (2, "")
@@ -71,11 +72,15 @@ def test_what_is_wrong_is_told_before_anything_is_fetched(
 
 def test_ctrl_c_inside_a_command(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        plain, "list_phases", lambda given: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9)
+        plain,
+        "list_phases",
+        lambda given: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9),
     )
     code, out, err = cli("list")
     assert (code, out, err.strip()) == (130, "", "interrupted")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler is given back"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
+        "the handler is given back"
+    )
 
 
 TEXTS = {
@@ -103,7 +108,9 @@ def full_disk() -> Any:
 FULL = "error: the output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize(("broken", "code", "said"), [(nobody_reads, 0, ""), (full_disk, 1, FULL)])
+@pytest.mark.parametrize(
+    ("broken", "code", "said"), [(nobody_reads, 0, ""), (full_disk, 1, FULL)]
+)
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_output_that_nobody_can_read(
     name: str, broken: Any, code: int, said: str, text_of: Any, capsys: Any
@@ -112,13 +119,21 @@ def test_an_output_that_nobody_can_read(
     with broken() as stream, stdout(stream), pytest.raises(SystemExit) as ended:
         main(text_of(name))
     err = capsys.readouterr().err
-    assert (ended.value.code or 0) == code and err.endswith(said) and ("error" in err) == bool(said)
+    assert (
+        (ended.value.code or 0) == code
+        and err.endswith(said)
+        and ("error" in err) == bool(said)
+    )
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_output_that_knows_only_ascii(name: str, text_of: Any, tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with path.open("w", encoding="ascii") as stream, stdout(stream), pytest.raises(SystemExit) as ended:
+    with (
+        path.open("w", encoding="ascii") as stream,
+        stdout(stream),
+        pytest.raises(SystemExit) as ended,
+    ):
         main(text_of(name))
     assert not ended.value.code
     assert path.read_bytes().isascii() and path.stat().st_size > 1
@@ -132,7 +147,10 @@ def test_a_bench_whose_result_has_no_place_does_not_begin(
     monkeypatch.setattr(benches, "_announce", lambda *_: pytest.fail("it measures"))
     code, out, err = cli("bench", "1", "--quick", "--device", "cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"{tmp_path}/home/quick/benchmarks/results/cpu cannot be written: Not a directory" in err
+    assert (
+        f"{tmp_path}/home/quick/benchmarks/results/cpu cannot be written: Not a directory"
+        in err
+    )
 
 
 def read(tmp_path: Path, content: bytes) -> list[str]:
@@ -147,7 +165,9 @@ def test_lines_of_a_prompts_file(tmp_path: Path) -> None:
     assert read(tmp_path, f"{odd}\n \n{odd}".encode()) == [odd, odd]
 
 
-def test_prompts_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_files_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"prompts\.txt is not text: it holds a NUL character"):
         read(tmp_path, b"a\0b\n")
     with pytest.raises(UserError, match="is not UTF-8 text"):
@@ -178,19 +198,40 @@ def test_flags_of_the_last_engine_reach_it(
         return made[-1]
 
     monkeypatch.setattr("phases.commands.run.load_engine", load)
-    small = ["--max-rows", "2", "--max-len", "32", "--step-tokens", "32", "--cache-bytes", str(1 << 20)]
-    arguments = ["--model", str(tiny), "--device", "cpu", "--prompt", "abc", "--max-tokens", "3", *small]
+    small = [
+        "--max-rows",
+        "2",
+        "--max-len",
+        "32",
+        "--step-tokens",
+        "32",
+        "--cache-bytes",
+        str(1 << 20),
+    ]
+    arguments = [
+        "--model",
+        str(tiny),
+        "--device",
+        "cpu",
+        "--prompt",
+        "abc",
+        "--max-tokens",
+        "3",
+        *small,
+    ]
     code, out, _ = cli("run", "09", *arguments, *flags, "--json")
     assert code == 0 and json.loads(out)["completion_tokens"] <= 3
     (engine,) = made
     assert engine.scheduler.rows.count == 2
     assert isinstance(engine.cache, PrefixCache) == ("--no-prefix-cache" not in flags)
-    assert isinstance(engine.loop, Overlapped) == ("--no-overlap" not in flags)
+    assert isinstance(engine.loop, OverlappedLoop) == ("--no-overlap" not in flags)
 
 
 @pytest.mark.parametrize("columns", ["x", "20"])
 @pytest.mark.parametrize("name", ["help", "doctor"])
-def test_screens_of_odd_widths(name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any) -> None:
+def test_screens_of_odd_widths(
+    name: str, columns: str, text_of: Any, cli: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr("common.console.out.width", Console().width)
     code, out, _ = cli(*text_of(name))

@@ -30,13 +30,17 @@ def test_every_phase_is_shown_or_named_elsewhere():
 
 
 def test_each_rung_changes_its_number(model):
-    found = {number: work(model, number) for number in ("1", "2", "3", "4", "5", "7", "8", "10")}
+    found = {
+        number: work(model, number) for number in ("1", "2", "3", "4", "5", "7", "8", "10")
+    }
     one, two, three, four, five, seven, eight, ten = found.values()
     outputs, prompts = sum(LENGTHS), sum(map(len, PROMPTS))
     assert two.computed == prompts + outputs - len(PROMPTS), "each token is computed once"
     assert one.computed > 8 * two.computed
     assert (one.steps, two.steps) == (outputs, outputs)
-    assert three.steps == sum(map(max, zip(LENGTHS[::2], LENGTHS[1::2], strict=True))), "a batch of two waits"
+    assert three.steps == sum(map(max, zip(LENGTHS[::2], LENGTHS[1::2], strict=True))), (
+        "a batch of two waits"
+    )
     assert four.steps < three.steps and four.at_once == three.at_once == MEMORY_ROWS
     assert five.at_once > four.at_once
     assert five.largest > seven.largest == CHUNK

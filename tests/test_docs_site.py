@@ -32,7 +32,11 @@ def site() -> Path:
 
 def test_every_phase_has_its_lesson_notebook_and_reference(site: Path) -> None:
     for phase in PHASES:
-        for page in (f"phases/{phase.name}/README", f"notebooks/{phase.name}", f"reference/{phase.package}"):
+        for page in (
+            f"phases/{phase.name}/README",
+            f"notebooks/{phase.name}",
+            f"reference/{phase.package}",
+        ):
             assert (site / f"{page}.html").is_file(), f"the site has no {page}"
     reference = (site / "reference" / "paged_cache.html").read_text(encoding="utf-8")
     assert "paged_cache.allocator.BlockAllocator" in reference, "docstrings are shown"

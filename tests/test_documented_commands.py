@@ -28,7 +28,9 @@ def documented() -> dict[str, str]:
     for path in sources():
         content = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
-            content = "\n".join("".join(cell["source"]) for cell in json.loads(content)["cells"])
+            content = "\n".join(
+                "".join(cell["source"]) for cell in json.loads(content)["cells"]
+            )
         blocks = re.findall(r"^(?:```|~~~)\w*\n(.*?)^(?:```|~~~)", content, re.M | re.S)
         lines = [line for block in blocks for line in LINE.findall(block)]
         for line in lines + INLINE.findall(content):
@@ -52,7 +54,9 @@ def check(line: str) -> None:
         assert find_phase(phase), f"there is no phase {phase}"
     if name in WITH_ENGINE_FLAGS and phase is not None:
         first = registry.first_phases()
-        options = {key: value for key, value in given.items() if key in first and value is not None}
+        options = {
+            key: value for key, value in given.items() if key in first and value is not None
+        }
         registry.check_options(find_phase(phase), options, CPU)
 
 

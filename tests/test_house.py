@@ -14,13 +14,30 @@ import pytest
 
 from phases import PHASES, ROOT
 
-BUDGET = 1200
-"""Lines of code of a phase's package, comments and docstrings not counted."""
+BUDGET = 10_000
+"""Tokens of code of a phase's package, comments and docstrings not counted."""
 LARGER = {
-    "triton_paged_attention": 1500,
-    "serving": 1450,
+    "triton_paged_attention": 14_000,
+    "structured": 11_000,
+    "serving": 11_000,
+    "experts": 11_000,
+    "hybrid_cache": 12_000,
 }
-"""Packages that are over it still: they may only shrink."""
+"""Packages with more to teach."""
+OVER = {
+    "continuous": 10_510,
+    "triton_paged_attention": 16_180,
+    "quant": 12_260,
+    "speculative": 11_170,
+    "structured": 12_690,
+    "serving": 13_840,
+    "parallel": 10_290,
+    "experts": 11_310,
+    "hybrid_cache": 15_490,
+}
+"""Packages that are over their budget still: they may only shrink."""
+WIDTH, WIDE = 95, 0.03
+"""Columns of a line of code, and the share of a room's lines that may have more."""
 TWICE = set[str]()
 """Class names that are defined twice still."""
 LESSON, MEASURE = 3000, 400
@@ -29,18 +46,22 @@ QUESTIONS = {"what", "whether", "how", "where", "who", "whose"}
 NAMELESS = re.compile(r"\b(nobody|everybody|somebody|anybody|whoever)\b", re.IGNORECASE)
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 """What may have a docstring."""
-MOST_LINES = 80
+MOST_LINES = 95
 """Of a function outside kernels."""
-PACKAGES = {"common": ROOT / "common", "benchmarks": ROOT / "benchmarks", "phases": ROOT / "phases"} | {
-    phase.package: phase.folder / phase.package for phase in PHASES
-}
+PACKAGES = {
+    "common": ROOT / "common",
+    "benchmarks": ROOT / "benchmarks",
+    "phases": ROOT / "phases",
+} | {phase.package: phase.folder / phase.package for phase in PHASES}
 
 
 def modules() -> dict[str, Path]:
     """Every module by its importable name."""
     found: dict[str, Path] = {}
     for package, folder in PACKAGES.items():
-        rooms = ("", "appendix/**/", "commands/", "course/") if package == "phases" else ("**/",)
+        rooms = (
+            ("", "appendix/**/", "commands/", "course/") if package == "phases" else ("**/",)
+        )
         for path in (path for room in rooms for path in folder.glob(f"{room}*.py")):
             parts = (package, *path.relative_to(folder).with_suffix("").parts)
             found[".".join(parts).removesuffix(".__init__")] = path
@@ -66,14 +87,20 @@ def test_no_circle_of_imports():
     """Between modules; a package's `__init__` may import what lies in it."""
     paths = modules()
     needs = {
-        name: {other for other in imports(path, name, set(paths)) if other in paths and other != name}
+        name: {
+            other
+            for other in imports(path, name, set(paths))
+            if other in paths and other != name
+        }
         for name, path in paths.items()
         if path.name != "__init__.py"
     }
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"a circle: {' -> '.join([*above[above.index(name) :], name])}"
+        assert name not in above, (
+            f"a circle: {' -> '.join([*above[above.index(name) :], name])}"
+        )
         if name not in done and name in needs:
             for other in sorted(needs[name]):
                 visit(other, (*above, name))
@@ -97,31 +124,86 @@ def test_functions_are_short():
     assert [found for path in files for found in long_functions(path)] == []
 
 
-def code_lines(path: Path) -> int:
-    """Lines with a token that is neither a comment nor a docstring; other files than Python's: not blank."""
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+"""Tokens that are no code."""
+
+
+def code_of(path: Path) -> tuple[int, list[str]]:
+    """Return a file's tokens of code, comments and docstrings not counted, and its lines that have any."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        bare = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-        return sum(bool(line.strip()) and not line.strip().startswith("//") for line in bare.splitlines())
-    said: set[int] = set()
+        bare = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+        lines = [line for line in bare.splitlines() if line.strip()]
+        return len(re.findall(r"\w+|[^\w\s]", bare)), lines
+    documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         for item in node.body if isinstance(node, DOCUMENTED) else ():
             if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
-                said.update(range(item.lineno, (item.end_lineno or item.lineno) + 1))
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+                documented.update(range(item.lineno, (item.end_lineno or item.lineno) + 1))
     used: set[int] = set()
+    count = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in layout | {tokenize.ENDMARKER}:
+        if token.type not in LAYOUT and token.start[0] not in documented:
+            count += 1
             used.update(range(token.start[0], token.end[0] + 1))
-    return len(used - said)
+    lines = text.splitlines()
+    return count, [lines[number - 1] for number in sorted(used)]
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
 def test_a_package_keeps_its_budget(phase):
     folder = phase.folder / phase.package
-    lines = sum(code_lines(path) for pattern in ("*.py", "*.cu*") for path in folder.rglob(pattern))
-    most = LARGER.get(phase.package, BUDGET)
-    assert lines <= most, f"{phase.package} has {lines} lines of code, and may have {most}"
+    files = [path for pattern in ("*.py", "*.cu*") for path in folder.rglob(pattern)]
+    tokens = sum(code_of(path)[0] for path in files)
+    budget = LARGER.get(phase.package, BUDGET)
+    most = max(budget, OVER.get(phase.package, 0))
+    assert tokens <= most, f"{phase.package} has {tokens} tokens of code, and may have {most}"
+    assert tokens > budget or phase.package not in OVER, (
+        f"{phase.package} has {tokens} tokens, within its budget of {budget}: take it out of OVER"
+    )
+
+
+def rooms() -> dict[str, list[Path]]:
+    """Return the files of every room: a phase's package, an entry of the appendix, or a top folder."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in [*modules().values(), *sorted((ROOT / "tests").rglob("*.py"))]:
+        parts = path.relative_to(ROOT).parts
+        deep = 3 if parts[:2] == ("phases", "appendix") else 2 if parts[0] == "phases" else 1
+        if "other_engines" not in parts:  # they stand as they ran
+            found["/".join(parts[:deep])].append(path)
+    return found
+
+
+def test_lines_of_code_are_short():
+    for room, files in rooms().items():
+        lines = [line for path in files for line in code_of(path)[1]]
+        wide = sum(len(line) > WIDTH for line in lines)
+        assert wide <= WIDE * len(lines), (
+            f"{room}: {wide} of {len(lines)} lines of code have more than {WIDTH} columns"
+        )
+
+
+def test_an_assignment_is_one_thought():
+    found = []
+    for path in (path for files in rooms().values() for path in files):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                names = max(
+                    len(target.elts) if isinstance(target, ast.Tuple) else 1
+                    for target in node.targets
+                )
+                if names > 2:
+                    found.append(
+                        f"{path.relative_to(ROOT)}:{node.lineno}: {names} names at once"
+                    )
+    assert found == [], "\n".join(found)
 
 
 def test_a_class_name_means_one_class():
@@ -130,7 +212,9 @@ def test_a_class_name_means_one_class():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not name.startswith("benchmarks"):
                 places[node.name].append(name)
-    twice = {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE}
+    twice = {
+        name: found for name, found in places.items() if len(found) > 1 and name not in TWICE
+    }
     assert twice == {}
 
 
@@ -143,7 +227,9 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
             if isinstance(node, DOCUMENTED):
                 first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
                 if first and first[0].lower() in QUESTIONS:
-                    found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}")
+                    found.append(
+                        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} {first[0]}"
+                    )
     assert found == []
 
 
@@ -161,7 +247,9 @@ def test_the_actor_has_a_name():
     """A request, the scheduler, rank 0: comments and docstrings do without nobody and whoever."""
     found = [
         f"{path.relative_to(ROOT)}:{line + said[: word.start()].count(chr(10))} {word[0]}"
-        for path in sorted([*(ROOT / "phases").rglob("*.py"), *(ROOT / "common").rglob("*.py")])
+        for path in sorted(
+            [*(ROOT / "phases").rglob("*.py"), *(ROOT / "common").rglob("*.py")]
+        )
         for line, said in prose(path.read_text(encoding="utf-8"))
         for word in NAMELESS.finditer(said)
     ]
@@ -173,7 +261,12 @@ def test_a_lesson_is_of_one_sitting(phase):
     text = (phase.folder / "README.md").read_text(encoding="utf-8")
     words = len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
     assert words <= LESSON, f"{phase.name}: {words} words"
-    shown = re.sub(r"<details>.*?</details>|```.*?```|^\|[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    shown = re.sub(
+        r"<details>.*?</details>|```.*?```|^\|[^\n]*$",
+        "",
+        text,
+        flags=re.DOTALL | re.MULTILINE,
+    )
     parts = re.split(r"^## ", shown, flags=re.MULTILINE)
     (measure,) = [len(part.split()) for part in parts if re.match(r"[\d. ]*Measure", part)]
     assert measure <= MEASURE, f"{phase.name}: {measure} words in the section on measuring"
@@ -220,12 +313,19 @@ def test_a_phase_imports_only_from_below(phase):
 def test_commands_import_benchmarks_and_never_the_other_way():
     found = [
         f"{path.relative_to(ROOT)} imports phases.commands"
-        for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "phases").glob("*/bench.py")]
+        for path in [
+            *(ROOT / "benchmarks").rglob("*.py"),
+            *(ROOT / "phases").glob("*/bench.py"),
+        ]
         if "phases.commands" in path.read_text(encoding="utf-8")
     ]
     assert found == []
 
 
 def test_every_phase_folder_is_known():
-    folders = {path.name for path in (ROOT / "phases").glob("[0-9]*") if any(path.glob("*/__init__.py"))}
+    folders = {
+        path.name
+        for path in (ROOT / "phases").glob("[0-9]*")
+        if any(path.glob("*/__init__.py"))
+    }
     assert folders == {phase.name for phase in PHASES}

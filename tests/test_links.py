@@ -12,7 +12,8 @@ from benchmarks.tables import markdown_files
 from phases import ROOT
 
 LINK = re.compile(
-    r"(?<!\\)!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|<img[^>]+src=\"([^\"]+)\"|^\[[^\]]+\]:\s*(\S+)", re.M
+    r"(?<!\\)!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|<img[^>]+src=\"([^\"]+)\"|^\[[^\]]+\]:\s*(\S+)",
+    re.M,
 )
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 CODE = re.compile(r"`[^`\n]*`")
@@ -34,13 +35,21 @@ def text_of(path: Path) -> str:
 def anchors(path: Path) -> set[str]:
     """Names that a link can end in after `#`: headings as GitHub spells them, and lines of code."""
     if path.suffix != ".md":
-        return {f"L{line}" for line in range(1, len(path.read_text(encoding="utf-8").splitlines()) + 1)}
+        return {
+            f"L{line}"
+            for line in range(1, len(path.read_text(encoding="utf-8").splitlines()) + 1)
+        }
     found: set[str] = set()
-    for heading in re.findall(r"^#+\s+(.+?)\s*$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "").replace("*", ""))
+    for heading in re.findall(
+        r"^#+\s+(.+?)\s*$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M
+    ):
+        plain = re.sub(
+            r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "").replace("*", "")
+        )
         slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
         number = sum(
-            name == slug or re.fullmatch(re.escape(slug) + r"-\d+", name) is not None for name in found
+            name == slug or re.fullmatch(re.escape(slug) + r"-\d+", name) is not None
+            for name in found
         )
         found.add(f"{slug}-{number}" if number else slug)
     return found

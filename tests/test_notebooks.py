@@ -32,7 +32,9 @@ def test_every_phase_has_one() -> None:
 
 
 def test_the_warm_up_is_named_before_it_is_needed() -> None:
-    lesson = (ROOT / "phases" / "06_triton_paged_attention" / "README.md").read_text(encoding="utf-8")
+    lesson = (ROOT / "phases" / "06_triton_paged_attention" / "README.md").read_text(
+        encoding="utf-8"
+    )
     assert 0 < lesson.find(f"{WARM_UP}.ipynb") < lesson.index("**Online softmax.**")
 
 
@@ -56,11 +58,21 @@ class TestNotebook:
         cells = code_cells(path)
         assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
         outputs = [output for cell in cells for output in cell["outputs"]]
-        assert [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"] == []
+        assert [
+            o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"
+        ] == []
 
     def test_every_print_has_its_output(self, path: Path) -> None:
-        silent = [c["id"] for c in code_cells(path) if re.search(r"^print\(", "".join(c["source"]), re.M)]
-        assert silent and [c["id"] for c in code_cells(path) if c["id"] in silent and not c["outputs"]] == []
+        silent = [
+            c["id"]
+            for c in code_cells(path)
+            if re.search(r"^print\(", "".join(c["source"]), re.M)
+        ]
+        assert (
+            silent
+            and [c["id"] for c in code_cells(path) if c["id"] in silent and not c["outputs"]]
+            == []
+        )
 
     def test_times_are_not_compared(self, path: Path) -> None:
         for cell in code_cells(path):
@@ -71,9 +83,13 @@ class TestNotebook:
     def test_has_an_experiment(self, path: Path) -> None:
         """A prediction is asked for in front of a cell that draws what comes out."""
         cells = read(path)["cells"]
-        drawn = [at for at, cell in enumerate(cells) if "image/png" in str(cell.get("outputs"))]
+        drawn = [
+            at for at, cell in enumerate(cells) if "image/png" in str(cell.get("outputs"))
+        ]
         assert drawn, "no plot"
-        before = ["".join(cell["source"]) for at in drawn for cell in cells[max(0, at - 2) : at]]
+        before = [
+            "".join(cell["source"]) for at in drawn for cell in cells[max(0, at - 2) : at]
+        ]
         assert any("**Predict" in text for text in before), "no prediction in front of a plot"
 
     def test_names_no_machine(self, path: Path) -> None:

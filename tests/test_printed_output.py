@@ -50,7 +50,11 @@ def after(number: str, begins: str) -> tuple[str, list[str]]:
     """The command of a lesson that begins so, and the lines of the block behind it."""
     found = blocks(number)
     commands = [re.sub(r"^(?:\.venv/bin/)?ladder ", "", text) for _, text in found]
-    (at,) = (i for i, text in enumerate(commands) if text.startswith(begins) and "\n" not in text.strip())
+    (at,) = (
+        i
+        for i, text in enumerate(commands)
+        if text.startswith(begins) and "\n" not in text.strip()
+    )
     return commands[at].strip(), found[at + 1][1].splitlines()
 
 
@@ -96,7 +100,16 @@ def test_a_profile_has_the_kernels_that_lesson_06_shows(tmp_path: Path) -> None:
     """In a process of its own: Triton decides when it is imported whether its kernels are interpreted."""
     command, said = after("06", "profile 06")
     done = subprocess.run(
-        [sys.executable, "-m", "phases", *shlex.split(command), "--device", "cpu", "--output", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "phases",
+            *shlex.split(command),
+            "--device",
+            "cpu",
+            "--output",
+            str(tmp_path),
+        ],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -118,4 +131,6 @@ def test_an_example_in_python_runs(number: str) -> None:
     with redirect_stdout(printed):
         exec(compile(found[at][1], f"lesson {number}", "exec"), {})
     if number == "08":
-        assert missing(found[at + 1][1].splitlines(), printed.getvalue()) == [], printed.getvalue()
+        assert missing(found[at + 1][1].splitlines(), printed.getvalue()) == [], (
+            printed.getvalue()
+        )

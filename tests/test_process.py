@@ -55,8 +55,16 @@ def test_what_a_command_raises_becomes_a_code_and_a_line(capsys: Any) -> None:
         (EngineLost("rank 2 has ended"), 1, "error: rank 2 has ended\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 0, ""),
-        (OSError(errno.ENOSPC, "No space left"), 1, "error: the output cannot be written: No space left\n"),
-        (OSError(errno.EROFS, "Read-only", "/a"), 1, "error: /a cannot be written: Read-only\n"),
+        (
+            OSError(errno.ENOSPC, "No space left"),
+            1,
+            "error: the output cannot be written: No space left\n",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only", "/a"),
+            1,
+            "error: /a cannot be written: Read-only\n",
+        ),
         (SystemExit(143), 143, ""),
         (SystemExit(), 0, ""),
     ):
@@ -74,15 +82,24 @@ def process(*arguments: str, redirect: str = "", **environment: str) -> tuple[in
     line = f'"$0" -m phases {" ".join(arguments)} {redirect}'
     call = ["bash", "-o", "pipefail", "-c", line, sys.executable]
     done = subprocess.run(
-        call, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, check=False
+        call,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 
 
 def test_ctrl_c_while_the_command_is_imported(tmp_path: Path) -> None:
     """Typer takes a tenth of a second to import, in which nobody has taken over the signals yet."""
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    code, out, err = process("list", "--names", PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path)))
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    code, out, err = process(
+        "list", "--names", PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path))
+    )
     assert (code, out, err) == (130, "", "interrupted\n")
 
 
@@ -101,8 +118,12 @@ def test_streams_of_a_process(redirect: str, code: int, err: str) -> None:
     assert out.startswith("01_forward\n") == (code == 0)
 
 
-@pytest.mark.parametrize(("number", "code", "says"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "")])
-def test_a_signal_while_torch_is_imported(tmp_path: Path, number: str, code: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "says"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "")]
+)
+def test_a_signal_while_torch_is_imported(
+    tmp_path: Path, number: str, code: int, says: str
+) -> None:
     """PyTorch's and numpy's own code makes an ImportError of whatever comes up meanwhile."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\n"
@@ -122,12 +143,16 @@ def test_sigterm_ends_children_too(tmp_path: Path) -> None:
         "    finally:\n        child.kill()\n        child.wait()\n"
         "sys.exit(exit_code(command))"
     )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.terminate()
         assert parent.wait(20) == 143
-    end = time.monotonic() + 20  # whoever adopts the orphan takes note of its end when it has time
+    end = (
+        time.monotonic() + 20
+    )  # whoever adopts the orphan takes note of its end when it has time
     while running(child):
         assert time.monotonic() < end, "the child outlives a parent that was told to end"
         time.sleep(0.02)
@@ -148,7 +173,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as on a full disk
     try:
-        too_large = pytest.raises(UserError, match=r"evidence\.json cannot be written: File too large")
+        too_large = pytest.raises(
+            UserError, match=r"evidence\.json cannot be written: File too large"
+        )
         with too_large, whole(path) as scratch:
             scratch.write_bytes(bytes(5000))
         with pytest.raises(UserError, match="cannot be written: File too large"):
@@ -158,6 +185,8 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), whole(path) as scratch:
         scratch.write_text("half")
         raise KeyboardInterrupt
-    assert path.read_text() == "old" and [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.read_text() == "old" and [file.name for file in path.parent.iterdir()] == [
+        path.name
+    ]
     check_folder(tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []

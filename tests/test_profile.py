@@ -31,7 +31,9 @@ PROFILED = [
 def test_every_phase_is_profiled(cli: Any, tmp_path: Path, phase: Any) -> None:
     if phase.needs and torch.cuda.is_available():
         pytest.skip("kernels run natively here")
-    code, out, _ = cli("profile", str(phase.number), *SIZE, "--device", "cpu", "--output", str(tmp_path))
+    code, out, _ = cli(
+        "profile", str(phase.number), *SIZE, "--device", "cpu", "--output", str(tmp_path)
+    )
     assert code == 0
     path = tmp_path / f"{phase.name}.json.gz"
     assert out.splitlines()[-1] == str(path)
@@ -68,7 +70,15 @@ def test_wrong_input(cli: Any, arguments: list[str], words: str) -> None:
 
 
 def event(category: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "tid": 1,
+        "args": args,
+    }
 
 
 GPU_TRACE = [
@@ -95,7 +105,10 @@ GPU_TRACE = [
 
 def test_kernels_belong_to_the_step_that_launched_them() -> None:
     prefill, decode = step_tables(GPU_TRACE, on_device=True)
-    assert {(row.name, row.calls) for row in prefill.rows} == {("gemm", 1), ("softmax_kernel", 1)}
+    assert {(row.name, row.calls) for row in prefill.rows} == {
+        ("gemm", 1),
+        ("softmax_kernel", 1),
+    }
     assert (prefill.launches, prefill.copies) == (2, 0)
     assert (decode.steps, decode.launches, decode.copies) == (2, 3, 1)
     assert decode.rows[0].name == "decode_kernel"

@@ -31,7 +31,7 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
-from phases.appendix.latency.ways import LatencyAttention, install
+from phases.appendix.latency.layers import LatencyAttention, install
 from triton_paged_attention.feature import LAYERS
 from triton_paged_attention.layers import optimize
 
@@ -48,7 +48,9 @@ VOCAB, BLOCK = 151_936, 64
 def run(options: BenchOptions) -> Evidence:
     """Both models, then the sampling kernels."""
     if options.device.type != "cuda":
-        raise UserError(f"device is {options.device.type!r}, but kernels are timed on 'cuda' only")
+        raise UserError(
+            f"device is {options.device.type!r}, but kernels are timed on 'cuda' only"
+        )
     top = ceilings(options.device, options.dtype)
     runs = [*sampling(options, top)]
     for name in MODELS[:1] if options.quick else MODELS:
@@ -58,7 +60,9 @@ def run(options: BenchOptions) -> Evidence:
 
 def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     """One request at each context and a few at one of them, with all kernels; fewer kernels at that one."""
-    base = load_model(f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1])
+    base = load_model(
+        f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1]
+    )
     models = {
         "06_triton_paged_attention": install(optimize(clone(base))),
         "without kernels for one token": optimize(clone(base), ["projections"]),
@@ -78,17 +82,24 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
         for count, context in cases(variant, options.quick):
             batch = fixed_batch(count, blocks // count, options.device)
             batch.input_ids.fill_(1234)
-            batch.block_tables.copy_(torch.randperm(blocks)[: batch.block_tables.numel()].view(count, -1))
+            batch.block_tables.copy_(
+                torch.randperm(blocks)[: batch.block_tables.numel()].view(count, -1)
+            )
             batch.context_lens.fill_(context)
             batch.positions.fill_(context - 1)
             last = batch.block_tables[:, (context - 1) // BLOCK].long()
             batch.slots.copy_(last * BLOCK + (context - 1) % BLOCK)
             with torch.inference_mode():
                 samples = graph_seconds([partial(step, model, batch)], target=0.05, repeats=9)
-            work = weight_bytes(base) + count * context * config.kv_bytes_per_token(options.dtype)
+            work = weight_bytes(base) + count * context * config.kv_bytes_per_token(
+                options.dtype
+            )
             if not config.tie_word_embeddings:
                 work -= config.vocab_size * config.hidden_size * options.dtype.itemsize
-            print(f"{name} {variant} {count} x {context}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
+            print(
+                f"{name} {variant} {count} x {context}: {sorted(samples)[4] * 1e6:.1f} us",
+                flush=True,
+            )
             chosen = {"batch": count, "context": context}
             yield record("decode-step", variant, name, options, top, samples, work, **chosen)
 
@@ -104,7 +115,10 @@ def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
 def sampling(options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     """Greedy and random rows, by torch and by the kernels, which must choose the same."""
     for batch in BATCHES[:1] if options.quick else BATCHES:
-        sets = [torch.randn(batch, VOCAB, device=options.device).mul_(3).to(options.dtype) for _ in range(3)]
+        sets = [
+            torch.randn(batch, VOCAB, device=options.device).mul_(3).to(options.dtype)
+            for _ in range(3)
+        ]
         choices = choosers(batch, options.device)
         for pair in (("torch draw", "draw_rows"), ("torch argmax", "argmax_rows")):
             wanted, got = (choices[variant](sets[0]) for variant in pair)
@@ -114,7 +128,16 @@ def sampling(options: BenchOptions, top: Ceilings) -> Iterator[Run]:
             samples = graph_seconds([partial(call, x) for x in sets], repeats=9)
             print(f"sampling {batch} {variant}: {sorted(samples)[4] * 1e6:.1f} us", flush=True)
             work = batch * VOCAB * options.dtype.itemsize
-            yield record("sampling", variant, "vocabulary of Qwen3", options, top, samples, work, batch=batch)
+            yield record(
+                "sampling",
+                variant,
+                "vocabulary of Qwen3",
+                options,
+                top,
+                samples,
+                work,
+                batch=batch,
+            )
 
 
 def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -127,7 +150,9 @@ def choosers(batch: int, device: torch.device) -> dict[str, Callable[[Tensor], T
     rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
     return {
         "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
-        "draw_rows": lambda x: draw_rows(x, DrawSettings(rows, steps, sampler.floats, sampler.ints)),
+        "draw_rows": lambda x: draw_rows(
+            x, DrawSettings(rows, steps, sampler.floats, sampler.ints)
+        ),
         "torch argmax": lambda x: x.argmax(1),
         "argmax_rows": argmax_rows,
     }
@@ -148,7 +173,9 @@ def record(
     return Run(
         variant=variant,
         workload=workload,
-        workload_sha256=hashlib.sha256(repr((workload, VOCAB, sorted(chosen.items()))).encode()).hexdigest(),
+        workload_sha256=hashlib.sha256(
+            repr((workload, VOCAB, sorted(chosen.items()))).encode()
+        ).hexdigest(),
         model=model,
         weights="random",
         dtype=str(options.dtype).removeprefix("torch."),
@@ -165,12 +192,16 @@ def draw(evidence: Evidence, out: Path) -> None:
     shown = colours(models, STEP)
     reached = {}
     for model, marker in zip(models, MARKERS, strict=False):
-        runs = sorted(evidence.find(STEP, model=model, batch=1), key=lambda run: run.options["context"])
+        runs = sorted(
+            evidence.find(STEP, model=model, batch=1), key=lambda run: run.options["context"]
+        )
         fractions = [run.roofline.fraction for run in runs if run.roofline]
         reached[model] = max(fractions)
         contexts = [run.options["context"] for run in runs]
         left.plot(contexts, fractions, marker=marker, color=shown[model], label=model)
-    left.set_title("One token reaches " + ", ".join(f"{s:.0%} ({model})" for model, s in reached.items()))
+    left.set_title(
+        "One token reaches " + ", ".join(f"{s:.0%} ({model})" for model, s in reached.items())
+    )
     log_axis(left, vertical=False)
     left.set_xticks(contexts, [tick(context) for context in contexts])
     left.set_xlabel("context")

@@ -44,7 +44,10 @@ class Case:
     @property
     def flop(self) -> float:
         """Multiplications and additions of the visible scores: 4 D per query head and (query, key) pair."""
-        pairs = sum(n * c - n * (n - 1) / 2 for n, c in zip(self.query_lens, self.contexts, strict=True))
+        pairs = sum(
+            n * c - n * (n - 1) / 2
+            for n, c in zip(self.query_lens, self.contexts, strict=True)
+        )
         return float(4 * pairs * self.q.shape[1] * self.q.shape[2])
 
 
@@ -68,7 +71,9 @@ def make_case(
     if sets is None:
         sets = max(2, min(24, int(4 * L2_BYTES / (blocks * block_bytes)) + 1))
     pool = [
-        torch.empty(blocks * sets, block_size, kv_heads, d, dtype=dtype, device=device).normal_()
+        torch.empty(
+            blocks * sets, block_size, kv_heads, d, dtype=dtype, device=device
+        ).normal_()
         for _ in range(2)
     ]
     tables = []
@@ -80,7 +85,9 @@ def make_case(
             table[b, :n] = order[at : at + n]
             at += n
         tables.append(table.to(device))
-    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    starts = torch.tensor(
+        [0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device=device
+    )
     q = torch.randn(sum(query_lens), heads, d, dtype=dtype, device=device)
     lens = torch.tensor(list(contexts), dtype=torch.int32, device=device)
     return Case(q, pool[0], pool[1], tables, lens, starts, list(contexts), query_lens)

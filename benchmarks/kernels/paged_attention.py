@@ -76,7 +76,9 @@ PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
 def run(options: BenchOptions) -> Evidence:
     """Every kernel on every case; correctness against float32 first."""
     if options.device.type != "cuda":
-        raise UserError(f"device is {options.device.type!r}, but kernels are timed on 'cuda' only")
+        raise UserError(
+            f"device is {options.device.type!r}, but kernels are timed on 'cuda' only"
+        )
     top = ceilings(options.device, options.dtype)
     bench = Bench(options, top)
     runs = [*bench.decode(), *bench.prefill()]
@@ -98,13 +100,26 @@ class Bench:
                     continue
                 for block in (16, 64, 256):
                     case = make_case(
-                        contexts, heads=heads, kv_heads=kv_heads, block_size=block, dtype=self.options.dtype
+                        contexts,
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        block_size=block,
+                        dtype=self.options.dtype,
                     )
                     for variant, call in decode_variants(case, name, block).items():
-                        yield self.measure(case, call, variant, model, "paged-decode-attention", name, block)
+                        yield self.measure(
+                            case, call, variant, model, "paged-decode-attention", name, block
+                        )
                         if name == "4x2048" and variant in LAUNCHED:
                             yield self.measure(
-                                case, call, variant, model, "paged-decode-attention", name, block, graph=False
+                                case,
+                                call,
+                                variant,
+                                model,
+                                "paged-decode-attention",
+                                name,
+                                block,
+                                graph=False,
                             )
                     del case
 
@@ -122,11 +137,15 @@ class Bench:
                         dtype=self.options.dtype,
                         sets=2,
                     )
-                    variants: dict[str, Call] = {"06_triton_paged_attention": prefill_call(case)}
+                    variants: dict[str, Call] = {
+                        "06_triton_paged_attention": prefill_call(case)
+                    }
                     if block == 16:
                         variants |= contiguous_calls(case)
                     for variant, call in variants.items():
-                        yield self.measure(case, call, variant, model, "paged-prefill-attention", name, block)
+                        yield self.measure(
+                            case, call, variant, model, "paged-prefill-attention", name, block
+                        )
                     del case
 
     def measure(
@@ -155,7 +174,9 @@ class Bench:
         if graph:
             samples = graph_seconds(calls, repeats=self.repeats)
         else:
-            samples = eager_seconds(calls, count=20 if "loop" in variant else 200, repeats=self.repeats)
+            samples = eager_seconds(
+                calls, count=20 if "loop" in variant else 200, repeats=self.repeats
+            )
         decode = workload == "paged-decode-attention"
         work = case.kv_bytes if decode else case.flop
         ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
@@ -167,11 +188,17 @@ class Bench:
         return Run(
             variant=variant,
             workload=workload,
-            workload_sha256=hashlib.sha256(json.dumps([case.contexts, case.query_lens]).encode()).hexdigest(),
+            workload_sha256=hashlib.sha256(
+                json.dumps([case.contexts, case.query_lens]).encode()
+            ).hexdigest(),
             model=model,
             weights="random",
             dtype=str(self.options.dtype).removeprefix("torch."),
-            options={"case": name, "block_size": None if contiguous else block, "graph": graph},
+            options={
+                "case": name,
+                "block_size": None if contiguous else block,
+                "graph": graph,
+            },
             metrics={
                 "seconds": Metric(tuple(samples)),
                 fraction: Metric(tuple(work / s / ceiling for s in samples)),
@@ -187,12 +214,18 @@ def oracle(case: Case) -> Tensor:
     for b, (count, context) in enumerate(zip(case.query_lens, case.contexts, strict=True)):
         kind = torch.float32 if count == 1 else case.q.dtype
         k, v = (
-            gather(c, case.tables[0][b], context).transpose(0, 1)[None] for c in (case.k_cache, case.v_cache)
+            gather(c, case.tables[0][b], context).transpose(0, 1)[None]
+            for c in (case.k_cache, case.v_cache)
         )
         first = sum(case.query_lens[:b])
         q = case.q[first : first + count].transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(
-            q.to(kind), k.to(kind), v.to(kind), is_causal=count > 1, scale=case.scale, enable_gqa=True
+            q.to(kind),
+            k.to(kind),
+            v.to(kind),
+            is_causal=count > 1,
+            scale=case.scale,
+            enable_gqa=True,
         )
         outs.append(out[0].transpose(0, 1).float())
     return torch.cat(outs)
@@ -202,7 +235,9 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     """The kernels; at block size 16 their ancestors, and for one case the two gathers in torch."""
     _, _, kv_heads, d = case.k_cache.shape
     workspace = Workspace(2**14, d, case.q.device)
-    q, lens, scale = case.q, case.context_lens, case.scale
+    q = case.q
+    lens = case.context_lens
+    scale = case.scale
     cache = LayerBlocks(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
@@ -214,7 +249,9 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     variants: dict[str, Call] = {
         "decode_v1": lambda table: paged_decode_v1(q, cache, table, lens, scale=scale),
         "decode_v2": lambda table: paged_decode_v2(q, cache, table, lens, scale=scale),
-        "decode_v3": lambda table: paged_decode_v3(q, cache, table, lens, scale=scale, splits=splits),
+        "decode_v3": lambda table: paged_decode_v3(
+            q, cache, table, lens, scale=scale, splits=splits
+        ),
         "decode_v4": latest,
     }
     if name == "4x2048":
@@ -229,8 +266,11 @@ def gather_call(case: Case) -> Call:
     count = len(case.contexts)
     lens, ones = np.array(case.contexts), np.ones(count, np.int64)
     zeros, starts = np.zeros(count, np.int64), np.arange(count + 1)
-    host = HostBatch(zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros)
-    heads, kv_heads, d = case.q.shape[1], *case.k_cache.shape[2:]
+    host = HostBatch(
+        zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros
+    )
+    heads = case.q.shape[1]
+    kv_heads, d = case.k_cache.shape[2:]
     layer = LayerSpec(0, heads, kv_heads, d, case.scale)
     cache = LayerBlocks(case.k_cache, case.v_cache)
     pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)
@@ -259,9 +299,16 @@ def loop_call(case: Case) -> Call:
     def call(table: Tensor) -> Tensor:
         outs = []
         for b, context in enumerate(case.contexts):
-            k, v = (gather(c, table[b], context).transpose(0, 1)[None] for c in (case.k_cache, case.v_cache))
+            k, v = (
+                gather(c, table[b], context).transpose(0, 1)[None]
+                for c in (case.k_cache, case.v_cache)
+            )
             q = case.q[b][None, :, None]
-            outs.append(F.scaled_dot_product_attention(q, k, v, scale=case.scale, enable_gqa=True)[0, :, 0])
+            outs.append(
+                F.scaled_dot_product_attention(q, k, v, scale=case.scale, enable_gqa=True)[
+                    0, :, 0
+                ]
+            )
         return torch.stack(outs)
 
     return call
@@ -280,9 +327,13 @@ def block_loop_call(case: Case) -> Call:
         out = torch.empty_like(case.q)
         for b, context in enumerate(case.contexts):
             q = case.q[b].view(kv_heads, group, d)
-            top = torch.full((kv_heads, group, 1), -torch.inf, dtype=torch.float32, device=q.device)
+            top = torch.full(
+                (kv_heads, group, 1), -torch.inf, dtype=torch.float32, device=q.device
+            )
             total, acc = torch.zeros_like(top), torch.zeros_like(q, dtype=torch.float32)
-            for i, block in enumerate(tables[table.data_ptr()][b][: -(-context // block_size)]):
+            for i, block in enumerate(
+                tables[table.data_ptr()][b][: -(-context // block_size)]
+            ):
                 count = min(block_size, context - i * block_size)
                 k, v = (c[block, :count].transpose(0, 1) for c in (case.k_cache, case.v_cache))
                 scores = (q @ k.transpose(1, 2)).float() * case.scale  # [KH, GROUP, count]
@@ -303,7 +354,9 @@ def prefill_call(case: Case) -> Call:
     config = prefill_default(d, case.q.element_size(), case.q.device)
     config = for_keys(config, max(case.contexts), block_size)
     tokens = config.block_m // (case.q.shape[1] // kv_heads)
-    tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(case.q.device)
+    tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(
+        case.q.device
+    )
     return lambda table: paged_prefill(
         case.q,
         LayerBlocks(case.k_cache, case.v_cache),
@@ -361,16 +414,21 @@ def draw(evidence: Evidence, out: Path) -> None:
     left.set_xlim(0, 1.08)
     left.set_xlabel("share of the read bandwidth")
     left.set_ylabel("requests x keys")
-    left.set_title(f"Decode: the last version reaches {best['decode_v4']:.0%} of the read bandwidth")
+    left.set_title(
+        f"Decode: the last version reaches {best['decode_v4']:.0%} of the read bandwidth"
+    )
     reference_line(left, 1.0, "reading, and nothing else", vertical=True)
     left.legend(loc="lower right", bbox_to_anchor=(0.56, 0.02))
-    prefill = evidence.find(workload="paged-prefill-attention", model="qwen3-0.6b", case="2x8192")
+    prefill = evidence.find(
+        workload="paged-prefill-attention", model="qwen3-0.6b", case="2x8192"
+    )
     metric = "flop_fraction"
     prefill.sort(key=lambda run: run.median(metric))
     bars(prefill, metric, axes=right, label=_kernel)
     ours, fastest = (
         max(
-            (run for run in prefill if (run.variant == PREFILL_KERNEL) == own), key=lambda r: r.median(metric)
+            (run for run in prefill if (run.variant == PREFILL_KERNEL) == own),
+            key=lambda r: r.median(metric),
         )
         for own in (True, False)
     )

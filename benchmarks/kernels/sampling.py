@@ -35,7 +35,7 @@ SETS = 3
 """Logits that take turns, so that at large batches no cache holds them."""
 
 WAYS = ("argmax_rows", "draw_rows", "torch argmax", "torch draw")
-Chooser = Callable[[Tensor], Tensor]
+SamplerBackend = Callable[[Tensor], Tensor]
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -50,35 +50,47 @@ def run(options: BenchOptions) -> Evidence:
     return collect(NAME, runs, options.device, top.to_json())
 
 
-def _at(batch: int, vocab: int, dtype: torch.dtype, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
+def _at(
+    batch: int, vocab: int, dtype: torch.dtype, options: BenchOptions, top: Ceilings
+) -> Iterator[Run]:
     made = torch.Generator().manual_seed(batch)
-    sets = [(3 * torch.randn(batch, vocab, generator=made)).to(options.device, dtype) for _ in range(SETS)]
+    sets = [
+        (3 * torch.randn(batch, vocab, generator=made)).to(options.device, dtype)
+        for _ in range(SETS)
+    ]
     choices = choosers(batch, vocab, options.device)
     work = batch * vocab * dtype.itemsize
     measure = _on_cuda if options.device.type == "cuda" else _on_cpu
     for variant, (samples, noise) in measure(choices, sets, options).items():
         middle = Metric(samples).median
         print(
-            f"{batch} x {vocab} {variant}: {middle * 1e6:.1f} us, {work / middle / 1e9:.0f} GB/s", flush=True
+            f"{batch} x {vocab} {variant}: {middle * 1e6:.1f} us, {work / middle / 1e9:.0f} GB/s",
+            flush=True,
         )
         yield Run(
             variant=variant,
             workload=WORKLOAD,
-            workload_sha256=hashlib.sha256(repr((WORKLOAD, batch, vocab)).encode()).hexdigest(),
+            workload_sha256=hashlib.sha256(
+                repr((WORKLOAD, batch, vocab)).encode()
+            ).hexdigest(),
             model="none",
             weights="random",
             dtype=str(dtype).removeprefix("torch."),
             options={"batch": batch, "vocab": vocab},
             metrics={
                 "seconds": Metric(samples),
-                "bandwidth_fraction": Metric(tuple(work / s / top.read_bytes_per_s for s in samples)),
+                "bandwidth_fraction": Metric(
+                    tuple(work / s / top.read_bytes_per_s for s in samples)
+                ),
             },
-            roofline=Roofline(work / top.read_bytes_per_s, work / top.read_bytes_per_s / middle),
+            roofline=Roofline(
+                work / top.read_bytes_per_s, work / top.read_bytes_per_s / middle
+            ),
             noise=noise,
         )
 
 
-def choosers(batch: int, vocab: int, device: torch.device) -> dict[str, Chooser]:
+def choosers(batch: int, vocab: int, device: torch.device) -> dict[str, SamplerBackend]:
     """Ways from logits `[batch, vocab]` to tokens `[batch]`; every row has temperature 0.8."""
     sampler = Sampler(batch, vocab, device, seed=0)
     host = list(range(batch))
@@ -86,12 +98,14 @@ def choosers(batch: int, vocab: int, device: torch.device) -> dict[str, Chooser]
         sampler.set_row(row, SamplingParams(temperature=0.8, seed=row))
     plan = sampler.plan(host).for_any_rows() if device.type == "cuda" else sampler.plan(host)
     rows, steps = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
-    choices: dict[str, Chooser] = {
+    choices: dict[str, SamplerBackend] = {
         "torch draw": lambda x: sampler.sample(x.float(), rows, host, steps, plan).tokens,
         "torch argmax": lambda x: x.argmax(1),
     }
     if device.type == "cuda":
-        choices["draw_rows"] = lambda x: draw_rows(x, DrawSettings(rows, steps, sampler.floats, sampler.ints))
+        choices["draw_rows"] = lambda x: draw_rows(
+            x, DrawSettings(rows, steps, sampler.floats, sampler.ints)
+        )
         choices["argmax_rows"] = argmax_rows
     return choices
 
@@ -100,8 +114,13 @@ Timed = dict[str, tuple[tuple[float, ...], dict[str, float] | None]]
 """Seconds of one choice, sample by sample, and how idle the machine was, by variant."""
 
 
-def _on_cuda(choices: dict[str, Chooser], sets: list[Tensor], options: BenchOptions) -> Timed:
-    for one, other, may_differ in (("torch draw", "draw_rows", 1), ("torch argmax", "argmax_rows", 0)):
+def _on_cuda(
+    choices: dict[str, SamplerBackend], sets: list[Tensor], options: BenchOptions
+) -> Timed:
+    for one, other, may_differ in (
+        ("torch draw", "draw_rows", 1),
+        ("torch argmax", "argmax_rows", 0),
+    ):
         differ = int((choices[one](sets[0]) != choices[other](sets[0])).sum())
         if differ > may_differ:  # a near tie may go the other way
             raise UserError(
@@ -109,22 +128,31 @@ def _on_cuda(choices: dict[str, Chooser], sets: list[Tensor], options: BenchOpti
             )
     repeats = 3 if options.quick else 9
     return {
-        variant: (tuple(graph_seconds([partial(choose, x) for x in sets], repeats=repeats)), None)
+        variant: (
+            tuple(graph_seconds([partial(choose, x) for x in sets], repeats=repeats)),
+            None,
+        )
         for variant, choose in choices.items()
     }
 
 
-def _on_cpu(choices: dict[str, Chooser], sets: list[Tensor], options: BenchOptions) -> Timed:
-    least = 0.02 if options.quick else 0.5  # seconds a sample: enough to see whether others disturb it
+def _on_cpu(
+    choices: dict[str, SamplerBackend], sets: list[Tensor], options: BenchOptions
+) -> Timed:
+    least = (
+        0.02 if options.quick else 0.5
+    )  # seconds a sample: enough to see whether others disturb it
 
-    def sample(choose: Chooser, _: int) -> dict[str, float]:
+    def sample(choose: SamplerBackend, _: int) -> dict[str, float]:
         begun, count = time.perf_counter(), 0
         while time.perf_counter() - begun < least:
             choose(sets[count % SETS])
             count += 1
         return {"seconds": (time.perf_counter() - begun) / count}
 
-    measured = alternate({v: partial(sample, choose) for v, choose in choices.items()}, options.repeats)
+    measured = alternate(
+        {v: partial(sample, choose) for v, choose in choices.items()}, options.repeats
+    )
     return {
         variant: (tuple(one["seconds"] for one in samples.kept), samples.noise())
         for variant, samples in measured.items()
@@ -139,7 +167,9 @@ def draw(evidence: Evidence, out: Path) -> None:
     lines(ordered, "batch", "bandwidth_fraction", axes=right, log_x=True, phase=PHASE)
     right.set_xlabel("rows")
     most = max(evidence.runs, key=lambda run: run.median("bandwidth_fraction"))
-    right.set_title(f"Reading the logits once: {most.median('bandwidth_fraction'):.0%} at most")
+    right.set_title(
+        f"Reading the logits once: {most.median('bandwidth_fraction'):.0%} at most"
+    )
     save(figure, out, evidence)
 
 
@@ -148,7 +178,10 @@ def choose_times(runs: Sequence[Run], axes: Axes) -> None:
     shown = colours(WAYS, PHASE)
     times: dict[str, list[float]] = {}
     for variant, marker in zip(WAYS, MARKERS, strict=False):
-        found = sorted((run for run in runs if run.variant == variant), key=lambda run: run.options["batch"])
+        found = sorted(
+            (run for run in runs if run.variant == variant),
+            key=lambda run: run.options["batch"],
+        )
         rows = [run.options["batch"] for run in found]
         times[variant] = [run.median("seconds") * 1e6 for run in found]
         axes.plot(rows, times[variant], color=shown[variant], marker=marker, label=variant)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.loadtest.loops import Plan, poisson
+from benchmarks.loadtest.loops import LoadPlan, poisson
 from benchmarks.loadtest.loops import run as ask_all
 from benchmarks.loadtest.report import Goal, summarize
 from benchmarks.loadtest.user import Target
@@ -43,7 +43,9 @@ def run(given: SimpleNamespace) -> int:
         requests a second of an open loop. Neither: the workload's own arrivals.
     """
     work = named(given.workload, integer("vocab", given.vocab, low=2, high=1 << 31))
-    first, gap = (number(name, getattr(given, name), low=0, high=1e9) for name in ("first_ms", "gap_ms"))
+    first, gap = (
+        number(name, getattr(given, name), low=0, high=1e9) for name in ("first_ms", "gap_ms")
+    )
     integer("processes", given.processes, low=1, high=64)
     target = Target.of(given.url, given.api_key)
     rows: list[dict[str, Any]] = []
@@ -70,7 +72,7 @@ def run(given: SimpleNamespace) -> int:
 
 def plans(
     work: Workload, users: Sequence[str] | None, rate: float | None, requests: int | None
-) -> list[tuple[str, Plan]]:
+) -> list[tuple[str, LoadPlan]]:
     """Return the plans of requests, with a label for each. Raises `UserError`."""
     if users is not None and rate is not None:
         raise UserError("--users and --rate are both given, but only one of them can be")
@@ -78,18 +80,23 @@ def plans(
     if users is not None:
         found = []
         for text in ",".join(users).split(","):
-            count = integer("users", int(text) if text.strip().isdecimal() else text, low=1, high=65_536)  # type: ignore[arg-type]
+            number: Any = (
+                int(text) if text.strip().isdecimal() else text
+            )  # which `integer` refuses
+            count = integer("users", number, low=1, high=65_536)
             total = requests or max(len(bodies), 2 * count)
-            found.append((words.count(count, "user"), Plan(bodies, total, users=count)))
+            found.append((words.count(count, "user"), LoadPlan(bodies, total, users=count)))
         return found
     total = requests or len(bodies)
     if rate is not None:
         number("rate", rate, low=0.0, high=1e6, above_low=True)
         asked = list(islice(cycle(bodies), total))
-        return [(f"{rate:g} a second", Plan(asked, total, arrivals=poisson(rate, total)))]
+        return [(f"{rate:g} a second", LoadPlan(asked, total, arrivals=poisson(rate, total)))]
     if total > len(bodies):
-        raise UserError(f"--requests is {total}, but {work.name} has {len(bodies)} arrivals; give --rate")
-    return [(work.name, Plan(bodies[:total], total, arrivals=work.arrivals[:total]))]
+        raise UserError(
+            f"--requests is {total}, but {work.name} has {len(bodies)} arrivals; give --rate"
+        )
+    return [(work.name, LoadPlan(bodies[:total], total, arrivals=work.arrivals[:total]))]
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> Table:
@@ -97,7 +104,9 @@ def shown(rows: Sequence[dict[str, Any]]) -> Table:
     made = table("\nload", right=COLUMNS.values())
     for row in rows:
         values = [row.get(name) for name in COLUMNS]
-        made.add_row(row["load"], *("" if value is None else _number(value) for value in values))
+        made.add_row(
+            row["load"], *("" if value is None else _number(value) for value in values)
+        )
     return made
 
 

@@ -23,7 +23,7 @@ Bodies = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """What to send.
 
     bodies: the requests, in order; a closed loop starts over when they are used up.
@@ -41,7 +41,9 @@ class Plan:
 
 def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
     """Arrival times of `count` requests at `rate` a second, as independent people come."""
-    rng, clock, times = random.Random(seed), 0.0, []
+    rng = random.Random(seed)
+    clock = 0.0
+    times = []
     for _ in range(count):
         times.append(clock)
         clock += rng.expovariate(rate)
@@ -49,7 +51,10 @@ def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
 
 
 def run(
-    target: Target, plan: Plan, processes: int = 4, progress: Callable[[Outcome], None] = lambda outcome: None
+    target: Target,
+    plan: LoadPlan,
+    processes: int = 4,
+    progress: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Carry out a plan from several processes, so that reading is not the bottleneck.
 
@@ -65,7 +70,9 @@ def run(
     barrier = context.Barrier(processes)
     children = [
         context.Process(
-            target=_process, args=(target, _share(plan, at, processes), barrier, queue), daemon=True
+            target=_process,
+            args=(target, _share(plan, at, processes), barrier, queue),
+            daemon=True,
         )
         for at in range(processes)
     ]
@@ -90,21 +97,21 @@ def run(
     return outcomes
 
 
-def _share(plan: Plan, at: int, processes: int) -> Plan:
+def _share(plan: LoadPlan, at: int, processes: int) -> LoadPlan:
     """What process number `at` does."""
     mine = range(at, plan.requests, processes)
     bodies = [plan.bodies[number % len(plan.bodies)] for number in mine]
     users = len(range(at, plan.users, processes)) if plan.users else 0
     arrivals = [plan.arrivals[number] for number in mine] if plan.arrivals else []
-    return Plan(bodies, len(mine), users, arrivals, plan.timeout)
+    return LoadPlan(bodies, len(mine), users, arrivals, plan.timeout)
 
 
-def _process(target: Target, plan: Plan, barrier: Any, queue: Any) -> None:
+def _process(target: Target, plan: LoadPlan, barrier: Any, queue: Any) -> None:
     barrier.wait(120)
     uvloop.run(_open(target, plan, queue) if plan.arrivals else _closed(target, plan, queue))
 
 
-async def _closed(target: Target, plan: Plan, queue: Any) -> None:
+async def _closed(target: Target, plan: LoadPlan, queue: Any) -> None:
     line = iter(plan.bodies)
 
     async def user() -> None:
@@ -114,7 +121,7 @@ async def _closed(target: Target, plan: Plan, queue: Any) -> None:
     await asyncio.gather(*(user() for _ in range(plan.users)))
 
 
-async def _open(target: Target, plan: Plan, queue: Any) -> None:
+async def _open(target: Target, plan: LoadPlan, queue: Any) -> None:
     start = time.perf_counter()
 
     async def one(body: dict[str, Any], arrival: float) -> None:
@@ -123,4 +130,6 @@ async def _open(target: Target, plan: Plan, queue: Any) -> None:
         outcome.started = start + arrival  # a request that is sent late has waited, too
         queue.put(outcome)
 
-    await asyncio.gather(*(one(*pair) for pair in zip(plan.bodies, plan.arrivals, strict=True)))
+    await asyncio.gather(
+        *(one(*pair) for pair in zip(plan.bodies, plan.arrivals, strict=True))
+    )

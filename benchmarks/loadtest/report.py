@@ -41,12 +41,17 @@ def summarize(outcomes: Sequence[Outcome], goal: Goal | None = None) -> dict[str
         "output_tokens_per_s": tokens / seconds,
         "requests_per_s": len(good) / seconds,
     }
-    for name, values in (("ttft_ms", firsts), ("itl_ms", np.concatenate(gaps)), ("e2e_ms", wholes)):
+    for name, values in (
+        ("ttft_ms", firsts),
+        ("itl_ms", np.concatenate(gaps)),
+        ("e2e_ms", wholes),
+    ):
         if len(values):
             for percentile in PERCENTILES:
                 found[f"{name}_p{percentile}"] = float(np.percentile(values, percentile))
     kept = sum(
-        first <= goal.first_ms and (not len(mine) or float(np.percentile(mine, 99)) <= goal.gap_ms)
+        first <= goal.first_ms
+        and (not len(mine) or float(np.percentile(mine, 99)) <= goal.gap_ms)
         for first, mine in zip(firsts, gaps, strict=True)
     )
     found["goodput_requests_per_s"] = kept / seconds

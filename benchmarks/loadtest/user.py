@@ -107,7 +107,9 @@ class Answer(asyncio.Protocol):
         outcome = self.outcome
         if outcome.status != 200:
             said = self._rest[-300:].decode("utf-8", "replace")
-            outcome.error = outcome.error or said or f"no answer: {exc or 'the connection was closed'}"
+            outcome.error = (
+                outcome.error or said or f"no answer: {exc or 'the connection was closed'}"
+            )
         elif exc is not None:
             outcome.error = outcome.error or f"{type(exc).__name__}: {exc}"
         if not self.ended.done():
@@ -120,7 +122,10 @@ class Answer(asyncio.Protocol):
 
 
 async def ask(
-    target: Target, body: dict[str, Any], timeout: float = 600.0, headers: Mapping[str, str] | None = None
+    target: Target,
+    body: dict[str, Any],
+    timeout: float = 600.0,
+    headers: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Send one request and read its stream. Failures are outcomes, too."""
     outcome = Outcome(time.perf_counter())

@@ -33,7 +33,9 @@ def draw(package: str) -> Mapping[str, Picture]:
 
 def main(wanted: Sequence[str] = ()) -> int:
     """Write the pictures of these phases (their numbers), or of all; returns 0."""
-    import_module("triton_paged_attention")  # on a CPU it must choose the interpreter before Triton is there
+    import_module(
+        "triton_paged_attention"
+    )  # on a CPU it must choose the interpreter before Triton is there
     for phase in DRAWN:
         if wanted and f"{phase.number:02}" not in wanted:
             continue

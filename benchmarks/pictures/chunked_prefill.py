@@ -32,10 +32,10 @@ def _greedy(tokens: int) -> SamplingParams:
 
 def step(engine: Any, names: str) -> Step:
     """Run one step, and say what it computes."""
-    engine.take_in()
+    engine.process_inbox()
     works = engine.schedule()
     engine.collect(engine.launch(works))
-    engine.drain()
+    engine.take_outputs()
     return {names[work.request.index]: work.count for work in works}
 
 
@@ -62,7 +62,9 @@ def record(budget: int | None, after: int = 2) -> list[Step]:
 def record_turns(count: int = 10) -> list[Step]:
     """So many decodes, and a prompt that arrives among them, until it is computed."""
     engine = chunked_prefill.load(_model(), step_tokens=BUDGET, max_rows=16, max_len=128)
-    decodes: list[Request] = [engine.add([at + 1], _greedy(60), index=at)[0] for at in range(count)]
+    decodes: list[Request] = [
+        engine.add([at + 1], _greedy(60), index=at)[0] for at in range(count)
+    ]
     while any(not request.output_ids for request in decodes):
         engine.step()
     (prompt,) = engine.add([99] * PROMPT, _greedy(2), index=count)
@@ -76,12 +78,16 @@ def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Pictu
     """Lanes of steps, a cell for each computed token; the wider a step, the longer `a` and `b` wait."""
     left, high = 52, 100
     room = min(
-        (WIDTH - left - 8 - 5 * len(steps)) / sum(sum(one.values()) for one in steps) for _, steps in lanes
+        (WIDTH - left - 8 - 5 * len(steps)) / sum(sum(one.values()) for one in steps)
+        for _, steps in lanes
     )
     cell = min(17, int(room))
     picture = Picture(
         "A long prompt among two decodes, with and without a budget",
-        "; ".join(f"{name}: steps of {[sum(one.values()) for one in steps]} tokens" for name, steps in lanes),
+        "; ".join(
+            f"{name}: steps of {[sum(one.values()) for one in steps]} tokens"
+            for name, steps in lanes
+        ),
         height=30 + high * len(lanes) + 30,
     )
     for lane, (name, steps) in enumerate(lanes):
@@ -106,7 +112,11 @@ def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Pictu
             if behind <= 0 < done:
                 picture.line([(x + 1, y + 2), (x + 1, y + 46)], STRONG["c"])
                 picture.text(
-                    x - 3, y + 8, "L's first token", anchor="end" if x > 500 else "start", fill=STRONG["c"]
+                    x - 3,
+                    y + 8,
+                    "L's first token",
+                    anchor="end" if x > 500 else "start",
+                    fill=STRONG["c"],
                 )
             x += 5
     picture.legend(
@@ -124,7 +134,9 @@ def budget(lanes: Sequence[tuple[str, Sequence[Step]]], after: int = 2) -> Pictu
 def turns(steps: Sequence[Step]) -> Picture:
     """Steps that serve each request: decodes that take turns, and a prompt that always has its share."""
     names = sorted({who for one in steps for who in one if who != "L"})
-    cell, left, high = 52, 110, 22
+    cell = 52
+    left = 110
+    high = 22
     picture = Picture(
         "Ten decodes and a prompt share a budget of eight",
         "; ".join(
@@ -141,7 +153,15 @@ def turns(steps: Sequence[Step]) -> Picture:
             y = 34 + high * line + (8 if who == "L" else 0)
             count = one.get(who, 0)
             colour = COLOURS.get(who, "")
-            picture.cell(x, y, cell, high, "now" if count else "free", colour, f"+{count}" if count else "")
+            picture.cell(
+                x,
+                y,
+                cell,
+                high,
+                "now" if count else "free",
+                colour,
+                f"+{count}" if count else "",
+            )
         y = 34 + high * (len(names) + 1) + 26
         picture.text(x + cell / 2, y, str(sum(one.values())), anchor="middle", fill=SOFT)
     for line, who in enumerate([*names, "L"]):
@@ -149,7 +169,9 @@ def turns(steps: Sequence[Step]) -> Picture:
         picture.text(left - 14, y, "prompt L" if who == "L" else f"decode {who}", anchor="end")
         served = sum(who in one for one in steps)
         picture.text(left + cell * len(steps) + 12, y, f"{served} of {len(steps)}", fill=SOFT)
-    picture.text(left - 14, 34 + high * (len(names) + 1) + 26, "tokens", anchor="end", fill=SOFT)
+    picture.text(
+        left - 14, 34 + high * (len(names) + 1) + 26, "tokens", anchor="end", fill=SOFT
+    )
     return picture
 
 

@@ -67,7 +67,9 @@ def record() -> Trace:
     engine: Any = continuous.load(_tiny(), max_rows=ROWS, max_len=32)
     asked = zip(*_requests(), strict=True)
     requests = [engine.add(*pair, index=at)[0] for at, pair in enumerate(asked)]
-    one, steps, watched = requests[NAMES.index(WATCHED)], list[Step](), list[Counts]()
+    one = requests[NAMES.index(WATCHED)]
+    steps = list[Step]()
+    watched = list[Counts]()
 
     def note(moment: str, works: Sequence[Work] = ()) -> None:
         fresh = sum(work.count for work in works if work.request is one)
@@ -85,15 +87,17 @@ def record() -> Trace:
     engine.runner.prepare = watch
     note("waits in line")
     while not engine.idle:
-        engine.take_in()
+        engine.process_inbox()
         works = engine.schedule()
-        rows = {work.row: (NAMES[work.request.index], work.start, work.count) for work in works}
+        rows = {
+            work.row: (NAMES[work.request.index], work.start, work.count) for work in works
+        }
         takes_part = one.finish_reason is None
         note(f"step {len(steps) + 1} is scheduled", works)
         pending = engine.launch(works)
         assert pending is not None
         engine.collect(pending)
-        engine.drain()
+        engine.take_outputs()
         steps.append(Step(rows, given[-1]))
         if takes_part:
             note(f"step {len(steps)} has landed")
@@ -130,7 +134,9 @@ def record_static() -> list[dict[int, tuple[str, int, int, int]]]:
                 rows[row] = (NAMES[who], width - count, start, count)
         steps.append(rows)
         at += 1
-    assert _wasted(steps) == engine.waste.padding + engine.waste.finished, "as the engine counts it"
+    assert _wasted(steps) == engine.waste.padding + engine.waste.finished, (
+        "as the engine counts it"
+    )
     return steps
 
 
@@ -147,7 +153,10 @@ def rows(trace: Trace) -> Picture:
         {row: (who, 0, start, count) for row, (who, start, count) in step.rows.items()}
         for step in trace.steps
     ]
-    total = [sum(pad + n for step in steps for _, pad, _, n in step.values()) for steps in (static, now)]
+    total = [
+        sum(pad + n for step in steps for _, pad, _, n in step.values())
+        for steps in (static, now)
+    ]
     picture = Picture(
         "Three rows over the steps of phase 03 and of phase 04",
         f"Phase 03 computes {total[0]} positions in {len(static)} steps, {wasted} of them padding or rows "
@@ -166,7 +175,9 @@ def rows(trace: Trace) -> Picture:
         x = 74.0
         for number, step in enumerate(steps, 1):
             wide = CELL * max(pad + count for _, pad, _, count in step.values())
-            picture.text(x + wide / 2, top + 28, str(number), anchor="middle", fill=SOFT, size=11)
+            picture.text(
+                x + wide / 2, top + 28, str(number), anchor="middle", fill=SOFT, size=11
+            )
             for row, (who, pad, start, count) in step.items():
                 for at in range(pad + count):
                     real = who and at >= pad
@@ -175,7 +186,12 @@ def rows(trace: Trace) -> Picture:
                     picture.cell(*place, CELL, 27, "now" if real else "idle", who, name)
             x += wide + 9
     picture.legend(
-        74, 284, [("now", "b", "a token of a request"), ("idle", "b", "padding, or a row that has finished")]
+        74,
+        284,
+        [
+            ("now", "b", "a token of a request"),
+            ("idle", "b", "padding, or a row that has finished"),
+        ],
     )
     return picture
 
@@ -218,7 +234,10 @@ def ragged(step: Step, number: int) -> Picture:
             name = f"{who}{start + token}"
             picture.cell(x, base, cell, 27, "now", who, name)
             index = int(arrays.query_starts[at]) + token
-            for array, value in (("token_rows", arrays.token_rows), ("positions", arrays.positions)):
+            for array, value in (
+                ("token_rows", arrays.token_rows),
+                ("positions", arrays.positions),
+            ):
                 picture.text(x + cell / 2, ys[array], str(value[index]), anchor="middle")
             if index in arrays.sample_at:
                 picture.text(x + cell / 2, ys["sample_at"], str(index), anchor="middle")
@@ -226,7 +245,9 @@ def ragged(step: Step, number: int) -> Picture:
         picture.text(x + 3, ys["query_starts"], str(arrays.query_starts[at]))
         picture.line([(x, base - 4), (x, ys["query_starts"] + 3)], dash="2 3")
         wide = cell * fresh
-        picture.text(x + wide / 2, ys["context_lens"], str(arrays.context_lens[at]), anchor="middle")
+        picture.text(
+            x + wide / 2, ys["context_lens"], str(arrays.context_lens[at]), anchor="middle"
+        )
     end = left + cell * count
     picture.line([(end, base - 4), (end, ys["query_starts"] + 3)], dash="2 3")
     picture.text(end + 3, ys["query_starts"], str(arrays.query_starts[-1]))
@@ -274,7 +295,11 @@ def counts(trace: Trace) -> Picture:
             )
             name = f"{WATCHED}{token}" if token < counts.tokens else "?"
             picture.cell(166 + 38 * token, y, 38, height - 2, kind, WATCHED, name)
-        for x, value in ((480, counts.tokens), (568, counts.placeholders), (668, counts.computed)):
+        for x, value in (
+            (480, counts.tokens),
+            (568, counts.placeholders),
+            (668, counts.computed),
+        ):
             picture.text(x, y + 17, str(value), anchor="middle")
     picture.legend(
         16,
@@ -292,7 +317,11 @@ def counts(trace: Trace) -> Picture:
 def pictures() -> dict[str, Picture]:
     """The lesson's three."""
     trace = record()
-    return {"rows": rows(trace), "batch": ragged(trace.steps[STEP - 1], STEP), "counts": counts(trace)}
+    return {
+        "rows": rows(trace),
+        "batch": ragged(trace.steps[STEP - 1], STEP),
+        "counts": counts(trace),
+    }
 
 
 def show(step: int) -> Picture:

@@ -11,7 +11,9 @@ from common.sampling.params import SamplingParams
 from forward import load_model
 
 PROMPT, OUTPUT = 3, 4
-PLAN, DEAL, STEP = 2, 2, 4
+PLAN = 2
+DEAL = 2
+STEP = 4
 """How long each is drawn. The order is the engine's; the lengths are not measured."""
 
 
@@ -30,7 +32,9 @@ def record(overlap: bool) -> list[Event]:
     engine: Any = cuda_graphs.load(model, overlap=overlap, max_rows=1, max_len=32)
     events: list[Event] = []
     schedule, collect = engine.schedule, engine.collect
-    (request,) = engine.add([1, 2, 3][:PROMPT], SamplingParams(max_tokens=OUTPUT, ignore_eos=True))
+    (request,) = engine.add(
+        [1, 2, 3][:PROMPT], SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    )
 
     def note(what: str) -> None:
         number = sum(event.what == what for event in events)
@@ -76,11 +80,16 @@ def times(events: Sequence[Event]) -> tuple[list[int], dict[int, tuple[int, int]
 
 def timeline(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
     """Lanes of host and device, and what the host knows of the tokens whenever it plans."""
-    left, unit, high = 96, 20, 148
+    left = 96
+    unit = 20
+    high = 148
     longest = max(times(events)[2] for _, events in panels)
     picture = Picture(
         "Host and device, one after the other and overlapped",
-        "; ".join(f"{title}: {', '.join(f'{e.what} {e.step}' for e in events)}" for title, events in panels),
+        "; ".join(
+            f"{title}: {', '.join(f'{e.what} {e.step}' for e in events)}"
+            for title, events in panels
+        ),
         height=high * len(panels) + 34,
     )
     for panel, (title, events) in enumerate(panels):
@@ -127,10 +136,14 @@ def timeline(panels: Sequence[tuple[str, Sequence[Event]]]) -> Picture:
 def pictures() -> dict[str, Picture]:
     """The lesson's one."""
     return {
-        "overlap": timeline([("one after the other", record(False)), ("one step ahead", record(True))]),
+        "overlap": timeline(
+            [("one after the other", record(False)), ("one step ahead", record(True))]
+        ),
     }
 
 
 def show(overlap: bool) -> Picture:
     """One of the two."""
-    return timeline([("one step ahead" if overlap else "one after the other", record(overlap))])
+    return timeline(
+        [("one step ahead" if overlap else "one after the other", record(overlap))]
+    )

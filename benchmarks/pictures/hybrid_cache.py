@@ -9,10 +9,12 @@ from benchmarks.pictures.svg import INK, LINE, SOFT, STRONG, Kind, Picture
 from chunked_prefill import ChunkedScheduler
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from hybrid_cache import HybridCache, LayerGroups
 
-P, STEP_TOKENS, BLOCKS = 4, 8, 43
+P = 4
+STEP_TOKENS = 8
+BLOCKS = 43
 """Tokens in a page, tokens of a step, and blocks of the pool, the null block included."""
 LAYOUT = LayerGroups(1, {None: [[0]], 12: [[1]], 6: [[2]]})
 NAMES = ("all keys", "a window of 12", "a window of 6")
@@ -42,7 +44,7 @@ class Moment:
 def record() -> list[Moment]:
     """Schedule three requests to their ends, and note every step; no model is needed for that."""
     cache = HybridCache(3, 64, BLOCKS, P, None, LAYOUT, step_tokens=STEP_TOKENS)
-    scheduler = ChunkedScheduler(Rows(3, 64), cache, step_tokens=STEP_TOKENS)
+    scheduler = ChunkedScheduler(RequestRows(3, 64), cache, step_tokens=STEP_TOKENS)
     requests: dict[str, Request] = {}
     for at, (name, length) in enumerate(PROMPTS.items()):
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
@@ -69,9 +71,9 @@ def record() -> list[Moment]:
             )
         )
         for work in works:
-            for request in work.takers:
+            for request in work.sampled_requests:
                 request.tokens.append(0)
-            scheduler.land(work)
+            scheduler.finish_step(work)
             if len(work.request.tokens) == work.request.limit:
                 work.request.finish_reason = "length"
                 scheduler.leave(work.request)
@@ -106,7 +108,14 @@ def groups(moments: Sequence[Moment]) -> Picture:
             top = 40 + 94 * group
             picture.text(left, top + 12, name, fill=INK)
             for line, (who, blocks) in enumerate(moment.blocks[group].items()):
-                _line(picture, left, top + 18 + 22 * line, who, blocks, moment.fresh.get(who, (0, 0)))
+                _line(
+                    picture,
+                    left,
+                    top + 18 + 22 * line,
+                    who,
+                    blocks,
+                    moment.fresh.get(who, (0, 0)),
+                )
         if column:
             picture.line([(left - 8, 12), (left - 8, 318)], LINE)
     picture.legend(
@@ -122,7 +131,12 @@ def groups(moments: Sequence[Moment]) -> Picture:
 
 
 def _line(
-    picture: Picture, left: float, top: float, who: str, blocks: list[int | None], fresh: tuple[int, int]
+    picture: Picture,
+    left: float,
+    top: float,
+    who: str,
+    blocks: list[int | None],
+    fresh: tuple[int, int],
 ) -> None:
     """A request's places in one group."""
     picture.text(left, top + 14, who, bold=True, fill=STRONG[who])

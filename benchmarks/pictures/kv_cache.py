@@ -22,9 +22,14 @@ def record() -> dict[str, list[tuple[int, int]]]:
     """Of each phase its steps: how many tokens were kept before, and how many the model computed."""
     model: Any = load_model("random:tiny", device="cpu", dtype="float32")
     seen: list[int] = []
-    model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
+    model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].numel())
+    )
     found = {}
-    engines: tuple[tuple[str, Any], ...] = (("01", Generator(model)), ("02", CachedGenerator(model)))
+    engines: tuple[tuple[str, Any], ...] = (
+        ("01", Generator(model)),
+        ("02", CachedGenerator(model)),
+    )
     for name, engine in engines:
         seen.clear()
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
@@ -50,10 +55,18 @@ def fill(trace: dict[str, list[tuple[int, int]]]) -> Picture:
         for at, (kept, count) in enumerate(steps):
             y = 42 + 36 * at
             if not panel:
-                picture.text(left - 14, y + 18, f"decode {at}" if at else "prefill", anchor="end")
+                picture.text(
+                    left - 14, y + 18, f"decode {at}" if at else "prefill", anchor="end"
+                )
             for token in range(kept + count):
                 picture.cell(
-                    left + cell * token, y, cell, 28, "now" if token >= kept else "kept", "a", f"t{token}"
+                    left + cell * token,
+                    y,
+                    cell,
+                    28,
+                    "now" if token >= kept else "kept",
+                    "a",
+                    f"t{token}",
                 )
             token = kept + count
             picture.cell(left + cell * token, y, cell, 28, "coming", "a", f"t{token}")
@@ -78,17 +91,23 @@ def record_ring() -> list[list[int]]:
         new = torch.full((1, 1, 1, 1), float(column))
         ring.write(column, new, new)
         stored = [int(value) for value in ring.read(column + 1)[0].flatten()]
-        assert stored == ring.columns(column + 1).tolist(), "the ring says where its columns are"
+        assert stored == ring.columns(column + 1).tolist(), (
+            "the ring says where its columns are"
+        )
         moments.append(stored)
     return moments
 
 
 def ring(moments: Sequence[Sequence[int]]) -> Picture:
     """The slots of the ring, downwards, over the columns that are written, to the right."""
-    cell, left, top = 66, 120, 62
+    cell = 66
+    left = 120
+    top = 62
     picture = Picture(
         f"A window of {WINDOW} keeps {WINDOW} columns, round and round",
-        "; ".join(f"after column {at}: slots hold {list(held)}" for at, held in enumerate(moments)),
+        "; ".join(
+            f"after column {at}: slots hold {list(held)}" for at, held in enumerate(moments)
+        ),
         height=top + 32 * WINDOW + 66,
     )
     picture.text(left - 14, 28, "written", anchor="end", fill=SOFT)
@@ -105,16 +124,23 @@ def ring(moments: Sequence[Sequence[int]]) -> Picture:
                 picture.cell(x + 8, y, cell - 16, 29, "free")
                 continue
             new = held[slot] == at
-            picture.cell(x + 8, y, cell - 16, 29, "now" if new else "kept", "a", f"k{held[slot]}")
+            picture.cell(
+                x + 8, y, cell - 16, 29, "now" if new else "kept", "a", f"k{held[slot]}"
+            )
         oldest, newest = min(held), max(held)
         y = top + 32 * WINDOW + 18
         words = f"{oldest} to {newest}" if oldest < newest else str(newest)
         picture.text(x + cell / 2, y, words, anchor="middle", fill=STRONG["a"], size=11)
-    picture.text(left - 14, top + 32 * WINDOW + 18, "in the window", anchor="end", fill=STRONG["a"])
+    picture.text(
+        left - 14, top + 32 * WINDOW + 18, "in the window", anchor="end", fill=STRONG["a"]
+    )
     picture.legend(
         left,
         top + 32 * WINDOW + 48,
-        [("now", "a", "written now, over the column that has left the window"), ("kept", "a", "still there")],
+        [
+            ("now", "a", "written now, over the column that has left the window"),
+            ("kept", "a", "still there"),
+        ],
     )
     return picture
 

@@ -50,7 +50,9 @@ def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list
     blocks: in the pool. n: samples of each prompt.
     """
     each = BlockPool.bytes_per_block(_model().config, P, _model().dtype)
-    engine = paged_cache.load(_model(), block_size=P, cache_bytes=blocks * each, max_rows=4, max_len=64)
+    engine = paged_cache.load(
+        _model(), block_size=P, cache_bytes=blocks * each, max_rows=4, max_len=64
+    )
     params = SamplingParams(max_tokens=output, n=n, ignore_eos=True)
     requests = [
         request
@@ -60,12 +62,15 @@ def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list
     names = dict(zip(requests, "abcdef", strict=False))
     steps: list[Step] = []
     while not engine.idle:
-        engine.take_in()
+        engine.process_inbox()
         works = engine.schedule()
         running: dict[str, Request] = {names[one]: one for one in engine.scheduler.running}
         steps.append(
             Step(
-                {name: engine.cache.blocks_of(one.row) for name, one in sorted(running.items())},
+                {
+                    name: engine.cache.blocks_of(one.row)
+                    for name, one in sorted(running.items())
+                },
                 {name: one.num_computed_tokens for name, one in running.items()},
                 {names[work.request]: work.count for work in works},
                 list(engine.cache.allocator.refs),
@@ -76,7 +81,7 @@ def record(prompts: Sequence[int], output: int, blocks: int, n: int = 1) -> list
         pending = engine.launch(works)
         assert pending is not None
         engine.collect(pending)
-        engine.drain()
+        engine.take_outputs()
     return steps
 
 
@@ -92,7 +97,9 @@ def _cells(step: Step, block: int, shared: int = 0) -> list[tuple[Kind, str, str
                 token = place * P + at
                 if token < step.stored[who]:
                     new = token >= step.stored[who] - step.fresh.get(who, 0)
-                    owner, name = ("", f"p{token}") if token < shared else (who, f"{who}{token}")
+                    owner, name = (
+                        ("", f"p{token}") if token < shared else (who, f"{who}{token}")
+                    )
                     if found[at][0] != "now":  # another request computes it for both
                         found[at] = ("now" if new else "kept", owner, name)
     return found
@@ -120,7 +127,9 @@ def blocks(step: Step) -> Picture:
                 token = entry * P + at
                 kind: Kind = "now" if token >= stored - step.fresh.get(who, 0) else "kept"
                 name = f"{who}{token}" if token < stored else ""
-                picture.cell(left + CELL * at, 36, CELL, 26, kind if name else "free", who, name)
+                picture.cell(
+                    left + CELL * at, 36, CELL, 26, kind if name else "free", who, name
+                )
             middle = left + P * CELL / 2
             picture.line([(middle, 63), (middle, 80)], STRONG[who])
             picture.cell(middle - 16, 80, 32, 26, "known", who, str(number))
@@ -130,7 +139,9 @@ def blocks(step: Step) -> Picture:
         x += wide + 56
     for number, left in place.items():
         colour = INK if step.users[number] else SOFT
-        picture.text(left + P * CELL / 2, pool + 42, f"block {number}", anchor="middle", fill=colour)
+        picture.text(
+            left + P * CELL / 2, pool + 42, f"block {number}", anchor="middle", fill=colour
+        )
         if not step.users[number]:
             picture.cell(left, pool, P * CELL, 26, "free", words="free")
             continue
@@ -159,7 +170,11 @@ def copied(steps: Sequence[Step], prompt: int) -> Picture:
         ),
         height=268,
     )
-    titles = ["the prompt, once for both", "a would write: it copies", "full blocks stay shared"]
+    titles = [
+        "the prompt, once for both",
+        "a would write: it copies",
+        "full blocks stay shared",
+    ]
     for at, (step, title) in enumerate(zip(steps, titles, strict=True)):
         left = 20 + 248 * at
         picture.text(left, 26, f"step {at + 1}", bold=True)
@@ -176,9 +191,13 @@ def copied(steps: Sequence[Step], prompt: int) -> Picture:
             for slot, (kind, who, name) in enumerate(_cells(step, number, prompt)):
                 picture.cell(left + 56 + 25 * slot, y, 25, 27, kind, who, name)
             words = {0: "free", 1: "1 user"}.get(users, f"{users} users")
-            picture.text(left + 178, y + 18, words, fill=INK if users else SOFT, bold=users > 1)
+            picture.text(
+                left + 178, y + 18, words, fill=INK if users else SOFT, bold=users > 1
+            )
         for source, target in step.copies:
-            y0, y1, x = 134 + 34 * source, 134 + 34 * target, left + 158
+            y0 = 134 + 34 * source
+            y1 = 134 + 34 * target
+            x = left + 158
             picture.line([(x, y0), (x + 12, y0), (x + 12, y1), (x, y1)], STRONG["a"], tip=True)
     picture.legend(
         20,
@@ -195,7 +214,9 @@ def copied(steps: Sequence[Step], prompt: int) -> Picture:
 
 def preempted(steps: Sequence[Step]) -> Picture:
     """The pool over the steps: two requests grow until one has to go, and comes back."""
-    cell, left, top = 44, 112, 62
+    cell = 44
+    left = 112
+    top = 62
     lost = next(at for at, step in enumerate(steps) if step.waiting)
     back = next(at for at in range(lost, len(steps)) if not steps[at].waiting)
     (who,) = steps[lost].waiting
@@ -209,7 +230,9 @@ def preempted(steps: Sequence[Step]) -> Picture:
     )
     bottom = top + high * len(steps[0].users)
     for number in range(len(steps[0].users)):
-        picture.text(left - 12, top + high * number + 18, f"block {number}", anchor="end", fill=SOFT)
+        picture.text(
+            left - 12, top + high * number + 18, f"block {number}", anchor="end", fill=SOFT
+        )
     for name in ("a", "b"):
         y = bottom + (24 if name == "a" else 44)
         picture.text(left - 12, y, f"{name} computes", anchor="end", fill=STRONG[name])
@@ -217,7 +240,14 @@ def preempted(steps: Sequence[Step]) -> Picture:
             count = step.fresh.get(name)
             words = str(count) if count else "waits" if name in step.waiting else ""
             x = left + cell * at + cell / 2
-            picture.text(x, y, words, anchor="middle", fill=INK if count else SOFT, bold=(count or 0) > 1)
+            picture.text(
+                x,
+                y,
+                words,
+                anchor="middle",
+                fill=INK if count else SOFT,
+                bold=(count or 0) > 1,
+            )
     for at, step in enumerate(steps):
         x = left + cell * at
         picture.text(x + cell / 2, top - 8, str(at + 1), anchor="middle", fill=SOFT)
@@ -225,7 +255,9 @@ def preempted(steps: Sequence[Step]) -> Picture:
             cells = _cells(step, number)
             held = [(kind, owner) for kind, owner, name in cells if name]
             kind: Kind = "free"
-            owner = next((owner for owner, table in step.tables.items() if number in table), "")
+            owner = next(
+                (owner for owner, table in step.tables.items() if number in table), ""
+            )
             if held:
                 kind = "now" if any(how == "now" for how, _ in held) else "kept"
             words = f"{owner} {len(held)}" if held else ""
@@ -233,7 +265,13 @@ def preempted(steps: Sequence[Step]) -> Picture:
     picture.text(left - 12, top - 8, "step", anchor="end", fill=SOFT)
     x = left + cell * lost
     picture.line([(x, 18), (x, bottom + 4)], STRONG[who], dash="4 3")
-    picture.text(x - 6, 28, f"no block is free: {who} gives back its own", anchor="end", fill=STRONG[who])
+    picture.text(
+        x - 6,
+        28,
+        f"no block is free: {who} gives back its own",
+        anchor="end",
+        fill=STRONG[who],
+    )
     x = left + cell * back
     picture.line([(x, 18), (x, bottom + 4)], STRONG[who], dash="4 3")
     picture.text(x + 6, 28, f"{again} tokens again", fill=STRONG[who])
@@ -242,7 +280,9 @@ def preempted(steps: Sequence[Step]) -> Picture:
         bottom + 84,
         [("now", "a", "written in this step"), ("kept", "a", "in use"), ("free", "", "free")],
     )
-    picture.text(744, bottom + 85, f"numbers: tokens in the block, of {P}", anchor="end", fill=SOFT)
+    picture.text(
+        744, bottom + 85, f"numbers: tokens in the block, of {P}", anchor="end", fill=SOFT
+    )
     return picture
 
 

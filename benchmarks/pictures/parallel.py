@@ -44,8 +44,13 @@ def record(ranks: int = RANKS) -> Mapping[str, Cut]:
         part = skeleton(shard.config(config))
         for name, path in NAMES.items():
             layer = path if path == "lm_head" else LAYER + path
-            full = next(at for at, _ in whole.named_parameters() if at.endswith(f"{layer}.weight"))
-            big, small = list(whole.get_parameter(full).shape), list(part.get_parameter(full).shape)
+            full = next(
+                at for at, _ in whole.named_parameters() if at.endswith(f"{layer}.weight")
+            )
+            big, small = (
+                list(whole.get_parameter(full).shape),
+                list(part.get_parameter(full).shape),
+            )
             if path == "lm_head":
                 first, count, _ = shard.vocabulary(config.vocab_size)
                 found.setdefault(name, []).append((first, first + count))
@@ -86,14 +91,18 @@ def split(cuts: Mapping[str, Cut]) -> Picture:
         top = middle - high / 2
         for rank, (begin, end) in enumerate(cut.parts):
             who, whole = "abcd"[rank], cut.shape[cut.dim]
-            owners = [str(other) for other, part in enumerate(cut.parts) if part == (begin, end)]
+            owners = [
+                str(other) for other, part in enumerate(cut.parts) if part == (begin, end)
+            ]
             if cut.dim:
                 place = (x + wide * begin / whole, top, wide * (end - begin) / whole - 2, high)
             else:
                 place = (x, top + high * begin / whole, wide, high * (end - begin) / whole - 2)
             picture.box(*place, PALE[who], STRONG[who])
             centre = (place[0] + place[2] / 2, place[1] + place[3] / 2 + 4)
-            picture.text(*centre, ",".join(owners), anchor="middle", fill=STRONG[who], bold=True)
+            picture.text(
+                *centre, ",".join(owners), anchor="middle", fill=STRONG[who], bold=True
+            )
         centres[name] = x + wide / 2
         picture.text(centres[name], 24, name, anchor="middle", bold=True)
         words = "inputs" if cut.dim else "outputs"
@@ -130,7 +139,9 @@ def split(cuts: Mapping[str, Cut]) -> Picture:
         x = 20.0 + 90 * rank
         picture.box(x, 262, 18, 15, PALE["abcd"[rank]], STRONG["abcd"[rank]])
         picture.text(x + 24, 274, f"rank {rank}", fill=SOFT)
-    picture.text(20 + 90 * ranks, 274, "rows of a matrix are its outputs, columns its inputs", fill=SOFT)
+    picture.text(
+        20 + 90 * ranks, 274, "rows of a matrix are its outputs, columns its inputs", fill=SOFT
+    )
     return picture
 
 

@@ -8,7 +8,17 @@ from functools import cache
 from typing import Any
 
 import prefix_cache
-from benchmarks.pictures.svg import GREY, INK, LINE, NEUTRAL, PALE, PAPER, SOFT, STRONG, Picture
+from benchmarks.pictures.svg import (
+    GREY,
+    INK,
+    LINE,
+    NEUTRAL,
+    PALE,
+    PAPER,
+    SOFT,
+    STRONG,
+    Picture,
+)
 from common.request import Request
 from common.sampling.params import SamplingParams
 from forward import load_model
@@ -51,7 +61,9 @@ def _model() -> Any:
 
 def _load(blocks: int) -> Any:
     each = BlockPool.bytes_per_block(_model().config, P, _model().dtype)
-    return prefix_cache.load(_model(), block_size=P, cache_bytes=blocks * each, max_rows=4, max_len=128)
+    return prefix_cache.load(
+        _model(), block_size=P, cache_bytes=blocks * each, max_rows=4, max_len=128
+    )
 
 
 def _add(engine: Any, prompt: str, output: int) -> Request:
@@ -69,9 +81,13 @@ def _tree(engine: Any) -> list[Stretch]:
     def stretch(node: Node) -> Stretch:
         users = [engine.cache.allocator.refs[block] for block in node.blocks]
         below = [stretch(child) for child in node.children.values()]
-        return Stretch([_text(key) for key in node.keys], list(node.blocks), users, node.pins, below)
+        return Stretch(
+            [_text(key) for key in node.keys], list(node.blocks), users, node.pins, below
+        )
 
-    return [stretch(child) for root in engine.cache.index.roots for child in root.children.values()]
+    return [
+        stretch(child) for root in engine.cache.index.roots for child in root.children.values()
+    ]
 
 
 def record() -> list[Moment]:
@@ -108,7 +124,8 @@ def tree(moments: Sequence[Moment]) -> Picture:
         "The radix tree while three requests come and the first one ends",
         "; ".join(
             ", ".join(
-                f"{''.join(n.texts)!r} has {n.pins} pins, users {list(n.users)}" for _, n in _levels(m.tree)
+                f"{''.join(n.texts)!r} has {n.pins} pins, users {list(n.users)}"
+                for _, n in _levels(m.tree)
             )
             for m in moments
         ),
@@ -145,18 +162,34 @@ def _draw(picture: Picture, node: Stretch, moment: Moment, x: float, y: float) -
     pinned = node.pins > 0
     whose = [who for who, table in moment.tables.items() if node.blocks[-1] in table]
     assert len(whose) == node.pins, "a pin for each request that uses the node's blocks"
-    for at, (text, block, users) in enumerate(zip(node.texts, node.blocks, node.users, strict=True)):
+    for at, (text, block, users) in enumerate(
+        zip(node.texts, node.blocks, node.users, strict=True)
+    ):
         left = x + cell * at
         fill, stroke = SHARED if len(whose) > 1 else ALONE
         if len(whose) == 1:
             fill, stroke = PALE[whose[0]], STRONG[whose[0]]
         picture.box(left + 1, y, cell - 2, 26, fill, stroke)
         shown = text.replace(" ", "␣")
-        picture.text(left + cell / 2, y + 17, shown, anchor="middle", mono=True, fill=INK if pinned else SOFT)
-        picture.text(left + cell / 2, y + 41, f"block {block}", anchor="middle", size=11, fill=SOFT)
+        picture.text(
+            left + cell / 2,
+            y + 17,
+            shown,
+            anchor="middle",
+            mono=True,
+            fill=INK if pinned else SOFT,
+        )
+        picture.text(
+            left + cell / 2, y + 41, f"block {block}", anchor="middle", size=11, fill=SOFT
+        )
         words = "1 user" if users == 1 else f"{users} users"
         picture.text(
-            left + cell / 2, y + 55, words, anchor="middle", size=11, fill=INK if users > 1 else SOFT
+            left + cell / 2,
+            y + 55,
+            words,
+            anchor="middle",
+            size=11,
+            fill=INK if users > 1 else SOFT,
         )
     pins = {0: "no pins", 1: "1 pin"}.get(node.pins, f"{node.pins} pins")
     picture.text(x + 2, y - 6, pins, fill=INK if pinned else SOFT, bold=pinned, size=11)
@@ -164,7 +197,9 @@ def _draw(picture: Picture, node: Stretch, moment: Moment, x: float, y: float) -
     for child in node.below:
         below = y + 88
         middle = right + cell / 2
-        picture.line([(x + 8, y + 60), (x + 8, below - 22), (middle, below - 22), (middle, below - 18)])
+        picture.line(
+            [(x + 8, y + 60), (x + 8, below - 22), (middle, below - 22), (middle, below - 18)]
+        )
         right = _draw(picture, child, moment, right, below)
     return max(x + wide, right) + 14
 
@@ -184,7 +219,9 @@ def record_forgetting() -> list[tuple[str, dict[str, int]]]:
 
 def forgotten(moments: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:
     """What the memory holds after each request: the oldest go first, and each from its end."""
-    cell, column, left = 27, 124, 128
+    cell = 27
+    column = 124
+    left = 128
     names = sorted({who for who, _ in moments})
     picture = Picture(
         "What is remembered in a pool of twelve blocks",
@@ -202,13 +239,21 @@ def forgotten(moments: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:
             for place in range(4 if name in seen else 0):
                 kept = place < held.get(name, 0)
                 picture.cell(
-                    x + cell * place, y, cell, 27, "kept" if kept else "free", name, "" if kept else "×"
+                    x + cell * place,
+                    y,
+                    cell,
+                    27,
+                    "kept" if kept else "free",
+                    name,
+                    "" if kept else "×",
                 )
         total = sum(held.values())
         picture.text(x, 42 + 34 * len(names) + 20, f"{total} blocks kept", fill=SOFT)
     for line, name in enumerate(names):
         picture.text(left - 14, 42 + 34 * line + 18, f"prompt {name}", anchor="end")
-    picture.legend(left, 42 + 34 * len(names) + 46, [("kept", "a", "a block that is remembered")])
+    picture.legend(
+        left, 42 + 34 * len(names) + 46, [("kept", "a", "a block that is remembered")]
+    )
     picture.text(
         left + 220,
         42 + 34 * len(names) + 47,

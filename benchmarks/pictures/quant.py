@@ -11,7 +11,9 @@ from benchmarks.pictures.svg import INK, LINE, PAPER, SOFT, Picture
 from quant.formats import INT4
 from quant.rtn import quantize
 
-ROWS, INPUTS, GROUPS = 6, 64, (64, 32, 16)
+ROWS = 6
+INPUTS = 64
+GROUPS = (64, 32, 16)
 OUTLIERS = {(1, 9): 8.0, (4, 38): -6.0}
 """Where a weight is large; all others are between -1 and 1."""
 SHADES = ("#fbf6ee", "#f3dfbd", "#d99f4c", "#a8650f", "#6b3a06")
@@ -32,16 +34,21 @@ def record(groups: Sequence[int] = GROUPS) -> Mapping[int, torch.Tensor]:
     """For each size of group the magnitudes of the errors of int4, rounded to nearest."""
     whole = weights()
     return {
-        group: (quantize(whole, replace(INT4, group=group)).dequantize() - whole).abs() for group in groups
+        group: (quantize(whole, replace(INT4, group=group)).dequantize() - whole).abs()
+        for group in groups
     }
 
 
 def scales(errors: Mapping[int, torch.Tensor]) -> Picture:
     """The matrix once for each size of group: the darker a weight, the larger its error."""
-    cell, high, left = 9.6, 18, 116
+    cell = 9.6
+    high = 18
+    left = 116
     picture = Picture(
         "Errors of four-bit weights, by how many share a scale",
-        "; ".join(f"groups of {group}: mean error {errors[group].mean():.3f}" for group in errors),
+        "; ".join(
+            f"groups of {group}: mean error {errors[group].mean():.3f}" for group in errors
+        ),
         height=34 + (high * ROWS + 42) * len(errors) + 30,
     )
     for panel, group in enumerate(errors):
@@ -53,7 +60,14 @@ def scales(errors: Mapping[int, torch.Tensor]) -> Picture:
         mean = f"mean error {wrong.mean():.3f}; a scale of 16 bits adds {16 / (4 * group):.0%}"
         picture.text(left + cell * INPUTS, top - 9, mean, anchor="end", fill=SOFT)
         for row in range(ROWS):
-            picture.text(left - 14, top + high * row + 13, f"output {row}", anchor="end", fill=SOFT, size=11)
+            picture.text(
+                left - 14,
+                top + high * row + 13,
+                f"output {row}",
+                anchor="end",
+                fill=SOFT,
+                size=11,
+            )
             for column in range(INPUTS):
                 shade = sum(float(wrong[row, column]) >= step for step in STEPS)
                 x, y = left + cell * column, float(top + high * row)
@@ -63,7 +77,9 @@ def scales(errors: Mapping[int, torch.Tensor]) -> Picture:
                     picture.circle(x + cell / 2, y + high / 2, 4, PAPER, INK)
         for cut in range(0, INPUTS + 1, group):
             x = left + cell * cut
-            picture.line([(x, top - 2), (x, top + high * ROWS + 2)], INK if group < INPUTS else LINE)
+            picture.line(
+                [(x, top - 2), (x, top + high * ROWS + 2)], INK if group < INPUTS else LINE
+            )
     x = float(left)
     y = picture.height - 14
     picture.circle(x + 6, y - 4, 4, PAPER, INK)

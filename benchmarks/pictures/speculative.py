@@ -18,7 +18,16 @@ from forward.model import Model
 from forward.shapes import SHAPES
 
 TEXT = ["the", "cat", "sat", "on", "the", "mat", ".", "the", "cat"]
-SAYS = {"cat": "sat", "sat": "on", "on": "a", "a": "rug", "rug": ".", ".": "the", "the": "cat", "mat": "."}
+SAYS = {
+    "cat": "sat",
+    "sat": "on",
+    "on": "a",
+    "a": "rug",
+    "rug": ".",
+    ".": "the",
+    "the": "cat",
+    "mat": ".",
+}
 """The model: what it says behind each word, whatever stands before."""
 WORDS = ["<end>", *SAYS]
 DRAFTS, OUTPUT = 4, 12
@@ -40,7 +49,9 @@ def model_of(says: dict[str, str], words: Sequence[str]) -> Model:
     config = replace(SHAPES["tiny"], vocab_size=len(words), hidden_size=size)
     model = skeleton(config)
     for name, value in random_tensors(model, torch.device("cpu"), torch.float32, seed=0):
-        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+        if name.endswith(
+            ("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")
+        ):
             value.zero_()
         if name == "embed_tokens.weight":
             value.fill_diagonal_(1.0)
@@ -63,7 +74,7 @@ def record() -> list[Step]:
         max_len=64,
     )
     sampled, works = list[list[int]](), list[Work]()
-    agree, schedule = engine.runner.extra.agree, engine.schedule
+    agree, schedule = engine.runner.verifier.agree, engine.schedule
 
     def watch_agree(tokens: Any, drafts: Any) -> int:
         sampled.append(list(tokens))
@@ -73,7 +84,7 @@ def record() -> list[Step]:
         works[:] = schedule()
         return list(works)
 
-    engine.runner.extra.agree, engine.schedule = watch_agree, watch_schedule
+    engine.runner.verifier.agree, engine.schedule = watch_agree, watch_schedule
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
     (request,) = engine.add([WORDS.index(word) for word in TEXT[:-1]], params)
     engine.step()  # the prompt; behind it the model says the last word of the text
@@ -91,7 +102,9 @@ def record() -> list[Step]:
 
 def verified(steps: Sequence[Step]) -> Picture:
     """Every step: the newest word and the drafts, computed at once; below them what the model says there."""
-    cell, left, before = 54, 78, 3
+    cell = 54
+    left = 78
+    before = 3
     picture = Picture(
         "Drafts, and what the model says in their places",
         "; ".join(
@@ -113,22 +126,44 @@ def verified(steps: Sequence[Step]) -> Picture:
         right = step.kept - 1
         for place, word in enumerate(step.drafts):
             picture.cell(
-                start + cell * (place + 1), y, cell, 27, "now" if place < right else "idle", "a", word
+                start + cell * (place + 1),
+                y,
+                cell,
+                27,
+                "now" if place < right else "idle",
+                "a",
+                word,
             )
         below = y + (44 if step.drafts else 0)
         if step.drafts:
-            picture.text(start + cell - 8, below + 18, "the model says", anchor="end", fill=SOFT)
+            picture.text(
+                start + cell - 8, below + 18, "the model says", anchor="end", fill=SOFT
+            )
         for place, word in enumerate(step.sampled):
             x = start + cell * (place + 1)
-            picture.cell(x, below, cell, 27, "known" if place < step.kept else "idle", "a", word)
+            picture.cell(
+                x, below, cell, 27, "known" if place < step.kept else "idle", "a", word
+            )
             if place >= step.kept:
                 picture.line([(x + 8, below + 14), (x + cell - 8, below + 14)])
             elif place < len(step.drafts):
                 same = place < right
                 sign, colour = ("=", SOFT) if same else ("≠", STRONG["e"])
-                picture.text(x + cell / 2, y + 40, sign, anchor="middle", fill=colour, bold=not same, size=14)
+                picture.text(
+                    x + cell / 2,
+                    y + 40,
+                    sign,
+                    anchor="middle",
+                    fill=colour,
+                    bold=not same,
+                    size=14,
+                )
         x = start + cell * (DRAFTS + 2) + 16
-        words = f"{right} of {len(step.drafts)} drafts right" if step.drafts else "nothing to guess from"
+        words = (
+            f"{right} of {len(step.drafts)} drafts right"
+            if step.drafts
+            else "nothing to guess from"
+        )
         picture.text(x, y + 18, words, fill=SOFT)
         words = "1 token" if step.kept == 1 else f"{step.kept} tokens"
         picture.text(x, y + 35, words, fill=INK, bold=step.kept > 1)

@@ -48,11 +48,17 @@ def record() -> tuple[
     for node in range(1, trie.size):
         texts.append(texts[int(trie.parents[node])] + chr(trie.bytes[node]))
     walks = [
-        Walk(state, texts, trie.parents.tolist(), trie.walk(machine.table, state).tolist()) for state in edges
+        Walk(state, texts, trie.parents.tolist(), trie.walk(machine.table, state).tolist())
+        for state in edges
     ]
     maker = MaskMaker(machine, trie)
     words = [int(maker.mask(frozenset({(state,)}))[0]) for state in edges]
-    return edges, ends, walks, [[bool(word >> at & 1) for at in range(len(TOKENS))] for word in words]
+    return (
+        edges,
+        ends,
+        walks,
+        [[bool(word >> at & 1) for at in range(len(TOKENS))] for word in words],
+    )
 
 
 def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Picture:
@@ -86,7 +92,9 @@ def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Pi
             away = 12 if not side else 10
             x, y = (begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2
             up = -1 if not side else 1
-            picture.text(x - up * dy * away, y + up * dx * away + 4, letter, anchor="middle", bold=True)
+            picture.text(
+                x - up * dy * away, y + up * dx * away + 4, letter, anchor="middle", bold=True
+            )
     for state, (x, y) in PLACES.items():
         for radius in (18, 14) if state in ends else (18,):
             picture.circle(x, y, radius, PAPER, NEUTRAL)
@@ -105,11 +113,17 @@ def automaton(edges: Mapping[int, Mapping[str, int]], ends: Sequence[int]) -> Pi
 
 def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
     """The tree with the state that reaches each node, and the masks of all states."""
-    wide, high, step = 58, 27, 84
+    wide = 58
+    high = 27
+    step = 84
     picture = Picture(
         f"The vocabulary's tree walked from state {one.state}, and the masks of all states",
         "Alive: "
-        + " ".join(text for text, state in zip(one.texts, one.reached, strict=True) if text and state >= 0),
+        + " ".join(
+            text
+            for text, state in zip(one.texts, one.reached, strict=True)
+            if text and state >= 0
+        ),
         height=324,
     )
     picture.text(16, 28, f"the tree, walked from state {one.state}", bold=True)
@@ -129,33 +143,66 @@ def walk(one: Walk, masks: Sequence[Sequence[bool]]) -> Picture:
             across = [(x + wide, y + high / 2), (bend, y + high / 2)]
             picture.line([*across, (bend, child_y + high / 2), (x + step, child_y + high / 2)])
         text, state = one.texts[node], one.reached[node]
-        words = f"{text[-1]} → {state}" if text and state >= 0 else f"{text[-1]} ✗" if text else f"in {state}"
-        picture.cell(x, y, wide, high, "idle" if state < 0 else "kept" if text else "known", "a", words)
+        words = (
+            f"{text[-1]} → {state}"
+            if text and state >= 0
+            else f"{text[-1]} ✗"
+            if text
+            else f"in {state}"
+        )
+        picture.cell(
+            x, y, wide, high, "idle" if state < 0 else "kept" if text else "known", "a", words
+        )
         if text in TOKENS:
             picture.text(
-                x + wide / 2, y + high + 11, text, anchor="middle", size=11, fill=SOFT if state < 0 else INK
+                x + wide / 2,
+                y + high + 11,
+                text,
+                anchor="middle",
+                size=11,
+                fill=SOFT if state < 0 else INK,
             )
         return y
 
     place(0, 0)
     picture.text(16, 290, "letter → state; under a node the token that ends there.", fill=SOFT)
-    picture.text(16, 308, "✗: the automaton has no such edge; what is below is dead too.", fill=SOFT)
+    picture.text(
+        16, 308, "✗: the automaton has no such edge; what is below is dead too.", fill=SOFT
+    )
     left, top = 520, 62
     picture.line([(left - 92, 16), (left - 92, 268)], LINE)
     picture.text(left - 72, 28, "masks: which tokens may come", bold=True)
     for state in range(len(masks)):
         x = left + 50 * state
-        picture.text(x + 25, top - 10, f"state {state}", anchor="middle", size=11, bold=state == one.state)
+        picture.text(
+            x + 25,
+            top - 10,
+            f"state {state}",
+            anchor="middle",
+            size=11,
+            bold=state == one.state,
+        )
     for at, token in enumerate(TOKENS):
         y = top + 22 * at
         picture.text(left - 14, y + 15, token, anchor="end", mono=True)
         for state, mask in enumerate(masks):
             picture.cell(
-                left + 50 * state, y, 50, 22, "now" if mask[at] else "free", "a" if state == one.state else ""
+                left + 50 * state,
+                y,
+                50,
+                22,
+                "now" if mask[at] else "free",
+                "a" if state == one.state else "",
             )
     for state, mask in enumerate(masks):
         words = f"{sum(mask)} of {len(TOKENS)}"
-        picture.text(left + 50 * state + 25, top + 22 * len(TOKENS) + 16, words, anchor="middle", size=11)
+        picture.text(
+            left + 50 * state + 25,
+            top + 22 * len(TOKENS) + 16,
+            words,
+            anchor="middle",
+            size=11,
+        )
     return picture
 
 

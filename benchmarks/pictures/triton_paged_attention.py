@@ -12,8 +12,12 @@ from paged_cache import LayerBlocks
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.tables import DecodeConfig
 
-CONTEXTS, TILE, SPLITS = (96, 20), 16, 3
-KV_HEADS, HEADS, D = 2, 4, 128
+CONTEXTS = (96, 20)
+TILE = 16
+SPLITS = 3
+KV_HEADS = 2
+HEADS = 4
+D = 128
 
 Grid = Mapping[tuple[int, int, int], tuple[int, int] | None]
 """Of each program (request, key/value head, split) the keys that it read: the first, and one beyond the last.
@@ -47,7 +51,9 @@ def record(contexts: Sequence[int] = CONTEXTS, splits: int = SPLITS) -> Grid:
         workspace=space,
         config=DecodeConfig(block_n=TILE, splits=splits),
     )
-    left = space.partial.view(len(contexts), KV_HEADS, splits, group, D)[:, :, :, 0]  # one query head's rows
+    left = space.partial.view(len(contexts), KV_HEADS, splits, group, D)[
+        :, :, :, 0
+    ]  # one query head's rows
     alone = ~left.flatten(1).any(dim=1)  # a request whose one split wrote its result directly
     left[alone, :, 0] = out.view(len(contexts), KV_HEADS, group, D)[alone, :, 0]
     found: dict[tuple[int, int, int], tuple[int, int] | None] = {}
@@ -55,14 +61,19 @@ def record(contexts: Sequence[int] = CONTEXTS, splits: int = SPLITS) -> Grid:
         for head in range(KV_HEADS):
             for split in range(splits):
                 read = left[request, head, split].nonzero().flatten().tolist()
-                assert read == list(range(read[0], read[-1] + 1)) if read else True, "keys in a row"
+                assert read == list(range(read[0], read[-1] + 1)) if read else True, (
+                    "keys in a row"
+                )
                 found[request, head, split] = (read[0], read[-1] + 1) if read else None
     return found
 
 
 def grid(found: Grid, contexts: Sequence[int] = CONTEXTS) -> Picture:
     """The tiles of each request, and below them the programs, each as wide as the keys that it read."""
-    cell, left, top, gap = 50, 92, 66, 56
+    cell = 50
+    left = 92
+    top = 66
+    gap = 56
     splits = 1 + max(split for _, _, split in found)
     picture = Picture(
         "One program for each key/value head, split and request",
@@ -98,7 +109,9 @@ def grid(found: Grid, contexts: Sequence[int] = CONTEXTS) -> Picture:
                 words = f"split {first}" if first == last else f"splits {first} to {last}"
                 picture.cell(x + cell * tiles + 12, y, 92, 32, "coming", "", words)
         if len(read) < splits:
-            picture.text(x + cell * tiles + 58, y + 50, "returns at once", anchor="middle", fill=SOFT)
+            picture.text(
+                x + cell * tiles + 58, y + 50, "returns at once", anchor="middle", fill=SOFT
+            )
         middle, bottom = sum(used) / len(used), top + 42 + 42 * KV_HEADS
         for place in used:
             picture.curve((place, bottom), (middle + (place - middle) / 6, bottom + 42))

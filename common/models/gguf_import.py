@@ -44,7 +44,10 @@ _NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _FFN_NORM = {"llama": "post_attention_layernorm", "gemma3": "pre_feedforward_layernorm"}
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # GGUF's tokenizer.ggml.token_type
+# GGUF's tokenizer.ggml.token_type
+_NORMAL = 1
+_CONTROL = 3
+_USER_DEFINED = 4
 
 
 def import_gguf(source: Path, folder: Path) -> None:
@@ -63,7 +66,8 @@ def import_gguf(source: Path, folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", settings)
     _tokenizer(meta, settings).save(str(folder / "tokenizer.json"), pretty=False)
     weights = {
-        hf_name(each.name, meta["general.architecture"]): hf_weight(each, meta) for each in reader.tensors
+        hf_name(each.name, meta["general.architecture"]): hf_weight(each, meta)
+        for each in reader.tensors
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
@@ -93,7 +97,9 @@ def model_config(meta: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv"),
-        "head_dim": meta.get(f"{architecture}.attention.key_length", get("embedding_length") // heads),
+        "head_dim": meta.get(
+            f"{architecture}.attention.key_length", get("embedding_length") // heads
+        ),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(get("rope.freq_base")),
@@ -113,7 +119,9 @@ def model_config(meta: dict[str, Any]) -> dict[str, Any]:
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10_000.0,
         "sliding_window": get("attention.sliding_window"),
-        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in layers],
+        "layer_types": [
+            "full_attention" if i % 6 == 5 else "sliding_attention" for i in layers
+        ],
     }
 
 
@@ -140,7 +148,11 @@ def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.floa
         quantized = unpermute(quantized, meta[f"llama.attention.{key}"])
     weight = dequantize(quantized, tensor.tensor_type).astype(np.float32, copy=False)
     # Gemma multiplies by 1 + w; GGUF stores that sum, so that one RMSNorm serves every architecture.
-    return weight - 1 if architecture == "gemma3" and tensor.name.endswith("norm.weight") else weight
+    return (
+        weight - 1
+        if architecture == "gemma3" and tensor.name.endswith("norm.weight")
+        else weight
+    )
 
 
 def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
@@ -150,7 +162,9 @@ def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     pairs the halves (0 and D/2, 1 and D/2 + 1, ...), so one's row order is a permutation of the other's.
     """
     count, width = rows.shape
-    return rows.reshape(heads, count // heads // 2, 2, width).swapaxes(1, 2).reshape(count, width)
+    return (
+        rows.reshape(heads, count // heads // 2, 2, width).swapaxes(1, 2).reshape(count, width)
+    )
 
 
 # The tokenizer. GPT-2's kind is byte-level BPE with an explicit list of merges. SentencePiece's BPE
@@ -167,7 +181,10 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
         # SmolLM's: each digit by itself, then GPT-2's words, then bytes.
         merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer(BPE(vocabulary, merges))
-        digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
+        digits, words = (
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(False),
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         tokenizer.decoder = decoders.ByteLevel()
     else:
@@ -183,12 +200,16 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
     # The text is cut at control tokens (left out of decoded text) and at the tokenizer author's own symbols.
     control = [token for token, kind in types if kind == _CONTROL]
     symbols = [token for token, kind in types if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in control]
+    )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in symbols])
     if config["add_bos_token"]:
         bos = config["bos_token"]
         special = [(bos, meta["tokenizer.ggml.bos_token_id"])]
-        tokenizer.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", special)
+        tokenizer.post_processor = TemplateProcessing(
+            f"{bos} $A", f"{bos} $A {bos} $B", special
+        )
     return tokenizer
 
 
@@ -209,7 +230,12 @@ def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
         "add_bos_token": bool(meta.get("tokenizer.ggml.add_bos_token", False)),
         "clean_up_tokenization_spaces": False,
     }
-    for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+    for ours, theirs in {
+        "bos": "bos",
+        "eos": "eos",
+        "unk": "unknown",
+        "pad": "padding",
+    }.items():
         index = meta.get(f"tokenizer.ggml.{theirs}_token_id")
         config[f"{ours}_token"] = None if index is None else tokens[index]
     if "tokenizer.chat_template" in meta:

@@ -13,7 +13,10 @@ from common.models.fields import Field
 
 _DENSE = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_5")
 _SPARSE = ("qwen2_moe", "qwen3_moe", "gpt_oss")
-FAMILIES = {name: name for name in _DENSE + _SPARSE} | {"gemma3_text": "gemma3", "qwen3_5_text": "qwen3_5"}
+FAMILIES = {name: name for name in _DENSE + _SPARSE} | {
+    "gemma3_text": "gemma3",
+    "qwen3_5_text": "qwen3_5",
+}
 """Hugging Face ``model_type`` -> our family name."""
 MODEL_TYPE = Field("model_type", str, choices=tuple(FAMILIES))
 
@@ -46,23 +49,33 @@ FIELDS: dict[str, dict[str, Field]] = {
         "intermediate_size": Field("n_inner", int, 1, 1 << 22, None),
         "num_layers": Field("n_layer num_hidden_layers", int, 1, 1 << 10),
         "num_heads": Field("n_head num_attention_heads", int, 1, 1 << 12),
-        "max_position_embeddings": Field("n_positions max_position_embeddings", int, 1, _LONGEST),
+        "max_position_embeddings": Field(
+            "n_positions max_position_embeddings", int, 1, _LONGEST
+        ),
         "norm_eps": Field("layer_norm_epsilon", float, 1e-20, 1.0, 1e-5),
         "activation": Field("activation_function", str, default="gelu_new"),
         "tie_word_embeddings": Field("tie_word_embeddings", bool, default=True),
         "scale_by_layer": Field("scale_attn_by_inverse_layer_idx", bool, default=False),
     },
     "llama": {**_BIASED, "mlp_bias": Field("mlp_bias", bool, default=False)},
-    "mistral": {**_SIZES, "num_kv_heads": Field("num_key_value_heads", int, 1, 1 << 12, 8, null_counts=True)},
+    "mistral": {
+        **_SIZES,
+        "num_kv_heads": Field("num_key_value_heads", int, 1, 1 << 12, 8, null_counts=True),
+    },
     "qwen2": _SIZES,
     "qwen3": {**_BIASED, **_defaults(head_dim=128)},
     "qwen2_moe": {**_SIZES, **_defaults(num_kv_heads=16)},
     "qwen3_moe": {**_BIASED, **_defaults(num_kv_heads=4)},
-    "gpt_oss": {**_BIASED, **_defaults(attention_bias=True, num_kv_heads=8, head_dim=64, norm_eps=1e-5)},
+    "gpt_oss": {
+        **_BIASED,
+        **_defaults(attention_bias=True, num_kv_heads=8, head_dim=64, norm_eps=1e-5),
+    },
     "gemma3": {
         **_BIASED,
         # Google's own files of the larger sizes leave out what transformers has as its default.
-        **_defaults(vocab_size=262_208, max_position_embeddings=131_072, tie_word_embeddings=True),
+        **_defaults(
+            vocab_size=262_208, max_position_embeddings=131_072, tie_word_embeddings=True
+        ),
         **_defaults(num_heads=8, num_kv_heads=4, head_dim=256),
         "activation": Field("hidden_activation", str, default="gelu_pytorch_tanh"),
         "final_soft_cap": Field("final_logit_softcapping", float, 1e-3, 1e6, None),
@@ -78,7 +91,10 @@ _EXPERTS = {
     "normalize": Field("norm_topk_prob", bool, default=False),
 }
 EXPERTS = {
-    "qwen2_moe": {**_EXPERTS, "shared_size": Field("shared_expert_intermediate_size", int, 1, 1 << 22)},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "shared_size": Field("shared_expert_intermediate_size", int, 1, 1 << 22),
+    },
     "qwen3_moe": _EXPERTS,
     "gpt_oss": {
         "count": _EXPERTS["count"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from common.errors import UserError, near
+from common.errors import UserError, brief, near
 from common.models.bundled import BUNDLED, fetch_bundled
 from common.paths import expand
 
@@ -33,38 +33,48 @@ def local(name: str | Path) -> Path | None:
     """Return a local folder, or None where the name is that of a bundled model or may be one of the hub.
 
     Raises:
-        UserError: it is neither, a folder without a model, or nearly the name of a bundled model.
+        UserError: it is neither, or a folder without a model.
     """
     if str(name) in BUNDLED:
         return None
     folder = expand("model", name)
     try:
         if str(name) and folder.is_dir():  # Path("") is the current directory
-            if not (folder / "config.json").is_file():
+            if not (folder / "config.json").exists():
                 raise UserError(f"the model folder {folder} has no config.json")
             return folder
-        looks_local = isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+        looks_local = (
+            isinstance(name, Path) or folder.exists() or name.startswith((".", "~", "/"))
+        )
     except OSError as error:  # longer than names can be, or without the right to look inside
-        raise UserError(f"model is {str(name)!r}, which cannot be looked at ({error.strerror})") from None
-    if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):
-        bundled = ", ".join(BUNDLED)
-        raise UserError(f"model is {str(name)!r}, which is none of {bundled}, a folder, or a hub id")
-    meant = near(str(name).lower(), BUNDLED)
-    if meant and "/" not in str(name):  # the hub has few models without an owner, and none with these names
-        raise UserError(f"model is {str(name)!r}, which is no bundled model{meant}")
+        raise UserError(
+            f"model is {str(name)!r}, which cannot be looked at ({error.strerror})"
+        ) from None
+    if looks_local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        known = ", ".join([*BUNDLED, "random:SHAPE"])
+        meant = near(str(name).lower(), BUNDLED)
+        raise UserError(
+            f"model is {brief(str(name))}, which is none of {known}, a folder, or a hub id such as "
+            f"Qwen/Qwen3-0.6B{meant}"
+        )
     return None
 
 
 def _fetch_from_hub(name: str) -> Path:
     """Download a model's safetensors, configuration and tokenizer into the hub's own cache."""
-    from huggingface_hub import errors, snapshot_download  # takes half a second, and most runs need none
+    from huggingface_hub import (
+        errors,
+        snapshot_download,
+    )  # takes half a second, and most runs need none
 
     try:
         return Path(
             snapshot_download(
                 name,
                 allow_patterns=[*_FILES, *_TEMPLATES],
-                ignore_patterns=[f"*/{name}" for name in _FILES],  # other formats, in folders of their own
+                ignore_patterns=[
+                    f"*/{name}" for name in _FILES
+                ],  # other formats, in folders of their own
             )
         )
     except errors.GatedRepoError:

@@ -52,14 +52,19 @@ class Grammar:
     def _check(self) -> None:
         choice("a grammar's kind", self.kind, get_args(Kind))
         known = isinstance(self.source, str)
-        text(f"grammar ({self.kind})", self.source[: MAX_GRAMMAR_CHARACTERS + 1] if known else self.source)
+        text(
+            f"grammar ({self.kind})",
+            self.source[: MAX_GRAMMAR_CHARACTERS + 1] if known else self.source,
+        )
         if len(self.source) > MAX_GRAMMAR_CHARACTERS:
             raise UserError(
                 f"grammar ({self.kind}) has {len(self.source):,} characters, but must have at most "
                 f"{MAX_GRAMMAR_CHARACTERS:,}"
             )
         if not self.source:
-            raise UserError(f"grammar ({self.kind}) is empty, but must have at least 1 character")
+            raise UserError(
+                f"grammar ({self.kind}) is empty, but must have at least 1 character"
+            )
         if self.kind == "json_schema":
             schema = _read("json_schema", self.source)
             if not isinstance(schema, (dict, bool)):
@@ -74,7 +79,9 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
         """JSON that a schema allows; the schema as an object or as its text."""
-        return cls("json_schema", schema if isinstance(schema, str) else _dump("json_schema", schema))
+        return cls(
+            "json_schema", schema if isinstance(schema, str) else _dump("json_schema", schema)
+        )
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -109,7 +116,9 @@ def _check_schema(part: Any, depth: int = 1) -> None:
     if depth > MAX_DEPTH:
         raise UserError(f"grammar (json_schema) nests deeper than {MAX_DEPTH} levels")
     if isinstance(part, dict) and len(part) > MAX_KEYS:
-        raise UserError(f"grammar has an object of {len(part):,} keys, but may have {MAX_KEYS:,}")
+        raise UserError(
+            f"grammar has an object of {len(part):,} keys, but may have {MAX_KEYS:,}"
+        )
     for each in part.values() if isinstance(part, dict) else part:
         _check_schema(each, depth + 1)
 
@@ -139,8 +148,12 @@ def _check_choices(strings: Any) -> None:
     if not isinstance(strings, list) or not strings:
         raise UserError("grammar (choice) must be a list of at least 1 string")
     if len(strings) > MAX_CHOICES:
-        raise UserError(f"grammar (choice) has {len(strings)} strings, but must have at most {MAX_CHOICES}")
+        raise UserError(
+            f"grammar (choice) has {len(strings)} strings, but must have at most {MAX_CHOICES}"
+        )
     for string in strings:
         text("a string of grammar (choice)", string)
         if not string:
-            raise UserError("grammar (choice) holds '', but each string must have at least 1 character")
+            raise UserError(
+                "grammar (choice) holds '', but each string must have at least 1 character"
+            )

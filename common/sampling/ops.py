@@ -70,7 +70,9 @@ def stream_key(seed: int) -> int:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # torch's >> copies the sign bit; the hash needs zeros
+    return (z >> bits) & (
+        (1 << (64 - bits)) - 1
+    )  # torch's >> copies the sign bit; the hash needs zeros
 
 
 def random_words(keys: Tensor, steps: Tensor) -> Tensor:
@@ -85,7 +87,9 @@ def random_words(keys: Tensor, steps: Tensor) -> Tensor:
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
     z = z ^ _shift_right(z, 31)
-    return z.unsqueeze(1).view(torch.int32)  # the lower half first, as on every machine that torch runs on
+    return z.unsqueeze(1).view(
+        torch.int32
+    )  # the lower half first, as on every machine that torch runs on
 
 
 def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
@@ -97,7 +101,9 @@ def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
     upper, lower: int32 [B, 1], the row's words; ids: int32 [V]. Returns int32 [B, V] in [0, 2**31).
     """
     x = upper ^ ids  # [B, V]
-    shifted = x >> 16  # one tensor for all three shifts: on a CPU a new one costs more than the shift
+    shifted = (
+        x >> 16
+    )  # one tensor for all three shifts: on a CPU a new one costs more than the shift
     x.bitwise_xor_(shifted).mul_(HASH_1)
     torch.bitwise_right_shift(x, 15, out=shifted)
     x.bitwise_xor_(shifted).bitwise_xor_(lower).mul_(HASH_2)
@@ -150,7 +156,9 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
 
     def reach(digits: Tensor, amounts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         mass = torch.zeros(keys.shape[0], bins, dtype=torch.int64, device=keys.device)
-        mass.scatter_add_(1, digits, amounts).cumsum_(1)  # [B, bins]: of the first digit, the first two, ...
+        mass.scatter_add_(1, digits, amounts).cumsum_(
+            1
+        )  # [B, bins]: of the first digit, the first two, ...
         digit = torch.searchsorted(mass, target.contiguous()).clamp_(max=bins - 1)
         before = mass.gather(1, (digit - 1).clamp_(min=0)).masked_fill_(digit == 0, 0)
         return digit, target - before
@@ -191,7 +199,9 @@ def forbid(logits: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
     logits: float32 [B, V]; allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i; places:
         int64 [M], the rows that are masked.
     """
-    if allowed.device.type == "cpu":  # numpy takes all bits out in one pass, and no row is copied
+    if (
+        allowed.device.type == "cpu"
+    ):  # numpy takes all bits out in one pass, and no row is copied
         octets = allowed.numpy().view(np.uint8)
         every = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
         for row, some in zip(places.tolist(), every, strict=True):
@@ -205,7 +215,12 @@ def forbid(logits: Tensor, allowed: Tensor, places: Tensor) -> Tensor:
 
 
 def penalize(
-    logits: Tensor, prompt: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+    logits: Tensor,
+    prompt: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
 ) -> Tensor:
     """Apply the three penalties in place and return `logits`.
 
@@ -229,7 +244,9 @@ def reported(logits: Tensor, tokens: Tensor) -> Tensor:
 
     NaN wins every choice, so this is the case wherever a row has one that may be chosen.
     """
-    return tokens.masked_fill(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan(), NAN_TOKEN)
+    return tokens.masked_fill(
+        logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan(), NAN_TOKEN
+    )
 
 
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

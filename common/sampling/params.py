@@ -86,7 +86,8 @@ class SamplingParams:
         to 2.
     frequency_penalty: subtracted once for each time the token stands in the output; limits as above.
     seed: the same seed gives the same tokens, whatever else runs beside the request; None draws a fresh one.
-        Of a larger number, or one below 0, the lowest `SEED_BITS` bits count.
+        So does -1, as with vLLM, llama.cpp and Ollama. Of another number below 0, or a larger one, the lowest
+        `SEED_BITS` bits count.
     stop: the text ends before the first of these strings to be completed. At most `MAX_STOPS`, of 1 to
         `MAX_STOP_CHARACTERS` characters each.
     stop_token_ids: tokens that end the request, besides the model's end-of-sequence tokens. At most
@@ -131,7 +132,8 @@ class SamplingParams:
             limit = f"at most max_tokens, {self.max_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}, but must be {limit}")
         if self.seed is not None:
-            put("seed", integer("seed", self.seed) % (1 << SEED_BITS))
+            seed = integer("seed", self.seed)
+            put("seed", None if seed == -1 else seed % (1 << SEED_BITS))
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _token_ids(self.stop_token_ids))
         boolean("ignore_eos", self.ignore_eos)
@@ -152,7 +154,11 @@ class SamplingParams:
     @property
     def penalized(self) -> bool:
         """True if the choice depends on which tokens came before, so that they have to be counted."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     def seed_of(self, sample: int) -> int | None:
         """Return the seed of completion number `sample` (0 to n - 1), or None when the request has none.
@@ -169,12 +175,16 @@ def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, 
     except TypeError:
         raise UserError(f"{name} is {brief(value)}, but must be a list of {what}") from None
     if len(items) > most:
-        raise UserError(f"{name} is a list of more than {most} {what}, but must have at most {most}")
+        raise UserError(
+            f"{name} is a list of more than {most} {what}, but must have at most {most}"
+        )
     return items
 
 
 def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(value, str):  # one string; taken as an iterable it would be a list of characters
+    if isinstance(
+        value, str
+    ):  # one string; taken as an iterable it would be a list of characters
         value = (value,)
     strings = _items("stop", value, "strings", MAX_STOPS)
     for string in strings:
@@ -201,11 +211,15 @@ def _logit_bias(value: Mapping[int, float]) -> dict[int, float]:
         raise UserError(f"logit_bias is {brief(value)}, but must map token ids to numbers")
     if len(value) > MAX_BIASED_TOKENS:
         limit = f"at most {MAX_BIASED_TOKENS}"
-        raise UserError(f"logit_bias is a map of {len(value)} token ids, but must have {limit}")
+        raise UserError(
+            f"logit_bias is a map of {len(value)} token ids, but must have {limit}"
+        )
     checked: dict[int, float] = {}
     for key, bias in value.items():
         token = integer("a token id in logit_bias", key, low=0, high=MAX_INT)
-        checked[token] = number(f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS)
+        checked[token] = number(
+            f"logit_bias[{token}]", bias, low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS
+        )
     return checked
 
 
@@ -230,12 +244,14 @@ def sampling_defaults(folder: Path, source: str = MODEL) -> dict[str, float]:
         UserError: the file is damaged or has a value out of its limits; or there is no such source.
     """
     path = folder / FILE
-    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.is_file():
+    if choice("generation_config", source, (MODEL, NEUTRAL)) == NEUTRAL or not path.exists():
         return {}
     raw = read_object(path)
     given = {name: raw[name] for name in FIELDS if raw.get(name) is not None}
     try:
         checked = SamplingParams(**given)
     except UserError as error:
-        raise UserError(f"{path}: {error}; `--generation-config neutral` leaves the file out") from None
+        raise UserError(
+            f"{path}: {error}; `--generation-config neutral` leaves the file out"
+        ) from None
     return {name: getattr(checked, name) for name in given}

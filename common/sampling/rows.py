@@ -26,7 +26,7 @@ KEY, TOP_K, TOP_P = range(3)
 _FOREVER: Final = (1 << 63) - 1
 
 
-class Needs(enum.IntFlag):
+class SamplingFlags(enum.IntFlag):
     """The needs of a row beyond the argmax."""
 
     RANDOM = enum.auto()  # a temperature above 0
@@ -37,12 +37,12 @@ class Needs(enum.IntFlag):
     TOP_P = enum.auto()
 
 
-RADIX: Final = Needs.TOP_K | Needs.TOP_P
+RADIX: Final = SamplingFlags.TOP_K | SamplingFlags.TOP_P
 """What takes a selection by radix."""
-TRUNCATION: Final = RADIX | Needs.MIN_P
+TRUNCATION: Final = RADIX | SamplingFlags.MIN_P
 """What excludes tokens before the draw."""
 
-Places = slice | Tensor
+Positions = slice | Tensor
 """Where some rows stand in the batch; int64 on the device unless they are neighbours."""
 
 
@@ -54,8 +54,8 @@ class Draw(NamedTuple):
         much more work, are kept apart.
     """
 
-    places: Places
-    features: Needs
+    places: Positions
+    features: SamplingFlags
 
 
 class Edits(NamedTuple):
@@ -72,7 +72,7 @@ class Edits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingMetadata:
     """The needs of one batch, decided on the host from the host's copies; sampling branches on nothing else.
 
     features: the union over the rows of the batch.
@@ -83,21 +83,27 @@ class Plan:
     penalties: the places of the rows with penalties, some at a time.
     """
 
-    features: Needs
+    features: SamplingFlags
     draws: tuple[Draw, ...]
     wanted: tuple[int, ...] | None
     edits: Edits | None = None
-    penalties: tuple[Places, ...] = ()
+    penalties: tuple[Positions, ...] = ()
 
-    def for_any_rows(self) -> Plan:
+    def for_any_rows(self) -> SamplingMetadata:
         """Return a plan with the same features that takes the whole batch at once, for any requests.
 
         It may be captured in a CUDA graph and serves every batch whose plan has no other features. Edits stay
         those of the batch that was planned.
         """
         everywhere = slice(None)
-        draws = (Draw(everywhere, self.features),) if Needs.RANDOM in self.features else ()
-        return replace(self, draws=draws, penalties=(everywhere,) if Needs.PENALTIES in self.features else ())
+        draws = (
+            (Draw(everywhere, self.features),) if SamplingFlags.RANDOM in self.features else ()
+        )
+        return replace(
+            self,
+            draws=draws,
+            penalties=(everywhere,) if SamplingFlags.PENALTIES in self.features else (),
+        )
 
 
 class SamplerRows:
@@ -110,15 +116,24 @@ class SamplerRows:
     """
 
     def __init__(
-        self, rows: int, vocab_size: int, device: torch.device | str, *, seed: int | None = None
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        seed: int | None = None,
     ) -> None:
         """Make rows 0 to rows - 1, all of them greedy.
 
         seed: of the generator that draws seeds for requests without one; None: different in every process.
         """
         if vocab_size > MAX_VOCAB:
-            raise UserError(f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB} to be sampled from")
-        self.rows, self.vocab_size, self.device = rows, vocab_size, torch.device(device)
+            raise UserError(
+                f"vocab_size is {vocab_size}, but must be at most {MAX_VOCAB} to be sampled from"
+            )
+        self.rows = rows
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
         self._seeds = random.Random(seed)
         self.at_once = self.rows_at_once(vocab_size, self.device)
         self._features = np.zeros(rows, dtype=np.int64)
@@ -131,10 +146,16 @@ class SamplerRows:
         self._edits: dict[int, Edits] = {}
         # For the penalties: which tokens stand in the prompt, and how often each one stands in the output.
         self._history: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)  # later [rows, V]
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)  # later [rows, V]
+        self.in_prompt = torch.zeros(
+            0, vocab_size, dtype=torch.bool, device=self.device
+        )  # later [rows, V]
+        self.counts = torch.zeros(
+            0, vocab_size, dtype=torch.int32, device=self.device
+        )  # later [rows, V]
         self._changed: set[int] = set()
-        self._planned: tuple[list[int], Plan] | None = None  # for which rows the last plan was
+        self._planned: tuple[list[int], SamplingMetadata] | None = (
+            None  # for which rows the last plan was
+        )
         self.ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)  # [V]
 
     @staticmethod
@@ -182,57 +203,81 @@ class SamplerRows:
             seed = self._seeds.getrandbits(64)
         edits = self._edits_of(params, eos_ids)
         features = self._features_of(params, edits=len(edits.tokens) > 0)
-        top_k = params.top_k if Needs.TOP_K in features else self.vocab_size
+        top_k = params.top_k if SamplingFlags.TOP_K in features else self.vocab_size
         self._features[row] = features
         self._wanted[row] = -1 if params.logprobs is None else params.logprobs
-        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        temperature = params.temperature if Needs.RANDOM in features else 0.0
-        self._floats[row] = temperature, params.min_p, *penalties  # the order of the columns' names
-        self._ints[row] = ops.stream_key(seed), top_k, max(1, round(params.top_p * (1 << ops.FRACTION_BITS)))
+        penalties = (
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        temperature = params.temperature if SamplingFlags.RANDOM in features else 0.0
+        self._floats[row] = (
+            temperature,
+            params.min_p,
+            *penalties,
+        )  # the order of the columns' names
+        self._ints[row] = (
+            ops.stream_key(seed),
+            top_k,
+            max(1, round(params.top_p * (1 << ops.FRACTION_BITS))),
+        )
         self._edits.pop(row, None)
         if len(edits.tokens):
             self._edits[row] = edits
         self._history.pop(row, None)
         if params.penalized:
-            self._history[row] = np.array(prompt_ids, dtype=np.int64), np.array(output_ids, dtype=np.int64)
+            self._history[row] = (
+                np.array(prompt_ids, dtype=np.int64),
+                np.array(output_ids, dtype=np.int64),
+            )
         self._changed.add(row)
         return seed
 
-    def plan(self, rows_host: Sequence[int]) -> Plan:
+    def plan(self, rows_host: Sequence[int]) -> SamplingMetadata:
         """Send changed settings to the device and return what a batch of these rows needs. Never waits."""
         wanted_rows = list(rows_host)
         if self._changed:
             self._send()
-        elif self._planned is not None and self._planned[0] == wanted_rows:  # a decode like the last one
+        elif (
+            self._planned is not None and self._planned[0] == wanted_rows
+        ):  # a decode like the last one
             return self._planned[1]
         rows = np.array(wanted_rows, np.int64)
         features = self._features[rows]
-        union = Needs(int(np.bitwise_or.reduce(features, initial=0)))
+        union = SamplingFlags(int(np.bitwise_or.reduce(features, initial=0)))
         wanted = self._wanted[rows]
-        plan = Plan(
+        plan = SamplingMetadata(
             union,
-            tuple(self._draws(features)) if Needs.RANDOM in union else (),
+            tuple(self._draws(features)) if SamplingFlags.RANDOM in union else (),
             tuple(wanted.tolist()) if (wanted >= 0).any() else None,
-            self._edited(wanted_rows) if Needs.EDITS in union else None,
-            tuple(places for _, places in self._parts(features & int(Needs.PENALTIES) != 0)),
+            self._edited(wanted_rows) if SamplingFlags.EDITS in union else None,
+            tuple(
+                places
+                for _, places in self._parts(features & int(SamplingFlags.PENALTIES) != 0)
+            ),
         )
         self._planned = wanted_rows, plan
         return plan
 
     def _draws(self, features: NDArray[np.int64]) -> Iterator[Draw]:
-        random, radix = features & int(Needs.RANDOM) != 0, features & int(RADIX) != 0
+        random, radix = features & int(SamplingFlags.RANDOM) != 0, features & int(RADIX) != 0
         for chosen in (~random, random & ~radix, radix):
             for part, places in self._parts(chosen):
-                yield Draw(places, Needs(int(np.bitwise_or.reduce(features[part]))))
+                yield Draw(places, SamplingFlags(int(np.bitwise_or.reduce(features[part]))))
 
     def _edited(self, rows: Sequence[int]) -> Edits:
-        own = [(place, self._edits[row]) for place, row in enumerate(rows) if row in self._edits]
+        own = [
+            (place, self._edits[row]) for place, row in enumerate(rows) if row in self._edits
+        ]
         places = np.concatenate([np.full(len(edits.tokens), place) for place, edits in own])
         columns = zip(*(edits[:3] for _, edits in own), strict=True)
         tokens, values, until = (self._upload(np.concatenate(column)) for column in columns)
         return Edits(tokens, values, until, self._upload(places))
 
-    def _parts(self, chosen: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int64], Places]]:
+    def _parts(
+        self, chosen: NDArray[np.bool_]
+    ) -> Iterator[tuple[NDArray[np.int64], Positions]]:
         """Yield the chosen places of the batch, `at_once` at a time, on the host and for the device."""
         places = np.flatnonzero(chosen)
         for first in range(0, len(places), self.at_once):
@@ -241,19 +286,19 @@ class SamplerRows:
             neighbours = end - begin == len(part)
             yield part, slice(begin, end) if neighbours else self._upload(part)
 
-    def _features_of(self, params: SamplingParams, *, edits: bool) -> Needs:
-        features = Needs(0)
+    def _features_of(self, params: SamplingParams, *, edits: bool) -> SamplingFlags:
+        features = SamplingFlags(0)
         if not params.greedy:
-            features |= Needs.RANDOM
+            features |= SamplingFlags.RANDOM
             if params.min_p > 0:
-                features |= Needs.MIN_P
+                features |= SamplingFlags.MIN_P
             if 0 < params.top_k < self.vocab_size:
-                features |= Needs.TOP_K
+                features |= SamplingFlags.TOP_K
             if params.top_p < 1:
-                features |= Needs.TOP_P
+                features |= SamplingFlags.TOP_P
         if params.penalized:
-            features |= Needs.PENALTIES
-        return features | Needs.EDITS if edits else features
+            features |= SamplingFlags.PENALTIES
+        return features | SamplingFlags.EDITS if edits else features
 
     def _edits_of(self, params: SamplingParams, eos_ids: Collection[int]) -> Edits:
         bias = params.logit_bias
@@ -265,7 +310,9 @@ class SamplerRows:
         return Edits(
             np.array([*bias.keys(), *held_back], dtype=np.int64),
             np.array([*bias.values(), *[float("-inf")] * len(held_back)], dtype=np.float32),
-            np.array([_FOREVER] * len(bias) + [params.min_tokens] * len(held_back), dtype=np.int64),
+            np.array(
+                [_FOREVER] * len(bias) + [params.min_tokens] * len(held_back), dtype=np.int64
+            ),
         )
 
     @torch.inference_mode()
@@ -280,12 +327,18 @@ class SamplerRows:
 
     def _send_history(self) -> None:
         if len(self.counts) == 0:
-            self.in_prompt = torch.zeros(self.rows, self.vocab_size, dtype=torch.bool, device=self.device)
-            self.counts = torch.zeros(self.rows, self.vocab_size, dtype=torch.int32, device=self.device)
+            self.in_prompt = torch.zeros(
+                self.rows, self.vocab_size, dtype=torch.bool, device=self.device
+            )
+            self.counts = torch.zeros(
+                self.rows, self.vocab_size, dtype=torch.int32, device=self.device
+            )
         for row, (prompt, output) in self._history.items():
             self.in_prompt[row].zero_()[self._upload(prompt)] = True
             tokens = self._upload(output)
-            self.counts[row].zero_().scatter_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+            self.counts[row].zero_().scatter_add_(
+                0, tokens, torch.ones_like(tokens, dtype=torch.int32)
+            )
         self._history.clear()
 
     def _upload(self, array: NDArray[Any]) -> Tensor:

@@ -26,8 +26,8 @@ from common.sampling.rows import (
     TOP_P,
     SamplerRows,
 )
-from common.sampling.rows import Needs as Needs
-from common.sampling.rows import Plan as Plan
+from common.sampling.rows import SamplingFlags as SamplingFlags
+from common.sampling.rows import SamplingMetadata as SamplingMetadata
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -37,7 +37,7 @@ class Sampled(NamedTuple):
 
     tokens: int64 [B]. logprobs: those of the chosen tokens, float32 [B]; the most likely tokens, best first,
     int64 [B, N], and theirs, float32 [B, N], where N is the largest number that a row asked for.
-    wanted: as in `Plan`.
+    wanted: as in `SamplingMetadata`.
     reported: int64 [B], `tokens` with `ops.NAN_TOKEN` where logits are NaN; None: the same. The device reads
     `tokens`, which are all in the vocabulary.
     """
@@ -65,7 +65,7 @@ class Sampled(NamedTuple):
         return HostSampled(self)
 
 
-class Allowed(NamedTuple):
+class TokenBitmask(NamedTuple):
     """Which tokens may be chosen, for some places of a batch; at the others all may be.
 
     words: int32 [M, ceil(V / 32)] on the device; bit i of word w says that token 32 * w + i may be chosen. A
@@ -111,20 +111,30 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-class Chooser:
+class SamplerBackend:
     """Chooses tokens for a `Sampler`, here by torch. By kernels or over ranks the tokens are the same."""
 
-    def whole(self, sampler: Sampler, logits: Tensor, plan: Plan, masked: bool) -> Tensor:
+    def whole(
+        self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
+    ) -> Tensor:
         """Return the logits to choose from: over ranks, perhaps those of all ranks."""
         return logits
 
-    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
         """Put every token that is not allowed at minus infinity, in place; other places are not touched."""
-        for part in zip(*(torch.split(some, sampler.at_once) for some in allowed), strict=True):
+        for part in zip(
+            *(torch.split(some, sampler.at_once) for some in allowed), strict=True
+        ):
             ops.forbid(logits, *part)
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        plan: SamplingMetadata,
+        masked: bool,
     ) -> Tensor:
         """Return one token for each row of the adjusted `logits [B, V]`: `[B]` int64.
 
@@ -135,8 +145,10 @@ class Chooser:
         tokens = torch.empty_like(rows)
         for places, features in plan.draws:
             some = logits[places]
-            if Needs.RANDOM in features:
-                tokens[places] = self.draw(sampler, some, rows[places], steps[places], features)
+            if SamplingFlags.RANDOM in features:
+                tokens[places] = self.draw(
+                    sampler, some, rows[places], steps[places], features
+                )
             else:
                 tokens[places] = some.argmax(1)
         return tokens
@@ -145,18 +157,29 @@ class Chooser:
         """Return the tokens chosen from `logits [B, V]` as the host gets them: `ops.reported`."""
         return ops.reported(logits, tokens)
 
-    def draw(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Needs) -> Tensor:
+    def draw(
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        features: SamplingFlags,
+    ) -> Tensor:
         """Return a random token for each row that has a temperature, and the argmax for others: `[B]` int64.
 
         Of the Gumbel-max trick's argmax of logit / temperature - log(E) this is the exponential: the largest
         weight / E, or -E / weight, which is minus infinity for a weight of 0.
         """
         weights = sampler.weigh(logits, rows, features)  # [B, V]
-        noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, sampler.ids)  # [B, V]
-        return noise.div_(weights).max(1).indices  # of equals the first, and NaN is the largest
+        noise = ops.negative_exponentials(
+            sampler.ints[rows, KEY], steps, sampler.ids
+        )  # [B, V]
+        return (
+            noise.div_(weights).max(1).indices
+        )  # of equals the first, and NaN is the largest
 
 
-TORCH = Chooser()
+TORCH = SamplerBackend()
 
 
 class Sampler(SamplerRows):
@@ -167,7 +190,7 @@ class Sampler(SamplerRows):
     chooser: what is done by torch; in its place a later phase puts kernels, or a choice over ranks.
     """
 
-    chooser: Chooser = TORCH
+    sampler_backend: SamplerBackend = TORCH
 
     @classmethod
     def scratch_bytes(cls, batch: int, vocab_size: int, device: torch.device) -> int:
@@ -178,7 +201,9 @@ class Sampler(SamplerRows):
         that comes with penalties (12 bytes a token, one at a time).
         """
         part = min(batch, cls.rows_at_once(vocab_size, device))
-        return batch * (4 * vocab_size + 512) + part * (48 * vocab_size + (8 << ops.DIGIT_BITS))
+        return batch * (4 * vocab_size + 512) + part * (
+            48 * vocab_size + (8 << ops.DIGIT_BITS)
+        )
 
     @torch.inference_mode()
     def sample(
@@ -187,8 +212,8 @@ class Sampler(SamplerRows):
         rows: Tensor,
         rows_host: Sequence[int],
         steps: Tensor,
-        plan: Plan | None = None,
-        allowed: Allowed | None = None,
+        plan: SamplingMetadata | None = None,
+        allowed: TokenBitmask | None = None,
     ) -> Sampled:
         """Choose the next token of each row and count it for the penalties.
 
@@ -208,22 +233,28 @@ class Sampler(SamplerRows):
         """
         if plan is None:
             plan = self.plan(rows_host)
-        logits = self.chooser.whole(self, logits, plan, allowed is not None)
+        logits = self.sampler_backend.whole(self, logits, plan, allowed is not None)
         adjusted = self._adjust(logits, rows, steps, plan, allowed)
-        tokens = self.chooser.choose(self, adjusted, rows, steps, plan, allowed is not None)
-        if Needs.PENALTIES in plan.features:
+        tokens = self.sampler_backend.choose(
+            self, adjusted, rows, steps, plan, allowed is not None
+        )
+        if SamplingFlags.PENALTIES in plan.features:
             # Rows without penalties are counted too; nothing reads their counts.
             place = rows * self.vocab_size + tokens
-            self.counts.view(-1).scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-        reported = self.chooser.report(adjusted, tokens)
+            self.counts.view(-1).scatter_add_(
+                0, place, torch.ones_like(place, dtype=torch.int32)
+            )
+        reported = self.sampler_backend.report(adjusted, tokens)
         if plan.wanted is None:
             return Sampled(tokens, reported=reported)
-        some = zip(torch.split(logits, self.at_once), torch.split(tokens, self.at_once), strict=True)
+        some = zip(
+            torch.split(logits, self.at_once), torch.split(tokens, self.at_once), strict=True
+        )
         parts = zip(*[ops.raw_logprobs(*part, max(plan.wanted)) for part in some], strict=True)
         chosen, ids, values = map(torch.cat, parts)
         return Sampled(tokens, (chosen, ids, values), plan.wanted, reported)
 
-    def weigh(self, logits: Tensor, rows: Tensor, features: Needs) -> Tensor:
+    def weigh(self, logits: Tensor, rows: Tensor, features: SamplingFlags) -> Tensor:
         """Return exp((logit - largest) / temperature), or 0 where truncation excludes a token: `[B, V]`.
 
         Logits in half precision, as graphs may leave them, are widened: weights are float32.
@@ -231,13 +262,15 @@ class Sampler(SamplerRows):
         NaN says that a token wins without a draw, the first of several: the largest logit of a greedy row
         (which a plan for any rows brings here), and logits that are NaN or infinite.
         """
-        floats, ints, logits = self.floats[rows], self.ints[rows], logits.float()
+        floats = self.floats[rows]
+        ints = self.ints[rows]
+        logits = logits.float()
         weights = self.weights(logits, logits.amax(1, keepdim=True), rows)
-        if Needs.MIN_P in features:
+        if SamplingFlags.MIN_P in features:
             weights = torch.where(weights < floats[:, MIN_P, None], 0.0, weights)
         if features & RADIX:
-            top_k = ints[:, TOP_K, None] if Needs.TOP_K in features else None
-            top_p = ints[:, TOP_P, None] if Needs.TOP_P in features else None
+            top_k = ints[:, TOP_K, None] if SamplingFlags.TOP_K in features else None
+            top_p = ints[:, TOP_P, None] if SamplingFlags.TOP_P in features else None
             weights = ops.truncate(weights, top_k, top_p)
         return weights
 
@@ -247,17 +280,24 @@ class Sampler(SamplerRows):
         largest = largest.nan_to_num(_LARGEST, math.inf, -math.inf)
         # Subtract first: then a small temperature scales differences, all at most 0, and nothing overflows.
         # The reciprocal of temperature 0 is infinite: the largest becomes NaN, and the others' weights 0.
-        return (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()  # [B, V]
+        return (
+            (logits - largest).mul_(self.floats[rows, TEMPERATURE, None].reciprocal()).exp_()
+        )  # [B, V]
 
     def _adjust(
-        self, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, allowed: Allowed | None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        plan: SamplingMetadata,
+        allowed: TokenBitmask | None,
     ) -> Tensor:
         """Return the logits after mask, bias, min_tokens and penalties; a copy where any row needs them."""
-        edited = bool(plan.features & (Needs.EDITS | Needs.PENALTIES))
+        edited = bool(plan.features & (SamplingFlags.EDITS | SamplingFlags.PENALTIES))
         if edited or (allowed is not None and plan.wanted is not None):
             logits = logits.clone()
         if allowed is not None:
-            self.chooser.forbid(self, logits, allowed)
+            self.sampler_backend.forbid(self, logits, allowed)
         if plan.edits is not None:
             tokens, values, until, at = plan.edits
             values = torch.where(steps[at] < until, values, 0.0)
@@ -265,6 +305,12 @@ class Sampler(SamplerRows):
         for places in plan.penalties:
             at, some = rows[places], logits[places]
             floats = self.floats[at].unsqueeze(2)  # [B, 5, 1]
-            penalties = floats[:, REPETITION], floats[:, PRESENCE], floats[:, FREQUENCY]  # each [B, 1]
-            logits[places] = ops.penalize(some, self.in_prompt[at], self.counts[at], *penalties)
+            penalties = (
+                floats[:, REPETITION],
+                floats[:, PRESENCE],
+                floats[:, FREQUENCY],
+            )  # each [B, 1]
+            logits[places] = ops.penalize(
+                some, self.in_prompt[at], self.counts[at], *penalties
+            )
         return logits

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from common.errors import UserError, shown, text
+from common.errors import UserError, brief, choice, text
 from common.text.template_sandbox import TemplateError, TemplateSandbox
 
 Message = Mapping[str, Any]
 """One turn: `role` (`system`, `user`, `assistant`, ...), `content`, and what else the template looks at."""
 
-_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""OpenAI's. A template may name others of its own."""
+_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"}
+)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the same thing, as servers write it and templates read it."""
 _OTHER_MEDIA = ("audio", "images", "function_call")
@@ -45,14 +49,21 @@ class ChatTemplate:
             found = _SANDBOX.ask(source)
         except TemplateError as error:
             raise UserError(f"the model's chat template is not valid ({error})") from error
-        self.variables, self._takes_parts = frozenset(found["variables"]), bool(found["takes_parts"])
-        self._named = frozenset(found["names"])  # and so the fields of messages that it can look at
+        self.variables, self._takes_parts = (
+            frozenset(found["variables"]),
+            bool(found["takes_parts"]),
+        )
+        self._named = frozenset(
+            found["names"]
+        )  # and so the fields of messages that it can look at
 
     def conversation(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Check messages and bring them into the form that templates expect.
 
         A message keeps the fields of the OpenAI API and those that the template names; see `ignored`. A
         content that is a list of texts stays one for a template that reads it. For others each is a line.
+        Only a user must have a content. One that is null or missing is None, but an empty text where an
+        assistant calls no tools either.
 
         Raises:
             UserError: there is none, or one is not of this form.
@@ -61,7 +72,10 @@ class ChatTemplate:
             raise UserError(f"messages is a {type(messages).__name__}, but must be a list")
         if not messages:
             raise UserError("messages is empty, but a chat needs at least one message")
-        return [self._message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        return [
+            self._message(f"messages[{index}]", message)
+            for index, message in enumerate(messages)
+        ]
 
     def ignored(self, messages: Sequence[Message]) -> set[str]:
         """The fields in which messages say something that the template does not look at."""
@@ -93,40 +107,54 @@ class ChatTemplate:
         try:
             return str(_SANDBOX.ask(self.source, given)["text"])
         except (TemplateError, TypeError, ValueError) as error:  # or what is given is no JSON
-            raise UserError(f"the model's chat template does not take these messages ({error})") from error
+            raise UserError(
+                f"the model's chat template does not take these messages ({error})"
+            ) from error
 
     def _message(self, name: str, message: Message) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise UserError(f"{name} is {shown(message)}, but must be an object with a role and a content")
+            raise UserError(
+                f"{name} is {brief(message)}, but must be an object with a role and a content"
+            )
         if "role" not in message:
             raise UserError(f"{name} has no role")
-        checked: dict[str, Any] = {"role": text(f"{name}.role", message["role"])}
+        role = text(f"{name}.role", message["role"])
+        if role not in self._named:
+            choice(f"{name}.role", role, ROLES)
+        checked: dict[str, Any] = {"role": role}
         for field, value in message.items():
             if value in _NOTHING:
                 continue
             if field in _OTHER_MEDIA:
-                raise UserError(f"{name} has {field!r}, but this model takes texts and tool_calls alone")
+                raise UserError(
+                    f"{name} has {field!r}, but this model takes texts and tool_calls alone"
+                )
             if field in _FIELDS or field in self._named:
                 checked.setdefault(field, value)
-        thought = next((message[field] for field in _REASONING if isinstance(message.get(field), str)), None)
+        thought = next(
+            (message[field] for field in _REASONING if isinstance(message.get(field), str)),
+            None,
+        )
         if thought is not None:  # a template reads it by one name or the other
             checked |= {field: thought for field in _REASONING if field in self._named}
         calls, said = checked.get("tool_calls"), checked.pop("refusal", None)
         if calls is not None and not isinstance(calls, list):
-            raise UserError(f"{name}.tool_calls is {shown(calls)}, but must be a list")
+            raise UserError(f"{name}.tool_calls is {brief(calls)}, but must be a list")
         content = message.get("content")
         if content is None and said is not None:
             content = text(f"{name}.refusal", said)
         if isinstance(content, list):
-            texts = [_part(f"{name}.content[{place}]", part) for place, part in enumerate(content)]
+            texts = [
+                _part(f"{name}.content[{place}]", part) for place, part in enumerate(content)
+            ]
             parts = [{"type": "text", "text": each} for each in texts]
             checked["content"] = parts if self._takes_parts else "\n".join(texts)
         elif content is not None:
             checked["content"] = text(f"{name}.content", content)
-        elif checked["role"] != "assistant":  # which may call tools only, or may have said nothing
+        elif role == "user":  # others may call tools only, or may have said nothing
             raise UserError(f"{name} has no content")
         else:
-            checked["content"] = None if calls else ""
+            checked["content"] = "" if role == "assistant" and not calls else None
         return checked
 
 
@@ -138,9 +166,11 @@ def _said(parts: Iterable[Message]) -> set[str]:
 def _part(name: str, part: Any) -> str:
     """The text of one part of a content."""
     if not isinstance(part, Mapping):
-        raise UserError(f"{name} is {shown(part)}, but must be an object with a type and a text")
+        raise UserError(
+            f"{name} is {brief(part)}, but must be an object with a type and a text"
+        )
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise UserError(f"{name}.type is {shown(kind)}, but must be 'text'")
+        raise UserError(f"{name}.type is {brief(kind)}, but must be 'text'")
     field = _TEXTS[kind]
     return text(f"{name}.{field}", part.get(field, None))

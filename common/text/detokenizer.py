@@ -59,11 +59,15 @@ class TokenBytes(dict[int, bytes]):
     def first(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text which begins with it: some decoders drop its space there."""
         found = self[token_id]
-        return found if self.byte_level or b" " not in found else self._decode(token_id).encode()
+        return (
+            found if self.byte_level or b" " not in found else self._decode(token_id).encode()
+        )
 
     def decoder(self) -> codecs.IncrementalDecoder:
         """A decoder of their bytes, which shows those that are no character as U+FFFD."""
-        return codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self.byte_fallback else "replace")
+        return codecs.getincrementaldecoder("utf-8")(
+            _EACH_BYTE if self.byte_fallback else "replace"
+        )
 
     def _bytes(self, token_id: int, token: str) -> bytes:
         if self.byte_level:
@@ -75,7 +79,9 @@ class TokenBytes(dict[int, bytes]):
         if byte is not None:
             return bytes.fromhex(byte[1])
         begins = self._decode(token_id)
-        return (begins if self._alike else self._decode(token_id, token_id)[len(begins) :]).encode()
+        return (
+            begins if self._alike else self._decode(token_id, token_id)[len(begins) :]
+        ).encode()
 
     def _decode(self, *ids: int) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
@@ -116,11 +122,15 @@ class Detokenizer:
         middle: go on from a prompt even if it has no text.
         """
         self._bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
+        self._skipped = (
+            tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
+        )
         self._utf8 = self._bytes.decoder()
         self.begins = not middle
         visible = (
-            token for token in map(int, reversed(after)) if token not in self._skipped and self._bytes[token]
+            token
+            for token in map(int, reversed(after))
+            if token not in self._skipped and self._bytes[token]
         )
         for token in reversed([*islice(visible, MOST_TOKENS_OF_A_CHARACTER)]):
             self.push(token)

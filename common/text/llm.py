@@ -22,19 +22,26 @@ class LLM:
     Args:
         model: a bundled model, a folder, or a hub id.
         load: of the phase whose engine it is; each phase exports an `LLM` with its own.
-        show_ledger: print where the memory goes, if the engine knows.
+        show_memory_plan: print where the memory goes, if the engine knows.
         options: those of `load`.
     """
 
     def __init__(
-        self, model: str | Path, *, load: Callable[..., Any], show_ledger: bool = True, **options: Any
+        self,
+        model: str | Path,
+        *,
+        load: Callable[..., Any],
+        show_memory_plan: bool = True,
+        **options: Any,
     ) -> None:
         if str(model).startswith("random:"):
-            raise UserError(f"model is {str(model)!r}, but texts need a model with a tokenizer")
+            raise UserError(
+                f"model is {str(model)!r}, but texts need a model with a tokenizer"
+            )
         self.tokenizer = Tokenizer(model_folder(str(model)))
         self.engine = load(model, tokenizer=self.tokenizer, **options)
-        if show_ledger and self.engine.ledger is not None:
-            print(self.engine.ledger)
+        if show_memory_plan and self.engine.memory_plan is not None:
+            print(self.engine.memory_plan)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a text, or of a conversation that awaits its answer.
@@ -44,8 +51,12 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not _conversation(prompt):
-            raise UserError(f"a prompt is {shown(prompt)}, but must be a text or a list of messages")
-        return self.tokenizer.chat([dict(message) for message in prompt], add_generation_prompt=True)
+            raise UserError(
+                f"a prompt is {shown(prompt)}, but must be a text or a list of messages"
+            )
+        return self.tokenizer.chat(
+            [dict(message) for message in prompt], add_generation_prompt=True
+        )
 
     def generate(
         self,
@@ -86,4 +97,6 @@ def _several(prompts: object) -> list[Prompt]:
 def _conversation(prompt: object) -> bool:
     """Return True for a list of messages."""
     several = isinstance(prompt, Sequence) and len(prompt) > 0
-    return several and all(isinstance(message, Mapping) for message in cast(Sequence[object], prompt))
+    return several and all(
+        isinstance(message, Mapping) for message in cast(Sequence[object], prompt)
+    )

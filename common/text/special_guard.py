@@ -76,8 +76,13 @@ class SpecialGuard:
         for stand_in in self._stand_in.values():
             if stand_in in text:
                 code = f"U+{ord(stand_in):04X}"
-                raise UserError(f"a message has a special token and {code}, which no text may have")
-        return "".join(self._stand_in[char] if place in places else char for place, char in enumerate(text))
+                raise UserError(
+                    f"a message has a special token and {code}, which no text may have"
+                )
+        return "".join(
+            self._stand_in[char] if place in places else char
+            for place, char in enumerate(text)
+        )
 
     def _places(self, text: str, whole: bool) -> set[int]:
         """Return the places of characters to hide so that no special token or half of one is left."""
@@ -91,16 +96,22 @@ class SpecialGuard:
             last, first = len(text.rstrip()), len(text) - len(text.lstrip())
             sizes = range(1, self._longest + 1)
             places |= {
-                last - size for size in sizes if size <= last and text[last - size : last] in self._heads
+                last - size
+                for size in sizes
+                if size <= last and text[last - size : last] in self._heads
             }
-            places |= {first + size - 1 for size in sizes if text[first : first + size] in self._tails}
+            places |= {
+                first + size - 1 for size in sizes if text[first : first + size] in self._tails
+            }
         return places
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer:
         """The tokenizer that turns stand-ins back; it shares the model, so it costs next to nothing."""
         blind = tokenizers.Tokenizer(self._backend.model)
-        back: list[Any] = [normalizers.Replace(there, char) for char, there in self._stand_in.items()]
+        back: list[Any] = [
+            normalizers.Replace(there, char) for char, there in self._stand_in.items()
+        ]
         if self._backend.normalizer is not None:
             back.append(self._backend.normalizer)
         blind.normalizer = normalizers.Sequence(back)
@@ -108,12 +119,16 @@ class SpecialGuard:
             blind.pre_tokenizer = self._backend.pre_tokenizer
         # They are sought before the text is normalized, so before stand-ins are turned back.
         states = [token.__getstate__() for _, token in self._added if token.special]
-        blind.add_special_tokens([AddedToken(**{**state, "normalized": False}) for state in states])
+        blind.add_special_tokens(
+            [AddedToken(**{**state, "normalized": False}) for state in states]
+        )
         blind.add_tokens([token for _, token in self._added if not token.special])
         return blind
 
     @cached_property
     def _renumbered(self) -> dict[int, int]:
         """The ids of added tokens that the model's own vocabulary has not, and that have others here."""
-        pairs = ((self._blind.token_to_id(token.content), index) for index, token in self._added)
+        pairs = (
+            (self._blind.token_to_id(token.content), index) for index, token in self._added
+        )
         return {ours: index for ours, index in pairs if ours is not None and ours != index}

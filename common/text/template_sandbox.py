@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import IO, Any, Final, cast
 
 import jinja2
@@ -39,7 +39,9 @@ _ENDS: Final = {
     -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",
     _OUT_OF_MEMORY: f"it takes more than {MEMORY_BYTES >> 20} MiB of memory",
 }
-_FIRST: Final = "{{ '\\n' | pprint | striptags | wordwrap }}{{ strftime_now('%c') }}{{ undefined.fails }}"
+_FIRST: Final = (
+    "{{ '\\n' | pprint | striptags | wordwrap }}{{ strftime_now('%c') }}{{ undefined.fails }}"
+)
 """Makes Jinja and Python read all the files that they ever need."""
 
 
@@ -52,7 +54,9 @@ class TemplateSandbox:
 
     def __init__(self) -> None:
         """Begin without a child."""
-        self._idle: list[subprocess.Popen[bytes]] = []  # they end with this process, which closes their pipes
+        self._idle: list[
+            subprocess.Popen[bytes]
+        ] = []  # they end with this process, which closes their pipes
 
     def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Compile a template and describe it, as `_describe` does, or render it: `text`.
@@ -61,7 +65,9 @@ class TemplateSandbox:
             TemplateError: it is not valid, fails, or does more than it may.
         """
         if len(source) > SOURCE_CHARACTERS:
-            raise TemplateError(f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}")
+            raise TemplateError(
+                f"it has {len(source):,} characters, but may have {SOURCE_CHARACTERS:,}"
+            )
         data = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
         child = self._child()
         stdin, stdout = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)
@@ -123,7 +129,7 @@ def serve() -> None:
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
         except Exception as error:  # a template is a program: it may fail in any way
-            answer = json.dumps({"error": _told(error)})
+            answer = json.dumps({"error": _error_text(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()
@@ -132,9 +138,12 @@ def serve() -> None:
 def _answer(source: str, variables: dict[str, Any] | None = None) -> dict[str, Any]:
     if variables is None:
         return _describe(source)
-    text = _compiled(source).render(variables)
+    messages = [_without_null(message) for message in variables.get("messages", ())]
+    text = _compiled(source).render(variables | {"messages": messages})
     if len(text) > OUTPUT_CHARACTERS:
-        raise ValueError(f"it writes {len(text):,} characters, but may write {OUTPUT_CHARACTERS:,}")
+        raise ValueError(
+            f"it writes {len(text):,} characters, but may write {OUTPUT_CHARACTERS:,}"
+        )
     return {"text": text}
 
 
@@ -171,7 +180,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
     )
     # Jinja's own filter of this name escapes for HTML, which a language model would see as other text.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
+    environment.tests["none"] = _is_none
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -186,9 +196,92 @@ def _raise_exception(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
 
 
-def _told(error: Exception) -> str:
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`: its arguments have the names and the order that `transformers` gives them."""
+    return json.dumps(
+        x,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_plain,
+    )
+
+
+def _plain(value: Any) -> None:
+    """Write a `NullContent` as null."""
+    if not _is_none(value):
+        raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
+
+
+def _is_none(value: Any) -> bool:
+    """The test `is none`."""
+    return value is None or isinstance(value, NullContent)
+
+
+class NullContent(jinja2.Undefined):
+    """The content of a message that says nothing, such as one that has only calls.
+
+    `transformers` leaves such a content out, so it is not defined and writes nothing. Templates of the kind
+    of DeepSeek's ask if it is none, so it is that as well. Others split, trim or join every content, so it
+    has what an empty text has.
+    """
+
+    __slots__ = ()
+    __hash__ = jinja2.Undefined.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr("", name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return ""[key]
+
+    def __add__(self, other: Any) -> Any:
+        return "" + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + ""
+
+    def __eq__(self, other: object) -> bool:
+        return _is_none(other)
+
+
+class MessageWithoutContent(dict[str, Any]):
+    """A message without the key `content`, of which a template gets a `NullContent` if it asks."""
+
+    def __missing__(self, key: str) -> NullContent:
+        if key != "content":
+            raise KeyError(key)
+        return NullContent(obj=self, name=key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """See `dict.get`. Beside calls, a content that is asked for in this way writes nothing, too."""
+        asked = key == "content" and default is None and "tool_calls" in self
+        return self[key] if asked else super().get(key, default)
+
+
+def _without_null(message: Any) -> Any:
+    """Return a message whose content is null as a `MessageWithoutContent`, and others as they are."""
+    if not isinstance(message, dict) or message.get("content") is not None:
+        return message
+    return MessageWithoutContent(
+        {name: value for name, value in message.items() if name != "content"}
+    )
+
+
+def _error_text(error: Exception) -> str:
     """An error's message in one line, with its kind where Python raised it."""
     words = " ".join(str(error).split())[:500]
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        words = f"line {error.lineno}: {words}"
     ours = type(error).__module__.split(".")[0] == "jinja2"
     return words if ours else f"{type(error).__name__}: {words}"
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import msgspec
 import tokenizers
 
 from common.errors import UserError, shown
-from common.files import read_text
+from common.files import decoded, read_bytes
+from common.models.fields import MOST_BYTES
 from common.text.chat_template import ChatTemplate, Message
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.special_guard import SpecialGuard
@@ -23,6 +25,12 @@ from common.text.template_sandbox import SOURCE_CHARACTERS
 # The library is given batches of one, for which it lets Python's lock go: else a megabyte would stop every
 # thread for seconds, the event loop of a server among them. Threads of its own would gain nothing there.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MOST_TOKENIZER_BYTES = 1 << 27
+"""Largest `tokenizer.json`: published ones with 260,000 tokens have 33 million bytes."""
+MOST_TEMPLATE_BYTES = 4 * SOURCE_CHARACTERS
+MOST_TEMPLATES = 64
+"""Most files in `additional_chat_templates`."""
 
 LONG = 2000
 """Characters of a text above which a server lets another thread encode it."""
@@ -43,16 +51,22 @@ class Tokenizer:
         """
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
-        if not path.is_file():
+        raw = _read_optional(path, MOST_TOKENIZER_BYTES)
+        if raw is None:
             raise UserError(f"the model folder {self.folder} has no tokenizer.json")
         with _named(str(path)):
-            _refuse_growth(path)
-            self.backend = tokenizers.Tokenizer.from_file(str(path))
+            _refuse_growth(path, raw)
+            self.backend = tokenizers.Tokenizer.from_buffer(raw)
         self.backend.no_truncation()  # some published files would cut prompts or pad them
         self.backend.no_padding()
-        tokens, size = self.backend.get_vocab_size(with_added_tokens=False), self._model_config("vocab_size")
+        tokens, size = (
+            self.backend.get_vocab_size(with_added_tokens=False),
+            self._model_config("vocab_size"),
+        )
         if isinstance(size, int) and tokens > size:  # fewer are common: embeddings are padded
-            raise UserError(f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}")
+            raise UserError(
+                f"{path} has {tokens:,} tokens, but the model of config.json has {size:,}"
+            )
         self._config = _read_json(self.folder / "tokenizer_config.json")
         self._special_tokens = _named_tokens(self.folder, self._config)
         self.bos_token_id = self._bos_token_id()
@@ -76,12 +90,20 @@ class Tokenizer:
         """
         if not add_special_tokens:
             return self._encode(text, add_special_tokens=False)
-        ids = self._encode(text, add_special_tokens=self._config.get("add_bos_token") is not False)
-        return ids[1:] if self._adds_bos and ids[:2] == [self.bos_token_id] * 2 else self._begun(ids)
+        ids = self._encode(
+            text, add_special_tokens=self._config.get("add_bos_token") is not False
+        )
+        return (
+            ids[1:]
+            if self._adds_bos and ids[:2] == [self.bos_token_id] * 2
+            else self._begun(ids)
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, and an id outside the vocabulary nothing."""
-        text: str = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        text: str = self.backend.decode_batch(
+            [list(ids)], skip_special_tokens=skip_special_tokens
+        )[0]
         if self.token_bytes.byte_fallback and "\ufffd" in text:
             # One invalid byte spoils the whole run of bytes around it for the library. SentencePiece itself
             # keeps the run's characters, and a stream has to: it has shown them before the byte arrives.
@@ -108,7 +130,10 @@ class Tokenizer:
         Raises:
             UserError: the model has no chat template, or the template does not take these messages.
         """
-        template, guard = self.tool_template if variables.get("tools") else self.chat_template, self._guard
+        template, guard = (
+            self.tool_template if variables.get("tools") else self.chat_template,
+            self._guard,
+        )
         conversation = template.conversation(messages)
         guarded, variables = guard.hide([conversation, plain := variables])
         text = template.render(
@@ -117,7 +142,9 @@ class Tokenizer:
             **variables,
         )
         if (guarded, variables) == (conversation, plain):
-            ids = self._encode(text, add_special_tokens=False)  # the template has written them out
+            ids = self._encode(
+                text, add_special_tokens=False
+            )  # the template has written them out
         else:
             with _named("the conversation"):
                 ids = guard.encode(_unicode(text))
@@ -131,7 +158,9 @@ class Tokenizer:
     def _begun(self, ids: list[int]) -> list[int]:
         """`ids` after the token that begins a text, if there is one and they do not begin with it."""
         bos = self.bos_token_id
-        begins = bos is not None and (self._adds_bos or bool(self._config.get("add_bos_token")))
+        begins = bos is not None and (
+            self._adds_bos or bool(self._config.get("add_bos_token"))
+        )
         return [bos, *ids] if begins and ids[:1] != [bos] else ids  # type: ignore[list-item]
 
     @cached_property
@@ -149,7 +178,9 @@ class Tokenizer:
         """
         if not (self.token_bytes.byte_level or self.token_bytes.byte_fallback):
             return None
-        return tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
+        return (
+            tokens * self._longest_token * (1 if self.backend.normalizer is None else _JOINED)
+        )
 
     @cached_property
     def _longest_token(self) -> int:
@@ -182,7 +213,11 @@ class Tokenizer:
     @cached_property
     def tool_template(self) -> ChatTemplate:
         """The chat template for conversations with tools, where the model has one of its own for them."""
-        return self._template("tool_use") if "tool_use" in self._chat_templates else self.chat_template
+        return (
+            self._template("tool_use")
+            if "tool_use" in self._chat_templates
+            else self.chat_template
+        )
 
     def _template(self, name: str) -> ChatTemplate:
         sources = self._chat_templates
@@ -192,7 +227,9 @@ class Tokenizer:
                 f"the model in {self.folder} has no chat template: give it plain text to continue"
             )
         contents = {name: _content(token) for name, token in self._special_tokens.items()}
-        return ChatTemplate(source, {name: each for name, each in contents.items() if isinstance(each, str)})
+        return ChatTemplate(
+            source, {name: each for name, each in contents.items() if isinstance(each, str)}
+        )
 
     @cached_property
     def _chat_templates(self) -> dict[str, Any]:
@@ -201,18 +238,31 @@ class Tokenizer:
         if source is None:
             source = _read_json(self.folder / "chat_template.json").get("chat_template")
         found = {"default": source}
-        if isinstance(source, list):  # several by name, of which `default` is for conversations without tools
+        if isinstance(
+            source, list
+        ):  # several by name, of which `default` is for conversations without tools
             entries = [entry for entry in source if isinstance(entry, dict)]
             found = {str(entry.get("name")): entry.get("template") for entry in entries}
-        for path in sorted(self.folder.glob("additional_chat_templates/*.jinja")):
-            found[path.stem] = read_text(path, "the chat template", 4 * SOURCE_CHARACTERS)
-        if (path := self.folder / "chat_template.jinja").is_file():
-            found["default"] = read_text(path, "the chat template", 4 * SOURCE_CHARACTERS)
+        more = list(
+            islice(self.folder.glob("additional_chat_templates/*.jinja"), MOST_TEMPLATES + 1)
+        )
+        if len(more) > MOST_TEMPLATES:
+            folder = self.folder / "additional_chat_templates"
+            raise UserError(
+                f"{folder} has more than {MOST_TEMPLATES} templates, but may have no more"
+            )
+        for path in [*more, self.folder / "chat_template.jinja"]:
+            raw = _read_optional(path, MOST_TEMPLATE_BYTES)
+            if raw is not None:
+                name = path.stem if path in more else "default"
+                found[name] = decoded(raw, f"the chat template {path}")
         return found
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with _named("the text"):
-            (found,) = self.backend.encode_batch_fast([_unicode(text)], add_special_tokens=add_special_tokens)
+            (found,) = self.backend.encode_batch_fast(
+                [_unicode(text)], add_special_tokens=add_special_tokens
+            )
         return list(found.ids)
 
     def _model_config(self, field: str) -> Any:
@@ -223,7 +273,9 @@ class Tokenizer:
             named = self._special_tokens["bos_token"]
             token = _content(named)
             if token is not None and not isinstance(token, str):
-                found = f"bos_token of {self.folder / 'tokenizer_config.json'} is {shown(named)}"
+                found = (
+                    f"bos_token of {self.folder / 'tokenizer_config.json'} is {shown(named)}"
+                )
                 raise UserError(f"{found}, but must be a string, or an object with a content")
             return None if token is None else self.backend.token_to_id(token)
         found = self._model_config("bos_token_id")
@@ -249,9 +301,9 @@ MOST_GROWTH = 64
 """Times as long as a text may become by all replacements of a `tokenizer.json` together."""
 
 
-def _refuse_growth(path: Path) -> None:
+def _refuse_growth(path: Path, raw: bytes) -> None:
     """Raise `UserError` for replacements that make a text many times longer: a few fill any memory."""
-    steps = msgspec.json.decode(path.read_bytes(), type=_Brief)
+    steps = msgspec.json.decode(raw, type=_Brief)
     for kind, several in (("normalizer", "normalizers"), ("decoder", "decoders")):
         growth, parts = 1, [getattr(steps, kind)]
         while parts:
@@ -272,12 +324,16 @@ def eos_of_tokenizer(folder: Path) -> int | None:
 
     All of `tokenizer.json` is loaded only where the token is none of those added to the vocabulary.
     """
-    token = _content(_named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token"))
-    path = folder / "tokenizer.json"
-    if not isinstance(token, str) or not path.is_file():
+    token = _content(
+        _named_tokens(folder, _read_json(folder / "tokenizer_config.json")).get("eos_token")
+    )
+    if not isinstance(token, str):
         return None
-    with suppress(msgspec.MsgspecError):  # loading it below says what is wrong
-        for added in msgspec.json.decode(path.read_bytes(), type=_Brief).added_tokens:
+    raw = _read_optional(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
+    if raw is None:
+        return None
+    with suppress(msgspec.MsgspecError, RecursionError):  # loading it below says what is wrong
+        for added in msgspec.json.decode(raw, type=_Brief).added_tokens:
             if added.get("content") == token and isinstance(added.get("id"), int):
                 return int(added["id"])
     return Tokenizer(folder).backend.token_to_id(token)
@@ -313,13 +369,24 @@ def _unicode(text: str) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    raw = _read_optional(path, MOST_BYTES)
+    if raw is None:
         return {}
-    except (ValueError, OSError, RecursionError) as error:  # not UTF-8 is a ValueError, too
+    try:
+        content = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError, too
         raise UserError(f"{path} is not valid JSON ({error})") from None
     return content if isinstance(content, dict) else {}
+
+
+def _read_optional(path: Path, most: int) -> bytes | None:
+    """Return the bytes of a file of a model's folder, None where there is none. See `read_bytes`."""
+    try:
+        return read_bytes(path, most)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

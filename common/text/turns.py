@@ -50,5 +50,8 @@ def _concatenated(values: list[Any]) -> Any:
         return "\n\n".join(values)
     if not all(isinstance(value, str | list) for value in values):
         return values[-1]
-    lists = [[{"type": "text", "text": value}] if isinstance(value, str) else value for value in values]
+    lists = [
+        [{"type": "text", "text": value}] if isinstance(value, str) else value
+        for value in values
+    ]
     return list(chain.from_iterable(lists))

@@ -54,13 +54,18 @@ class Stage:
         for path in self.pages:
             text = path.read_text(encoding="utf-8")
             self.write(
-                path, self.notebook(text, path) if path.suffix == ".ipynb" else self.linked(text, path)
+                path,
+                self.notebook(text, path)
+                if path.suffix == ".ipynb"
+                else self.linked(text, path),
             )
         for path in sorted(self.code):
             self.write(path.with_name(path.name + ".md"), shown(path))
         reference = list(self.reference())
         front = SOURCE / "README.md"
-        front.write_text(front.read_text(encoding="utf-8") + self.contents(reference), encoding="utf-8")
+        front.write_text(
+            front.read_text(encoding="utf-8") + self.contents(reference), encoding="utf-8"
+        )
 
     def write(self, path: Path, text: str) -> None:
         """Put a page where `path` would be."""
@@ -103,17 +108,24 @@ class Stage:
 
     def reference(self) -> Iterator[str]:
         """A page for each package, with the docstrings of its modules; yields their names."""
-        folders = [ROOT / "common", *sorted(path.parent for path in ROOT.glob("phases/[0-9]*/*/__init__.py"))]
+        folders = [
+            ROOT / "common",
+            *sorted(path.parent for path in ROOT.glob("phases/[0-9]*/*/__init__.py")),
+        ]
         for folder in folders:
             if folder.name == "tests":
                 continue
             modules = [
-                ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
+                ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(
+                    ".__init__"
+                )
                 for path in sorted(folder.rglob("*.py"))
             ]
             parts = [f"# `{folder.name}`: what its docstrings say\n"]
             for module in modules:
-                parts.append(f"## `{module}`\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n")
+                parts.append(
+                    f"## `{module}`\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+                )
             self.write(ROOT / "reference" / f"{folder.name}.md", "\n".join(parts))
             yield f"reference/{folder.name}"
 
@@ -122,13 +134,21 @@ class Stage:
 
         def names(*folders: str) -> list[str]:
             here = [path.relative_to(ROOT).with_suffix("") for path in self.pages]
-            return [path.as_posix() for path in here if path.parts[0] in folders and path.name != "README"]
+            return [
+                path.as_posix()
+                for path in here
+                if path.parts[0] in folders and path.name != "README"
+            ]
 
         lessons = [
-            path.relative_to(ROOT).with_suffix("").as_posix() for path in self.pages if "phases" in path.parts
+            path.relative_to(ROOT).with_suffix("").as_posix()
+            for path in self.pages
+            if "phases" in path.parts
         ]
         others = ["benchmarks/README", "benchmarks/texts/README", "tests/README"]
-        top = [path.stem for path in self.pages if path.parent == ROOT and path.stem != "README"]
+        top = [
+            path.stem for path in self.pages if path.parent == ROOT and path.stem != "README"
+        ]
         chapters = {
             "Lessons": lessons,
             "Notebooks": ["notebooks/README", *names("notebooks")],
@@ -156,10 +176,25 @@ def shown(path: Path) -> str:
 def main() -> int:
     """Build the site; the exit status of Sphinx."""
     Stage().fill()
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-j", "2", "-b", "html"]
-    code = subprocess.run([*command, "-c", Path(__file__).parent, SOURCE, HTML], cwd=ROOT).returncode
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-j",
+        "2",
+        "-b",
+        "html",
+    ]
+    code = subprocess.run(
+        [*command, "-c", Path(__file__).parent, SOURCE, HTML], cwd=ROOT
+    ).returncode
     if code == 0:
-        (HTML / "index.html").write_text('<meta http-equiv="refresh" content="0; url=README.html">\n')
+        (HTML / "index.html").write_text(
+            '<meta http-equiv="refresh" content="0; url=README.html">\n'
+        )
         print(HTML / "index.html")
     return code
 

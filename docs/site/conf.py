@@ -41,7 +41,9 @@ suppress_warnings = [
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_use_type_comments = False  # there are none, and looking for them parses a file for each function
+autodoc_use_type_comments = (
+    False  # there are none, and looking for them parses a file for each function
+)
 # Every page copies the table of contents of all: with each function in it, that takes minutes.
 toc_object_entries = False
 autodoc_typehints_description_target = "documented"
@@ -68,7 +70,9 @@ def as_rst(text: str) -> str:
     for i, part in enumerate(parts):
         if i % 2:
             span = part if part.startswith("``") else f"`{part}`"
-            parts[i] = " ".join(span.split()) + ("\\ " if re.match(r"\w", parts[i + 1]) else "")
+            parts[i] = " ".join(span.split()) + (
+                "\\ " if re.match(r"\w", parts[i + 1]) else ""
+            )
         else:
             parts[i] = re.sub(r"([*|]|(?<=\w)_(?!\w))", r"\\\1", part).replace(BULLET, "*")
     return "".join(parts)

@@ -20,7 +20,11 @@ POINTS = (25, 50, 100, 200)
 
 
 def growth(
-    variant: str, engine: forward.Generator, work: Workload, points: tuple[int, ...], options: BenchOptions
+    variant: str,
+    engine: forward.Generator,
+    work: Workload,
+    points: tuple[int, ...],
+    options: BenchOptions,
 ) -> list[Run]:
     """Generate one long completion and report the mean rate up to each of ``points`` tokens.
 
@@ -33,7 +37,9 @@ def growth(
     runs = []
     for count in points:
         seconds = completion.times[count - 1] - completion.arrival
-        samples = Samples([{"seconds": seconds, "output_tokens_per_s": count / seconds}], [watch.noise])
+        samples = Samples(
+            [{"seconds": seconds, "output_tokens_per_s": count / seconds}], [watch.noise]
+        )
         cached = variant != PHASE
         ideal = generation_work(
             model.config, options.dtype, work.prompt_lens, [count], batch=1, cached=cached
@@ -59,18 +65,30 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for target in targets(options, published=True):
         runs += growth(PHASE, forward.load(load_target(target)), work, points, target)
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def draw(evidence: Evidence, out: Path) -> None:
     """The mean rate against the number of generated tokens, a line a model."""
     runs = evidence.find(PHASE)
     metric = "output_tokens_per_s"
-    figure, axes = lines(runs, x="generated", metric=metric, by=lambda run: run.model, phase=PHASE)
+    figure, axes = lines(
+        runs, x="generated", metric=metric, by=lambda run: run.model, phase=PHASE
+    )
     axes.set_xlabel("tokens generated")
-    of = {model: evidence.find(PHASE, model=model) for model in dict.fromkeys(run.model for run in runs)}
-    left = {model: found[-1].median(metric) / found[0].median(metric) for model, found in of.items()}
+    of = {
+        model: evidence.find(PHASE, model=model)
+        for model in dict.fromkeys(run.model for run in runs)
+    }
+    left = {
+        model: found[-1].median(metric) / found[0].median(metric)
+        for model, found in of.items()
+    }
     first, last = runs[0].options["generated"], runs[-1].options["generated"]
     shares = ", ".join(f"{share:.0%} ({model})" for model, share in left.items())
-    axes.set_title(f"After {last} tokens, the rate that was left of that after {first}: {shares}")
+    axes.set_title(
+        f"After {last} tokens, the rate that was left of that after {first}: {shares}"
+    )
     save(figure, out, evidence)

@@ -44,7 +44,9 @@ def run(options: BenchOptions) -> Evidence:
             bench = Bench(replace(target, dtype=torch.bfloat16))
             runs += bench.main(naive=False)
         runs += bench.longer_outputs()
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
@@ -52,7 +54,9 @@ class Bench:
 
     def __init__(self, options: BenchOptions) -> None:
         self.model = model = load_target(options)
-        self.options, self.name, self.config = options, options.model or "", model.config
+        self.options = options
+        self.name = options.model or ""
+        self.config = model.config
         self.engines = {BEFORE: forward.load(model), PHASE: kv_cache.load(model)}
         self.top = ceilings(options.device, options.dtype)
 
@@ -62,7 +66,9 @@ class Bench:
         device = self.options.device
         short = uniform(work.name, 1, 64, 4)
         slow = alternate(
-            {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)} if naive else {},
+            {BEFORE: lambda _: time_generation(self.engines[BEFORE], work, device)}
+            if naive
+            else {},
             repeats=self.options.repeats,
             warm={BEFORE: lambda: time_generation(self.engines[BEFORE], short, device)},
         )
@@ -70,11 +76,15 @@ class Bench:
         if any(isinstance(module, FlippedLinear) for module in self.model.modules()):
             contenders[PLAIN] = timer(kv_cache.load(unflipped(self.model)), work, device)
         if transformers_version() and not self.name.startswith("random:"):
-            peer = Transformers(model_folder(self.name), device=device, dtype=self.options.dtype)
+            peer = Transformers(
+                model_folder(self.name), device=device, dtype=self.options.dtype
+            )
             contenders[transformers_version()] = lambda repeat: peer.measure(work.cold(repeat))
         return [
             self.summarize(variant, work, samples, variant != BEFORE)
-            for variant, samples in (slow | alternate(contenders, self.options.repeats)).items()
+            for variant, samples in (
+                slow | alternate(contenders, self.options.repeats)
+            ).items()
         ]
 
     def longer_outputs(self) -> list[Run]:
@@ -85,16 +95,21 @@ class Bench:
             slow = variant == BEFORE and self.options.device.type == "cpu"
             points = all_points[:-1] if slow else all_points
             work = uniform(f"generate-{all_points[-1]}", 1, 16, points[-1])
-            generate(engine, work.prompts, SamplingParams(max_tokens=4, ignore_eos=True))  # warm up
+            generate(
+                engine, work.prompts, SamplingParams(max_tokens=4, ignore_eos=True)
+            )  # warm up
             with Watch() as watch:
                 (done,) = generate(engine, work.prompts, work.params)
             for count in points:
                 seconds = done.times[count - 1] - done.arrival
                 samples = Samples(
-                    [{"seconds": seconds, "output_tokens_per_s": count / seconds}], [watch.noise]
+                    [{"seconds": seconds, "output_tokens_per_s": count / seconds}],
+                    [watch.noise],
                 )
                 part = uniform(work.name, 1, 16, count)
-                runs.append(self.summarize(variant, part, samples, variant == PHASE, generated=count))
+                runs.append(
+                    self.summarize(variant, part, samples, variant == PHASE, generated=count)
+                )
         return runs
 
     def longer_prompts(self) -> list[Run]:
@@ -111,10 +126,14 @@ class Bench:
                 warm={variant: lambda: None for variant in self.engines},
             )
             for variant, kept in samples.items():
-                runs.append(self.summarize(variant, work, kept, variant == PHASE, prompt=length))
+                runs.append(
+                    self.summarize(variant, work, kept, variant == PHASE, prompt=length)
+                )
         return runs
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, cached: bool, **options: int) -> Run:
+    def summarize(
+        self, variant: str, work: Workload, samples: Samples, cached: bool, **options: int
+    ) -> Run:
         """Evidence of one variant; its roofline is that of the work its algorithm has to do."""
         if variant in (PHASE, PLAIN):
             columns = work.prompt_lens[0] + work.output_lens[0] - 1

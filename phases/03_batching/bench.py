@@ -13,7 +13,9 @@ from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 
-PHASE, BEFORE, COMPACT = "03_batching", "02_kv_cache", "03_batching+compact"
+PHASE = "03_batching"
+BEFORE = "02_kv_cache"
+COMPACT = "03_batching+compact"
 SIZES = {"cpu": (1, 4, 8, 16, 32), "cuda": (1, 8, 32, 128, 512)}
 
 
@@ -23,14 +25,18 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options, published=True):
         bench = Bench(target)
         runs += bench.sizes() + bench.skewed()
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
         self.top = ceilings(options.device, options.dtype)
 
     def sizes(self) -> list[Run]:
@@ -40,7 +46,9 @@ class Bench:
         prompt, output = (64, 16 if quick else 64) if on_cpu else (64, 128)
         sizes = SIZES.get(device.type, SIZES["cpu"])[: 3 if quick else None]
         shared = 4 if quick else 16 if on_cpu else 8
-        works = {size: uniform(f"batch-{prompt}+{output}", size, prompt, output) for size in sizes}
+        works = {
+            size: uniform(f"batch-{prompt}+{output}", size, prompt, output) for size in sizes
+        }
         warm_up = uniform("warm-up", 1, prompt, 4)
         alone = kv_cache.load(self.model)
         before = alternate(
@@ -50,7 +58,10 @@ class Bench:
         )
         engines = {str(size): batching.load(self.model, batch_size=size) for size in sizes}
         samples = alternate(
-            {str(size): timer(engines[str(size)], work, device) for size, work in works.items()},
+            {
+                str(size): timer(engines[str(size)], work, device)
+                for size, work in works.items()
+            },
             repeats=self.options.repeats,
         )
         return [
@@ -67,7 +78,8 @@ class Bench:
         work = workload(name)
         if self.options.quick:
             work = Workload(
-                f"{name}[:16]", tuple(Item(i.prompt, i.max_tokens // 4 + 1) for i in work.items[:16])
+                f"{name}[:16]",
+                tuple(Item(i.prompt, i.max_tokens // 4 + 1) for i in work.items[:16]),
             )
         samples = alternate(
             {
@@ -77,7 +89,10 @@ class Bench:
             repeats=self.options.repeats,
             warm={variant: lambda: None for variant in (PHASE, COMPACT)},
         )
-        return [self.summarize(variant, work, kept, batch=batch) for variant, kept in samples.items()]
+        return [
+            self.summarize(variant, work, kept, batch=batch)
+            for variant, kept in samples.items()
+        ]
 
     def waste(self, work: Workload, batch: int, compact: bool) -> Sample:
         """Time the workload and count the computed positions that served no request."""
@@ -85,7 +100,9 @@ class Bench:
         sample = time_generation(engine, work, self.options.device)
         return {**sample, "wasted_fraction": engine.waste.fraction}
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int) -> Run:
+    def summarize(
+        self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int
+    ) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
         return summarize_generation(
             variant,
@@ -107,9 +124,17 @@ def draw(evidence: Evidence, out: Path) -> None:
     for axes, model in zip(panel, models, strict=True):
         runs = [run for run in evidence.find(PHASE, model=model) if "requests" in run.options]
         lines(
-            runs, x="requests", metric="output_tokens_per_s", axes=axes, log_x=True, log_y=True, roofline=True
+            runs,
+            x="requests",
+            metric="output_tokens_per_s",
+            axes=axes,
+            log_x=True,
+            log_y=True,
+            roofline=True,
         )
-        (alone,) = [run for run in evidence.find(BEFORE, model=model) if "requests" in run.options]
+        (alone,) = [
+            run for run in evidence.find(BEFORE, model=model) if "requests" in run.options
+        ]
         reference_line(axes, alone.median("output_tokens_per_s"), "one by one (phase 02)")
         most = max(runs, key=lambda run: run.options["requests"])
         gain = most.median("output_tokens_per_s") / alone.median("output_tokens_per_s")

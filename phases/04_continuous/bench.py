@@ -24,7 +24,9 @@ from continuous.cache import RowStore
 from continuous.work import Work
 from kv_cache import KVCache
 
-PHASE, BEFORE, COMPACT = "04_continuous", "03_batching", "03_batching+compact"
+PHASE = "04_continuous"
+BEFORE = "03_batching"
+COMPACT = "03_batching+compact"
 SEQUENTIAL = "04_continuous, 1 row"
 ROWS = 8
 """Rows of 04 and batch size of 03 for the skewed outputs: four batches' worth of requests."""
@@ -38,14 +40,18 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options):
         bench = Bench(target)
         runs += bench.skewed() + bench.mixed() + bench.traces()
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
         self.on_cpu = options.device.type == "cpu"
         self.small = "-small" if self.on_cpu else ""
         self.top = ceilings(options.device, options.dtype)
@@ -58,9 +64,14 @@ class Bench:
         """
         work, rows = workload("skewed-outputs-small"), ROWS
         if self.options.quick:
-            rows, items = 4, tuple(Item(i.prompt, i.max_tokens // 8 + 1) for i in work.items[:16])
+            rows, items = (
+                4,
+                tuple(Item(i.prompt, i.max_tokens // 8 + 1) for i in work.items[:16]),
+            )
             work = Workload(f"{work.name}[:16]/8", items, vocab=work.vocab)
-        columns = max(batch_columns(work.items[at : at + rows]) for at in range(0, len(work.items), rows))
+        columns = max(
+            batch_columns(work.items[at : at + rows]) for at in range(0, len(work.items), rows)
+        )
         max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
         engines: dict[str, Streams] = {
             BEFORE: batching.load(self.model, batch_size=rows),
@@ -79,7 +90,9 @@ class Bench:
 
         def measure(variant: str) -> Callable[[int], Sample]:
             def sample(repeat: int) -> Sample:
-                timed = time_generation(engines[variant], work.cold(repeat), self.options.device)
+                timed = time_generation(
+                    engines[variant], work.cold(repeat), self.options.device
+                )
                 return {**timed, "kv_cache_bytes": float(sizes[variant])}
 
             return sample
@@ -90,7 +103,10 @@ class Bench:
             warm={variant: lambda: None for variant in engines},
         )
         # The phase before comes first, so that a table's gains are over it.
-        return [self.summarize(variant, work, kept, batch=rows) for variant, kept in samples.items()]
+        return [
+            self.summarize(variant, work, kept, batch=rows)
+            for variant, kept in samples.items()
+        ]
 
     def mixed(self) -> list[Run]:
         """Eight requests of unequal lengths at once, together and one after the other; each one's gain."""
@@ -110,7 +126,7 @@ class Bench:
         def measure(engine: continuous.Engine) -> Callable[[int], Sample]:
             def timed(repeat: int) -> Sample:
                 sample, done = time_replay(engine, work.cold(repeat), self.options.device)
-                return {**sample, **end_to_end(done)}
+                return {**sample, **concatenated(done)}
 
             return timed
 
@@ -121,7 +137,8 @@ class Bench:
         add_gains(samples[SEQUENTIAL], samples[PHASE])
         batches = {SEQUENTIAL: 1, PHASE: len(items)}
         return [
-            self.summarize(v, work, kept, batch=batches[v], rows=batches[v]) for v, kept in samples.items()
+            self.summarize(v, work, kept, batch=batches[v], rows=batches[v])
+            for v, kept in samples.items()
         ]
 
     def traces(self) -> list[Run]:
@@ -143,13 +160,18 @@ class Bench:
             rows = {PHASE: 16}
             if trace == "poisson" and self.on_cpu:
                 rows[SEQUENTIAL] = 1
-            engines = {v: continuous.load(self.model, max_rows=n, max_len=max_len) for v, n in rows.items()}
+            engines = {
+                v: continuous.load(self.model, max_rows=n, max_len=max_len)
+                for v, n in rows.items()
+            }
             warm_up = uniform("warm-up", 2, 16, 2)
 
-            def measure(engine: continuous.Engine, work: Workload = work) -> Callable[[int], Sample]:
+            def measure(
+                engine: continuous.Engine, work: Workload = work
+            ) -> Callable[[int], Sample]:
                 def timed(repeat: int) -> Sample:
                     sample, done = time_replay(engine, work.cold(repeat), self.options.device)
-                    return {**sample, **end_to_end(done)}
+                    return {**sample, **concatenated(done)}
 
                 return timed
 
@@ -175,7 +197,9 @@ class Bench:
             ]
         return runs
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int) -> Run:
+    def summarize(
+        self, variant: str, work: Workload, samples: Samples, *, batch: int, **options: int
+    ) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
         return summarize_generation(
             variant,
@@ -197,11 +221,13 @@ def batch_columns(items: Sequence[Item]) -> int:
 
 def arriving(work: Workload, pattern: str, gap: float) -> Workload:
     """The same requests, one every `gap` seconds."""
-    items = tuple(replace(item, arrival=number * gap) for number, item in enumerate(work.items))
+    items = tuple(
+        replace(item, arrival=number * gap) for number, item in enumerate(work.items)
+    )
     return replace(work, name=f"{work.name} ({pattern})", items=items)
 
 
-def end_to_end(completions: Sequence[Completion]) -> Sample:
+def concatenated(completions: Sequence[Completion]) -> Sample:
     """Each request's time from arrival to its last token: `e2e_ms_request_0`, `_1`, ..."""
     return {f"e2e_ms_request_{c.index}": c.e2e_ms for c in completions if c.e2e_ms is not None}
 
@@ -231,7 +257,9 @@ def draw(evidence: Evidence, out: Path) -> None:
     late, *_, soon = sorted((run.median("ttft_ms_mean") for run in runs), reverse=True)
     first.set_title(f"The mean first token comes after {soon / late:.0%} of the time")
     if replayed:
-        for axes, variant, lane in zip(lanes, (BEFORE, PHASE), (static(work), stepped(work)), strict=True):
+        for axes, variant, lane in zip(
+            lanes, (BEFORE, PHASE), (static(work), stepped(work)), strict=True
+        ):
             _rows(axes, variant, lane, max(len(static(work)), len(lane)))
     save(figure, out, evidence)
 
@@ -242,7 +270,9 @@ def static(work: Workload) -> list[dict[int, int]]:
     for begin in range(0, len(work.items), ROWS):
         lengths = [item.max_tokens for item in work.items[begin : begin + ROWS]]
         for step in range(max(lengths)):
-            steps.append({row: begin + row for row, length in enumerate(lengths) if step < length})
+            steps.append(
+                {row: begin + row for row, length in enumerate(lengths) if step < length}
+            )
     return steps
 
 
@@ -250,7 +280,12 @@ def stepped(work: Workload) -> list[dict[int, int]]:
     """The same as phase 04's engine decides it: its own steps, with a model too small to matter."""
     max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
     engine = continuous.load(
-        "random:tiny", device="cpu", dtype="float32", max_rows=ROWS, max_len=max_len, step_tokens=8192
+        "random:tiny",
+        device="cpu",
+        dtype="float32",
+        max_rows=ROWS,
+        max_len=max_len,
+        step_tokens=8192,
     )
     steps: list[dict[int, int]] = []
     prepare = engine.runner.prepare

@@ -14,7 +14,14 @@ import continuous
 import paged_cache
 from benchmarks import scheduling_cost
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, summarize, time_call, time_generation
+from benchmarks.measure import (
+    Sample,
+    Samples,
+    alternate,
+    summarize,
+    time_call,
+    time_generation,
+)
 from benchmarks.plotting import lines, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
@@ -27,7 +34,7 @@ from continuous.attention import RowAttention
 from continuous.batch import Batch, HostBatch
 from continuous.cache import RowStore
 from continuous.engine import Engine
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.runner import BatchAttention
 from continuous.work import Work
 from paged_cache import BlockPool, PagedBatch, PagedCache, TorchPagedAttention
@@ -51,17 +58,23 @@ def run(options: BenchOptions) -> Evidence:
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.capacity() + bench.end_to_end() + bench.attention() + bench.memory()
+        runs += bench.capacity() + bench.concatenated() + bench.attention() + bench.memory()
         runs += bench.scheduling()
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
-        self.config, self.dtype, self.device = self.model.config, self.model.dtype, self.model.device
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
+        self.config = self.model.config
+        self.dtype = self.model.dtype
+        self.device = self.model.device
         self.on_cpu = options.device.type == "cpu"
         self.kind, self.small = ("cpu", "-small") if self.on_cpu else ("cuda", "")
         self.top = ceilings(options.device, options.dtype)
@@ -77,14 +90,22 @@ class Bench:
         accepted: tuple[int, ...]
         tokens, accepted = CAPACITY[self.kind]
         if self.options.quick:
-            work, tokens, accepted = work.first(6), 512, (256,)
+            work = work.first(6)
+            tokens = 512
+            accepted = (256,)
         size = tokens * self.config.kv_bytes_per_token(self.dtype)
         runs = []
         for max_len in accepted:
             engines: dict[str, Engine] = {
-                BEFORE: continuous.load(self.model, cache_bytes=size, max_len=max_len, max_rows=64),
+                BEFORE: continuous.load(
+                    self.model, cache_bytes=size, max_len=max_len, max_rows=64
+                ),
                 PHASE: paged_cache.load(
-                    self.model, cache_bytes=size, max_len=max_len, max_rows=64, block_size=BLOCK
+                    self.model,
+                    cache_bytes=size,
+                    max_len=max_len,
+                    max_rows=64,
+                    block_size=BLOCK,
                 ),
             }
             samples = self.sample(engines, work, count=in_flight)
@@ -93,14 +114,22 @@ class Bench:
                     sample["kv_cache_bytes"] = float(size)
                 batch = round(max(sample["requests_in_flight"] for sample in kept.kept))
                 runs.append(
-                    self.summarize(variant, work, kept, batch, max_len=max_len, kv_bytes=size, same="bytes")
+                    self.summarize(
+                        variant,
+                        work,
+                        kept,
+                        batch,
+                        max_len=max_len,
+                        kv_bytes=size,
+                        same="bytes",
+                    )
                 )
             del engines
         return runs
 
     # The price of gathering.
 
-    def end_to_end(self) -> list[Run]:
+    def concatenated(self) -> list[Run]:
         """The same rows for both, and room for all requests: what is left is the price of gathering."""
         names = ["offline-256-small", "chat-serving-long-small"]
         if not self.on_cpu:
@@ -114,16 +143,23 @@ class Bench:
                 work = work.first(32)
             rows = len(work.items)
             max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
-            size = RowStore.bytes_needed(self.config, rows, -(-max_len // BLOCK) * BLOCK, self.dtype)
+            size = RowStore.bytes_needed(
+                self.config, rows, -(-max_len // BLOCK) * BLOCK, self.dtype
+            )
             engines: dict[str, Engine] = {
                 BEFORE: continuous.load(self.model, max_rows=rows, max_len=max_len),
                 PHASE: paged_cache.load(
-                    self.model, max_rows=rows, max_len=max_len, cache_bytes=size, block_size=BLOCK
+                    self.model,
+                    max_rows=rows,
+                    max_len=max_len,
+                    cache_bytes=size,
+                    block_size=BLOCK,
                 ),
             }
             samples = self.sample(engines, work)
             runs += [
-                self.summarize(v, work, kept, rows, rows=rows, same="rows") for v, kept in samples.items()
+                self.summarize(v, work, kept, rows, rows=rows, same="rows")
+                for v, kept in samples.items()
             ]
             del engines
         return runs
@@ -138,14 +174,18 @@ class Bench:
         """`batch` decodes with `context` keys each."""
         work = uniform("paged-decode-attention", batch, context, 1)
         layers = self.model.layer_specs[:LAYERS]
-        heads, kv_heads, size = layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_dim
+        heads = layers[0].num_heads
+        kv_heads = layers[0].num_kv_heads
+        size = layers[0].head_dim
         rng = torch.Generator().manual_seed(0)
 
         def random(count: int) -> torch.Tensor:
             made = torch.randn(batch, count, size, generator=rng)
             return made.to(self.device, self.dtype)
 
-        q, k, v = random(heads), random(kv_heads), random(kv_heads)
+        q = random(heads)
+        k = random(kv_heads)
+        v = random(kv_heads)
         calls = {}
         with torch.inference_mode():
             for variant, attention in self.contenders(batch, context):
@@ -159,11 +199,17 @@ class Bench:
                     seconds = float(np.median(times)) / len(layers)
                     read = 2 * batch * context * kv_heads * size * self.dtype.itemsize
                     reached = read / seconds / self.top.read_bytes_per_s
-                    return {"seconds": seconds, "attention_us": seconds * 1e6, "bandwidth_fraction": reached}
+                    return {
+                        "seconds": seconds,
+                        "attention_us": seconds * 1e6,
+                        "bandwidth_fraction": reached,
+                    }
 
                 return sample
 
-            samples = alternate({v: measure(call) for v, call in calls.items()}, self.options.repeats)
+            samples = alternate(
+                {v: measure(call) for v, call in calls.items()}, self.options.repeats
+            )
         facts = {"batch": batch, "context": context}
         return [
             summarize(variant, work, kept, model=self.name, dtype=self.dtype, options=facts)
@@ -172,8 +218,11 @@ class Bench:
 
     def contenders(self, batch: int, context: int) -> Iterator[tuple[str, BatchAttention]]:
         """04's attention over rows and 05's over scattered blocks, in the middle of the same decode step."""
-        rows = Rows(batch, context + 1, self.device)
-        requests = [Request(n, [0] * context, context, context + 1, SamplingParams()) for n in range(batch)]
+        rows = RequestRows(batch, context + 1, self.device)
+        requests = [
+            Request(n, [0] * context, context, context + 1, SamplingParams())
+            for n in range(batch)
+        ]
         for request in requests:
             rows.acquire(request)
         works = [Work(r, r.row, context - 1, 1, (), (r,)) for r in requests]
@@ -195,7 +244,11 @@ class Bench:
         slots = tables[:, (context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
         paged = TorchPagedAttention(pool)
         paged.begin(
-            PagedBatch(**vars(plain), block_tables=tables.int().to(self.device), slots=slots.to(self.device))
+            PagedBatch(
+                **vars(plain),
+                block_tables=tables.int().to(self.device),
+                slots=slots.to(self.device),
+            )
         )
         yield PHASE, paged
 
@@ -233,11 +286,15 @@ class Bench:
         """Tokens that each of the first requests of `offline-256` has at a random moment."""
         share = np.random.default_rng(0).random(count)
         items = workload("offline-256").items[:count]
-        return [len(i.prompt) + int(s * i.max_tokens) for i, s in zip(items, share, strict=True)]
+        return [
+            len(i.prompt) + int(s * i.max_tokens) for i, s in zip(items, share, strict=True)
+        ]
 
     def paged_bytes(self, lengths: list[int]) -> int:
         """Bytes of the blocks that a cache manager gives to requests of these lengths."""
-        cache = PagedCache(len(lengths), MEMORY_MAX_LEN, len(lengths) * MEMORY_MAX_LEN // BLOCK, BLOCK)
+        cache = PagedCache(
+            len(lengths), MEMORY_MAX_LEN, len(lengths) * MEMORY_MAX_LEN // BLOCK, BLOCK
+        )
         for row, length in enumerate(lengths):
             request = Request(row, [0] * length, length, length + 1, SamplingParams(), row=row)
             assert cache.reserve(request, length)
@@ -249,7 +306,9 @@ class Bench:
     def scheduling(self) -> list[Run]:
         """Python's time a step with a model that computes nothing: `benchmarks/scheduling_cost.py`."""
         runs = []
-        counts, contexts = ((1, 16), (64,)) if self.options.quick else ((1, 64, 256), (500, 4000))
+        counts, contexts = (
+            ((1, 16), (64,)) if self.options.quick else ((1, 64, 256), (500, 4000))
+        )
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         for context in contexts:
@@ -282,7 +341,10 @@ class Bench:
     # Common to all.
 
     def sample(
-        self, engines: dict[str, Engine], work: Workload, count: Callable[[Engine], Sample] | None = None
+        self,
+        engines: dict[str, Engine],
+        work: Workload,
+        count: Callable[[Engine], Sample] | None = None,
     ) -> dict[str, Samples]:
         """Warm up, then measure in alternating order; `count` adds what the engine counted meanwhile."""
         short = uniform("warm-up", 2, 16, 4)
@@ -291,7 +353,11 @@ class Bench:
 
         def measure(engine: Engine) -> Callable[[int], Sample]:
             def sample(repeat: int) -> Sample:
-                before = engine.stats.steps, engine.stats.computed_tokens, engine.scheduler.preemptions
+                before = (
+                    engine.stats.steps,
+                    engine.stats.computed_tokens,
+                    engine.scheduler.preemptions,
+                )
                 engine.stats.most_running = 0
                 timed = time_generation(engine, work.cold(repeat), self.options.device)
                 timed["steps"] = float(engine.stats.steps - before[0])
@@ -307,7 +373,9 @@ class Bench:
             warm={variant: lambda: None for variant in engines},
         )
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, batch: int, **options: Any) -> Run:
+    def summarize(
+        self, variant: str, work: Workload, samples: Samples, batch: int, **options: Any
+    ) -> Run:
         """Evidence of one variant; the roofline is that of a batch which is always full."""
         return summarize_generation(
             variant,
@@ -349,7 +417,8 @@ def draw(evidence: Evidence, out: Path) -> None:
     alone = [run for run in alone if run.options["batch"] == batch]
     lines(alone, x="context", metric="attention_us", axes=attention, log_x=True, log_y=True)
     slower = [
-        evidence.one(PHASE, run.workload, **run.options).median("attention_us") / run.median("attention_us")
+        evidence.one(PHASE, run.workload, **run.options).median("attention_us")
+        / run.median("attention_us")
         for run in alone
         if run.variant == BEFORE
     ]
@@ -367,8 +436,13 @@ def draw(evidence: Evidence, out: Path) -> None:
         log_y=True,
     )
     most = max(MEMORY_BATCHES)
-    held = {name: evidence.one(name, requests=most).median("kv_cache_bytes") for name in (BEFORE, PHASE)}
-    memory.set_title(f"{most} requests hold {held[BEFORE] / held[PHASE]:.1f} times fewer bytes in blocks")
+    held = {
+        name: evidence.one(name, requests=most).median("kv_cache_bytes")
+        for name in (BEFORE, PHASE)
+    }
+    memory.set_title(
+        f"{most} requests hold {held[BEFORE] / held[PHASE]:.1f} times fewer bytes in blocks"
+    )
     memory.set_ylim(bottom=0.004)  # room for the legend below the lines
     memory.legend(loc="lower right")
     save(figure, out, evidence)

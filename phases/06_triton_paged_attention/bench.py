@@ -26,16 +26,29 @@ from forward.model import Model
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "06_triton_paged_attention", "05_paged_cache"
-CHOICES = ("attention_prefill", "attention_decode", "norms", "rope", "activation", "projections")
-REQUESTS, PROMPT, OUTPUT = 64, 512, 64
+CHOICES = (
+    "attention_prefill",
+    "attention_decode",
+    "norms",
+    "rope",
+    "activation",
+    "projections",
+)
+REQUESTS = 64
+PROMPT = 512
+OUTPUT = 64
 
 
 def run(options: BenchOptions) -> Evidence:
     """One full batch through both phases, and through this one with one kind of kernel left to torch."""
     if options.device.type != "cuda":
-        raise UserError(f"device is {options.device.type!r}, but phase 06 is measured on 'cuda' only")
+        raise UserError(
+            f"device is {options.device.type!r}, but phase 06 is measured on 'cuda' only"
+        )
     runs = [measured for target in targets(options) for measured in variants(target)]
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def variants(options: BenchOptions) -> list[Run]:
@@ -85,7 +98,9 @@ def variants(options: BenchOptions) -> list[Run]:
 
 def load(variant: str, model: Model, **options: Any) -> PagedEngine:
     """The engine of a variant."""
-    return (paged_cache if variant == BEFORE else triton_paged_attention).load(model, **options)
+    return (paged_cache if variant == BEFORE else triton_paged_attention).load(
+        model, **options
+    )
 
 
 def draw(evidence: Evidence, out: Path) -> None:
@@ -114,10 +129,13 @@ def _losses(axes: Axes, full: Run, less: Sequence[Run], metric: str) -> None:
         axes.barh(row, change, height=0.62, color=colours([PHASE, run.variant])[run.variant])
         axes.plot(samples, [row] * len(samples), ".", color="#202020", markersize=3.5)
         axes.annotate(
-            f"{change:+.0%}", (max(0.0, *samples), row), (5, 0), textcoords="offset points", va="center",
+            f"{change:+.0%}", (max(0.0, *samples), row), (5, 0), textcoords="offset points",
+            va="center",
             fontsize=8,
         )  # fmt: skip
-    names = [run.variant.removeprefix(f"{PHASE}, ").removesuffix(" by torch") for run in ordered]
+    names = [
+        run.variant.removeprefix(f"{PHASE}, ").removesuffix(" by torch") for run in ordered
+    ]
     axes.axvline(0, color=ROOFLINE, linewidth=1.0)
     axes.margins(x=0.2)
     axes.set_yticks(range(len(names)), [name.replace("_", ", ") for name in names])

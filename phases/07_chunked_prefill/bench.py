@@ -62,8 +62,12 @@ class Size:
     max_len: int
 
 
-CPU = Size(8, 64, (1024,) * 3, 16, (1024, 128, 512, 64, 768, 256), (32, 64, 128, 256, 512), 128, 2048)
-GPU = Size(16, 96, (8192,) * 3, 24, (8192, 1024, 4096, 512, 6144, 2048), (128, 512, 2048), 512, 16_384)
+CPU = Size(
+    8, 64, (1024,) * 3, 16, (1024, 128, 512, 64, 768, 256), (32, 64, 128, 256, 512), 128, 2048
+)
+GPU = Size(
+    16, 96, (8192,) * 3, 24, (8192, 1024, 4096, 512, 6144, 2048), (128, 512, 2048), 512, 16_384
+)
 QUICK = Size(4, 16, (96,) * 2, 4, (96, 16, 48), (32, 128), 32, 512)
 
 
@@ -73,14 +77,21 @@ def run(options: BenchOptions) -> Evidence:
     for target in targets(options):
         bench = Bench(target)
         runs += bench.stalls() + bench.policies() + bench.arrivals()
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
-def decodes_and_prompts(size: Size, prompts: tuple[int, ...], name: str, vocab: int = 10_000) -> Workload:
+def decodes_and_prompts(
+    size: Size, prompts: tuple[int, ...], name: str, vocab: int = 10_000
+) -> Workload:
     """Short prompts that generate for long, and then prompts of these lengths that generate 16 tokens."""
     rng = random.Random(0)
     shapes = [(32, size.outputs)] * size.decodes + [(length, 16) for length in prompts]
-    items = [Item(tuple(rng.randrange(vocab) for _ in range(length)), output) for length, output in shapes]
+    items = [
+        Item(tuple(rng.randrange(vocab) for _ in range(length)), output)
+        for length, output in shapes
+    ]
     return Workload(name, tuple(items), vocab=vocab)
 
 
@@ -100,7 +111,9 @@ class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
         self.top = ceilings(options.device, options.dtype)
         self.on_cpu = options.device.type != "cuda"
         self.size = QUICK if options.quick else CPU if self.on_cpu else GPU
@@ -113,7 +126,9 @@ class Bench:
         """
         size = self.size
         work = decodes_and_prompts(
-            size, size.prompts, f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}"
+            size,
+            size.prompts,
+            f"decodes-{size.decodes}-prompts-{size.prompts[0]}-every-{size.every}",
         )
         variants = {BEFORE: self.under_load(self.before, work)}
         for budget in size.budgets:
@@ -125,12 +140,16 @@ class Bench:
             self.summarize(PHASE, work, kept[str(BUDGET)]),
         ]
         kept |= self.take(variants, 1 if self.on_cpu else self.options.repeats)
-        return runs + [self.summarize(PHASE, work, kept[str(b)], budget=b) for b in size.budgets]
+        return runs + [
+            self.summarize(PHASE, work, kept[str(b)], budget=b) for b in size.budgets
+        ]
 
     def policies(self) -> list[Run]:
         """Prompts of all lengths arrive together: which wait for which, under each policy?"""
         size = self.size
-        work = decodes_and_prompts(size, size.burst, f"decodes-{size.decodes}-burst-{len(size.burst)}")
+        work = decodes_and_prompts(
+            size, size.burst, f"decodes-{size.decodes}-burst-{len(size.burst)}"
+        )
         budget, chunk = size.policy_budget, size.policy_budget // 4
         made: dict[str, Callable[[], PagedEngine]] = {
             "whole prompts": self.before,
@@ -160,7 +179,9 @@ class Bench:
             BEFORE: self.before,
             PHASE: partial(self.after, budget),
         }
-        kept = self.take({name: self.by_the_clock(make, work) for name, make in made.items()}, 1)
+        kept = self.take(
+            {name: self.by_the_clock(make, work) for name, make in made.items()}, 1
+        )
         return [
             self.summarize(BEFORE, work, kept[BEFORE]),
             self.summarize(PHASE, work, kept[PHASE], at_budget=budget),
@@ -179,17 +200,23 @@ class Bench:
     def room(self) -> dict[str, Any]:
         """The same cache for all variants: no request is preempted."""
         tokens = 16 * self.size.max_len if self.on_cpu else 160_000
-        size = min(tokens, 64 * self.size.max_len) * self.model.config.kv_bytes_per_token(self.options.dtype)
+        size = min(tokens, 64 * self.size.max_len) * self.model.config.kv_bytes_per_token(
+            self.options.dtype
+        )
         return {"max_rows": 64, "max_len": self.size.max_len, "cache_bytes": size}
 
-    def take(self, variants: Mapping[str, Callable[[int], Sample]], repeats: int) -> dict[str, Samples]:
+    def take(
+        self, variants: Mapping[str, Callable[[int], Sample]], repeats: int
+    ) -> dict[str, Samples]:
         """Alternate; on a CPU the first steps need no more warming up than a few tokens."""
         if not self.on_cpu:
             return alternate(variants, repeats)
         time_replay(self.after(BUDGET), uniform("warm-up", 2, 64, 2))
         return alternate(variants, repeats, warm={name: lambda: None for name in variants})
 
-    def under_load(self, make: Callable[[], PagedEngine], work: Workload) -> Callable[[int], Sample]:
+    def under_load(
+        self, make: Callable[[], PagedEngine], work: Workload
+    ) -> Callable[[int], Sample]:
         """A sample has the decodes first, then each prompt in its turn. TTFT is that of these prompts."""
         size, burst = self.size, "burst" in work.name
 
@@ -203,7 +230,11 @@ class Bench:
                     return False  # the decodes are still in the engine's inbox
                 turn = 1 if burst else index - size.decodes + 1
                 present = engine.scheduler.running + engine.scheduler.waiting
-                done = [len(request.output_ids) for request in present if request.index < size.decodes]
+                done = [
+                    len(request.output_ids)
+                    for request in present
+                    if request.index < size.decodes
+                ]
                 return not done or min(done) >= turn * size.every
 
             sample, ended = time_replay(engine, work.cold(repeat), self.options.device, due)
@@ -213,7 +244,9 @@ class Bench:
 
         return timed
 
-    def by_the_clock(self, make: Callable[[], PagedEngine], work: Workload) -> Callable[[int], Sample]:
+    def by_the_clock(
+        self, make: Callable[[], PagedEngine], work: Workload
+    ) -> Callable[[int], Sample]:
         """Samples of a workload with arrival times."""
 
         def timed(repeat: int) -> Sample:
@@ -222,9 +255,15 @@ class Bench:
 
         return timed
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, **options: int | str) -> Run:
+    def summarize(
+        self, variant: str, work: Workload, samples: Samples, **options: int | str
+    ) -> Run:
         """Evidence of one variant; the roofline has every request in every step."""
-        common: dict[str, Any] = {"model": self.name, "dtype": self.options.dtype, "options": options}
+        common: dict[str, Any] = {
+            "model": self.name,
+            "dtype": self.options.dtype,
+            "options": options,
+        }
         if any(work.arrivals):  # the machine idles between them: a roofline would say nothing
             return summarize(variant, work, samples, **common)
         config, batch = self.model.config, len(work.items)
@@ -248,7 +287,11 @@ def _sweep(evidence: Evidence, axes: Axes) -> None:
         key=lambda run: run.options["budget"],
     )
     budgets = [run.options["budget"] for run in runs]
-    names = {"itl_ms_p99": "gap, p99", "itl_ms_p50": "gap, median", "ttft_ms_p50": "first token, median"}
+    names = {
+        "itl_ms_p99": "gap, p99",
+        "itl_ms_p50": "gap, median",
+        "ttft_ms_p50": "first token, median",
+    }
     shown = colours(names, PHASE)
     before = evidence.one(BEFORE, runs[0].workload)
     for (metric, label), marker in zip(names.items(), MARKERS, strict=False):
@@ -295,13 +338,21 @@ def _fairness(evidence: Evidence, axes: Axes) -> None:
     shown = colours((name for name, run in names.items() if run.variant == PHASE), PHASE)
     shown |= colours([BEFORE])
     for (name, run), marker in zip(names.items(), MARKERS, strict=False):
-        label = name + (f" (budget {run.options['at_budget']})" if "at_budget" in run.options else "")
+        label = name + (
+            f" (budget {run.options['at_budget']})" if "at_budget" in run.options else ""
+        )
         at = (run.median("ttft_ms_p50"), run.median("itl_ms_p99"))
         axes.plot(
-            *at, marker, color=shown[name if run.variant == PHASE else BEFORE], label=label, markersize=8
+            *at,
+            marker,
+            color=shown[name if run.variant == PHASE else BEFORE],
+            label=label,
+            markersize=8,
         )
     low = min(run.median("itl_ms_p99") for run in runs)
-    axes.set_ylim(0.7 * low, 5 * max(run.median("itl_ms_p99") for run in runs))  # room for the legend
+    axes.set_ylim(
+        0.7 * low, 5 * max(run.median("itl_ms_p99") for run in runs)
+    )  # room for the legend
     log_axis(axes, vertical=False)
     log_axis(axes)
     axes.set_xlabel("time to first token of the prompts, median (ms)")

@@ -25,7 +25,9 @@ from paged_cache import PagedEngine
 from prefix_cache import INDEXES, PrefixCache
 from prefix_cache.index import Key, block_keys
 
-PHASE, BEFORE, HASH = "08_prefix_cache", "07_chunked_prefill", "08_prefix_cache+hash"
+PHASE = "08_prefix_cache"
+BEFORE = "07_chunked_prefill"
+HASH = "08_prefix_cache+hash"
 INDEX_BLOCKS = (1_000, 10_000, 100_000)
 """Sizes of the index in the comparison of the two kinds."""
 SEQUENCE, BLOCK = 64, 16
@@ -41,14 +43,18 @@ def run(options: BenchOptions) -> Evidence:
         bench = Bench(target)
         runs += bench.shared() + bench.unshared() + bench.sessions()
         runs += index_runs(target)
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
         self.top = ceilings(options.device, options.dtype)
         self.on_cpu = options.device.type != "cuda"
         self.small = "-small" if self.on_cpu else ""
@@ -68,11 +74,15 @@ class Bench:
         """Nothing in common: what looking up, inserting and pinning cost, at least five times."""
         count, prompt, output = (8, 128, 16) if self.on_cpu else (64, 512, 64)
         if self.options.quick:
-            count, prompt, output = 2, 32, 4
+            count = 2
+            prompt = 32
+            output = 4
         work = uniform(f"unshared-{count}x{prompt}+{output}", count, prompt, output)
         made = self.engines() | {HASH: partial(self.after, "hash")}
         repeats = self.options.repeats if self.options.quick else max(5, self.options.repeats)
-        kept = self.take({name: self.timed(make, work) for name, make in made.items()}, repeats)
+        kept = self.take(
+            {name: self.timed(make, work) for name, make in made.items()}, repeats
+        )
         return [
             summarize_generation(
                 name,
@@ -97,7 +107,10 @@ class Bench:
     def compare(self, work: Workload, repeats: int) -> list[Run]:
         """Both phases on one workload."""
         variants = {name: self.timed(make, work) for name, make in self.engines().items()}
-        return [self.summarize(name, work, kept) for name, kept in self.take(variants, repeats).items()]
+        return [
+            self.summarize(name, work, kept)
+            for name, kept in self.take(variants, repeats).items()
+        ]
 
     def quick(self, work: Workload) -> Workload:
         """The workload, or with `--quick` a hurried beginning of it."""
@@ -115,7 +128,10 @@ class Bench:
     def before(self) -> PagedEngine:
         """Phase 07."""
         return chunked_prefill.load(
-            self.model, step_tokens=self.budget, max_len=self.max_len, cache_bytes=self.cache_bytes
+            self.model,
+            step_tokens=self.budget,
+            max_len=self.max_len,
+            cache_bytes=self.cache_bytes,
         )
 
     def after(self, index: str) -> PagedEngine:
@@ -144,7 +160,9 @@ class Bench:
         tokens = 8192 if self.on_cpu else 160_000
         return tokens * self.model.config.kv_bytes_per_token(self.options.dtype)
 
-    def take(self, variants: Mapping[str, Callable[[int], Sample]], repeats: int) -> dict[str, Samples]:
+    def take(
+        self, variants: Mapping[str, Callable[[int], Sample]], repeats: int
+    ) -> dict[str, Samples]:
         """Alternate, after a short warm-up of both phases instead of whole runs."""
         for make in self.engines().values():
             time_replay(make(), uniform("warm-up", 2, 64, 2), self.options.device)
@@ -192,7 +210,11 @@ def index_runs(options: BenchOptions) -> list[Run]:
                 variant = PHASE if kind == "radix" else HASH
                 facts = {"index_blocks": blocks, "known_share": hit}
                 name = options.model or ""
-                runs.append(summarize(variant, work, samples, model=name, dtype=options.dtype, options=facts))
+                runs.append(
+                    summarize(
+                        variant, work, samples, model=name, dtype=options.dtype, options=facts
+                    )
+                )
     return runs
 
 
@@ -276,7 +298,9 @@ def draw(evidence: Evidence, out: Path) -> None:
     )
     right.set_xlabel("blocks in the index")
     right.set_ylabel(f"look-up of {SEQUENCE} known blocks (µs)")
-    tree, chain = ([run.median("lookup_us") for run in full if run.variant == name] for name in kinds)
+    tree, chain = (
+        [run.median("lookup_us") for run in full if run.variant == name] for name in kinds
+    )
     times = [slow / fast for fast, slow in zip(tree, chain, strict=True)]
     right.set_title(
         f"A look-up in the tree: {min(times):.0f} to {max(times):.0f} times faster than in the chain"
@@ -298,7 +322,9 @@ def _first_tokens(evidence: Evidence, axes: Axes) -> None:
             text = number(value)
             if variant == PHASE:
                 text += f"  ({found.median('cache_hit_fraction'):.0%} found)"
-            axes.annotate(text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(
+                text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=8
+            )
     axes.set_yticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     axes.invert_yaxis()
     log_axis(axes, vertical=False)
@@ -313,6 +339,8 @@ def _first_tokens(evidence: Evidence, axes: Axes) -> None:
         )
         for name in names
     )
-    axes.set_title(f"What is found need not be computed: {1 / least[0]:.1f} times sooner in {least[1]}")
+    axes.set_title(
+        f"What is found need not be computed: {1 / least[0]:.1f} times sooner in {least[1]}"
+    )
     axes.grid(visible=False, axis="y")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)

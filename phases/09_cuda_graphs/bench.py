@@ -30,22 +30,29 @@ from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
 from chunked_prefill import Chunked
 from common.errors import UserError
-from common.sampling.sampler import Needs
-from continuous.seams import InTurn
-from cuda_graphs import Graphs, Overlap, Overlapped
-from cuda_graphs.plans import DecodePlan
+from common.sampling.sampler import SamplingFlags
+from continuous.seams import SequentialLoop
+from cuda_graphs import Graphs, Overlap, OverlappedLoop
+from cuda_graphs.executors import DecodeGraphExecutor
 from cuda_graphs.runner import GraphRunner
-from cuda_graphs.sampling import TritonChooser
+from cuda_graphs.sampling import TritonSamplerBackend
 from paged_cache import PagedEngine, PagedRunner, PagedSizes, Recipe, build
 from prefix_cache import Prefix
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache, kernels of 06"
 NO_OVERLAP, NO_GRAPHS = f"{PHASE}, no overlap", f"{PHASE}, no graphs"
 COMPILED, TORCH = f"{PHASE}, torch.compile", "08_prefix_cache"
-VARIANTS = {BEFORE: (False, False), NO_GRAPHS: (False, True), NO_OVERLAP: (True, False), PHASE: (True, True)}
+VARIANTS = {
+    BEFORE: (False, False),
+    NO_GRAPHS: (False, True),
+    NO_OVERLAP: (True, False),
+    PHASE: (True, True),
+}
 """Graphs, overlap."""
 MODELS = ("random:qwen3-0.6b", "random:qwen3-8b")
-STEP_TOKENS, ROWS, MAX_LEN = 16_384, 256, 4096
+STEP_TOKENS = 16_384
+ROWS = 256
+MAX_LEN = 4096
 CACHE_TOKENS = 300_000
 
 
@@ -65,7 +72,9 @@ def run(options: BenchOptions) -> Evidence:
             runs += bench.serving() + bench.compiled() + bench.without_kernels()
         del bench
         torch.cuda.empty_cache()
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
@@ -85,13 +94,17 @@ class Bench:
             self.graphs.attention,
             self.graphs.rows,
             self.graphs.cache,
-            chooser=TritonChooser(),
+            sampler_backend=TritonSamplerBackend(),
         )
         self.shift = 0
 
     def load(self, **more: Any) -> PagedEngine:
         """Return the phase's engine, with what the appendix adds to it."""
-        given: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "step_tokens": STEP_TOKENS}
+        given: dict[str, Any] = {
+            "max_rows": ROWS,
+            "max_len": MAX_LEN,
+            "step_tokens": STEP_TOKENS,
+        }
         tokens = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
         return engine_of("09", self.model, **{**given, "cache_bytes": tokens, **more})
 
@@ -100,7 +113,7 @@ class Bench:
         graphs, overlap = VARIANTS[variant]
         runner: PagedRunner = self.graphs if graphs else self.eager
         engine = PagedEngine(self.base.scheduler, runner)
-        engine.loop = Overlapped() if overlap else InTurn()
+        engine.loop = OverlappedLoop() if overlap else SequentialLoop()
         return engine
 
     def cold(self, work: Workload) -> Workload:
@@ -114,11 +127,15 @@ class Bench:
         """The first run after a start, and the one after it: what a rehearsal has left to be compiled."""
         if self.name != MODELS[0]:
             return []
-        work = workload("offline-256").first(8) if self.options.quick else workload("offline-256")
+        work = (
+            workload("offline-256").first(8) if self.options.quick else workload("offline-256")
+        )
         work = replace(work, name=f"{work.name} after a start")
         engine = self.engine(PHASE)
         return [
-            self.single(PHASE, work, self.generation(engine, work, number), options={"run": number})
+            self.single(
+                PHASE, work, self.generation(engine, work, number), options={"run": number}
+            )
             for number in (1, 2)
         ]
 
@@ -144,9 +161,17 @@ class Bench:
         """Variants on one workload, all requests at once."""
         engines = {name: self.engine(name) for name in variants}
         short = work.first(len(work.items), tokens=4)
-        made = {name: partial(self.generation, engine, work) for name, engine in engines.items()}
-        warm = {name: partial(self.generation, engine, short, 0) for name, engine in engines.items()}
-        return [self.with_roofline(name, work, kept, ROWS) for name, kept in self.take(made, warm).items()]
+        made = {
+            name: partial(self.generation, engine, work) for name, engine in engines.items()
+        }
+        warm = {
+            name: partial(self.generation, engine, short, 0)
+            for name, engine in engines.items()
+        }
+        return [
+            self.with_roofline(name, work, kept, ROWS)
+            for name, kept in self.take(made, warm).items()
+        ]
 
     def generation(self, engine: PagedEngine, work: Workload, repeat: int) -> Sample:
         """One sample."""
@@ -158,7 +183,9 @@ class Bench:
         runs = []
         for count in dict.fromkeys((1, rows)):
             work = uniform(f"decode-{count}x600", count, 600, 2 * steps)
-            variants = {name: partial(self.steps, name, work, steps) for name in (NO_OVERLAP, PHASE)}
+            variants = {
+                name: partial(self.steps, name, work, steps) for name in (NO_OVERLAP, PHASE)
+            }
             kept = self.take(variants)
             serial = median(sample["wall_us_per_step"] for sample in kept[NO_OVERLAP].kept)
             device = median(sample["device_us_per_step"] for sample in kept[NO_OVERLAP].kept)
@@ -177,12 +204,14 @@ class Bench:
         engine, cold = self.engine(variant), self.cold(work)
         for prompt, params in zip(cold.prompts, cold.params, strict=True):
             engine.add(prompt, params)
-        engine.take_in()
-        while engine.scheduler.waiting or any(request.prefilling for request in engine.scheduler.running):
+        engine.process_inbox()
+        while engine.scheduler.waiting or any(
+            request.prefilling for request in engine.scheduler.running
+        ):
             engine.step()
         for _ in range(5):
             engine.step()
-        graph = self.graphs.plan(DecodePlan).graphs[len(work.items), Needs(0)]
+        graph = self.graphs.plan(DecodeGraphExecutor).graphs[len(work.items), SamplingFlags(0)]
 
         def device() -> float:
             """A step again and again: it reads and writes what it read and wrote before."""
@@ -216,7 +245,7 @@ class Bench:
             "load_seconds": self.load_seconds,
             "graphs": float(took.graphs),
             "graph_bytes": float(took.bytes),
-            "reserved_bytes": float(self.base.ledger.reserved),
+            "reserved_bytes": float(self.base.memory_plan.reserved),
         }
         return [self.single(PHASE, uniform("startup", 1, 1, 1), sample)]
 
@@ -224,16 +253,21 @@ class Bench:
         """Long prompts among short ones, as they arrive, in steps of 512 tokens."""
         work = workload("chunked_prefill")
         if self.options.quick:
-            work = replace(work, items=tuple(Item(i.prompt, 4, i.arrival / 10) for i in work.items[:4]))
+            work = replace(
+                work, items=tuple(Item(i.prompt, 4, i.arrival / 10) for i in work.items[:4])
+            )
         scheduler: Any = self.base.scheduler
         before = scheduler.step_tokens, scheduler.chunk_tokens
         scheduler.step_tokens = scheduler.chunk_tokens = 512
         names = (BEFORE, NO_OVERLAP, PHASE)
         made = {name: partial(self.replayed, name, work) for name in names}
-        kept = self.take(made, repeats=1)  # each once before: eager kernels are compiled when first met
+        kept = self.take(
+            made, repeats=1
+        )  # each once before: eager kernels are compiled when first met
         scheduler.step_tokens, scheduler.chunk_tokens = before
         return [
-            self.summarize(name, work, samples, options={"budget": 512}) for name, samples in kept.items()
+            self.summarize(name, work, samples, options={"budget": 512})
+            for name, samples in kept.items()
         ]
 
     def replayed(self, variant: str, work: Workload, repeat: int) -> Sample:
@@ -243,7 +277,9 @@ class Bench:
     def compiled(self) -> list[Run]:
         """`torch.compile` in the place of phase 06's small operators, in graphs as well."""
         started = time.perf_counter()
-        sizes = PagedSizes(max_rows=16, max_len=MAX_LEN, step_tokens=STEP_TOKENS, cache_bytes=1 << 33)
+        sizes = PagedSizes(
+            max_rows=16, max_len=MAX_LEN, step_tokens=STEP_TOKENS, cache_bytes=1 << 33
+        )
         features = (Compiled(), Chunked(), Prefix(), Graphs(graph_tokens=0), Overlap())
         engine = build(Recipe(self.model, sizes, features))
         seconds = time.perf_counter() - started
@@ -273,7 +309,9 @@ class Bench:
 
     def summarize(self, variant: str, work: Workload, kept: Samples, **more: Any) -> Run:
         """Evidence of one variant."""
-        return summarize(variant, work, kept, model=self.name, dtype=self.options.dtype, **more)
+        return summarize(
+            variant, work, kept, model=self.name, dtype=self.options.dtype, **more
+        )
 
     def with_roofline(self, variant: str, work: Workload, kept: Samples, batch: int) -> Run:
         """Evidence of one variant that generates all requests at once."""
@@ -291,7 +329,9 @@ class Bench:
     def single(self, variant: str, work: Workload, sample: Sample, **more: Any) -> Run:
         """Evidence of one number that is not repeated."""
         found = self.summarize(variant, work, Samples(kept=[sample]), **more)
-        return replace(found, metrics={name: Metric((value,)) for name, value in sample.items()})
+        return replace(
+            found, metrics={name: Metric((value,)) for name, value in sample.items()}
+        )
 
 
 def draw(evidence: Evidence, out: Path) -> None:
@@ -300,18 +340,27 @@ def draw(evidence: Evidence, out: Path) -> None:
         return cpu_steps.draw(evidence, out)
     models = list(dict.fromkeys(run.model for run in evidence.runs))
     names = ("single-512", "offline-256", "prefill-64x1024")
-    shown = [(model, name) for model in models for name in names if evidence.find(model=model, workload=name)]
+    shown = [
+        (model, name)
+        for model in models
+        for name in names
+        if evidence.find(model=model, workload=name)
+    ]
     figure, panel = panels(len(shown), rows=len(models), height=3.8)
     for axes, (model, name) in zip(panel, shown, strict=True):
         metric = "prompt_tokens_per_s" if name.startswith("prefill") else "output_tokens_per_s"
         others = beside(evidence, model=model, workload=name)
-        found = [run for run in evidence.find(model=model, workload=name) if metric in run.metrics]
+        found = [
+            run for run in evidence.find(model=model, workload=name) if metric in run.metrics
+        ]
         ordered = sorted([*found, *others], key=lambda run: run.median(metric))
         bars(ordered, metric, axes=axes, gain=False, label=label)
         best = max(others, key=lambda run: run.median(metric), default=None)
         title = f"{model}, {name}"
         if best is not None:
-            factor = versus(evidence.one(PHASE, name, model=model).median(metric), best.median(metric))
+            factor = versus(
+                evidence.one(PHASE, name, model=model).median(metric), best.median(metric)
+            )
             title += f": {factor.replace('level', 'level with')} {best.variant}"
         axes.set_title(title)
     save(figure, out, evidence)

@@ -36,7 +36,9 @@ def run(options: BenchOptions) -> Evidence:
             torch.cuda.empty_cache()
     else:
         runs += on_cpu(replace(options, model=options.model or "smollm2"))
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def on_cpu(options: BenchOptions) -> list[Run]:
@@ -44,10 +46,14 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     model = load_target(options)
     engines = {BEFORE: engine_of("09", model, max_rows=16, max_len=512)}
     for scheme in SCHEMES_ON_CPU:
-        engines[f"{PHASE} {scheme}"] = engine_of("10", model, quantization=scheme, max_rows=16, max_len=512)
+        engines[f"{PHASE} {scheme}"] = engine_of(
+            "10", model, quantization=scheme, max_rows=16, max_len=512
+        )
     runs = []
     for batch, output in ((1, 48), (16, 16)):
-        work = uniform(f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output)
+        work = uniform(
+            f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output
+        )
         runs += timed(engines, work, options, {"batch": batch})
     long = uniform("prompt-1x384", 1, 64 if options.quick else 384, 1)
     return runs + timed(engines, long, options, {"batch": 1})
@@ -59,7 +65,11 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     sizes = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384}
     ways: dict[str, dict[str, Any] | None] = {BEFORE: None}
     ways |= {f"{PHASE} {scheme}": {"quantization": scheme} for scheme in SCHEMES_ON_GPU}
-    ways[f"{PHASE} fp8, fp8 keys"] = {"quantization": "fp8", "kv_cache": "fp8", "block_size": 128}
+    ways[f"{PHASE} fp8, fp8 keys"] = {
+        "quantization": "fp8",
+        "kv_cache": "fp8",
+        "block_size": 128,
+    }
     ways[SMALL_HEAD] = {"quantization": "int4", "head": "int4"}
     runs = []
     for variant, way in ways.items():
@@ -83,15 +93,20 @@ def _engine(model: Model, way: dict[str, Any] | None, sizes: dict[str, int]) -> 
 
 
 def timed(
-    engines: dict[str, PagedEngine], work: Workload, options: BenchOptions, facts: dict[str, Any]
+    engines: dict[str, PagedEngine],
+    work: Workload,
+    options: BenchOptions,
+    facts: dict[str, Any],
 ) -> list[Run]:
     """Every engine on one workload, in alternating order, after a few tokens of the same requests."""
     kept = alternate_engines(engines, work, device=options.device, repeats=options.repeats)
     for name, found in kept.items():
         for sample in found.kept:
-            sample["weight_bytes"] = float(engines[name].ledger.weights)
+            sample["weight_bytes"] = float(engines[name].memory_plan.weights)
     return [
-        summarize(name, work, found, model=options.model or "", dtype=options.dtype, options=facts)
+        summarize(
+            name, work, found, model=options.model or "", dtype=options.dtype, options=facts
+        )
         for name, found in kept.items()
     ]
 
@@ -115,7 +130,8 @@ def draw(evidence: Evidence, out: Path) -> None:
         )
         before = evidence.one(BEFORE, work, model=model).median(metric)
         best = max(
-            (run for run in found if run.variant.startswith(PHASE)), key=lambda run: run.median(metric)
+            (run for run in found if run.variant.startswith(PHASE)),
+            key=lambda run: run.median(metric),
         )
         factor = times(best.median(metric) / before)
         place.set_title(f"{model}, {work}: {label(best)} is best, {factor} phase 09")

@@ -30,9 +30,9 @@ from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
-from paged_cache import PagedEngine, Parts, Recipe
-from speculative import Speculate, Speculator
-from speculative.control import Control
+from paged_cache import EngineBuilder, PagedEngine, Recipe
+from speculative import Speculate, SpeculativeRunner
+from speculative.control import DraftController
 from speculative.feature import DRAFTERS
 from speculative.head import WEIGHTS
 from speculative.speculation import agreeing, verify
@@ -42,13 +42,15 @@ PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
 TASKS = ("rewriting", "summarizing", "chat")
 LENGTH = 3
 """Drafts in the sweep, all of which count as right."""
-SYNTHETIC, ADAPTIVE, VAIN = f"{PHASE}, synthetic", f"{PHASE}, synthetic, adaptive", f"{PHASE}, in vain"
+SYNTHETIC = f"{PHASE}, synthetic"
+ADAPTIVE = f"{PHASE}, synthetic, adaptive"
+VAIN = f"{PHASE}, in vain"
 OFF, WAITING = f"{PHASE}, switched off", f"{BEFORE}, no overlap"
 MOST_ITEMS = 3
 """Requests of a task on a CPU."""
 
 
-class Never(Control):
+class Never(DraftController):
     """Guessing has switched itself off, and stays so."""
 
     def decide(self, rows: int) -> bool:
@@ -72,7 +74,9 @@ def run(options: BenchOptions) -> Evidence:
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
     runs += Bench(replace(options, model=swept), **room).sweep(sizes)
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def tasks(options: BenchOptions) -> list[Run]:
@@ -89,13 +93,21 @@ def tasks(options: BenchOptions) -> list[Run]:
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
     heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
-        contenders |= {PHASE: bench.other(drafter="ngram"), f"{PHASE}, host in between": ngrams}
+        contenders |= {
+            PHASE: bench.other(drafter="ngram"),
+            f"{PHASE}, host in between": ngrams,
+        }
         contenders[WAITING] = bench.other(drafter="none", overlap=False)
         always = {"draft_adaptive": False}  # what it would reach where guessing is off
-        heads |= {"head, always": always, "head, always, host in between": {**always, "draft_ahead": False}}
+        heads |= {
+            "head, always": always,
+            "head, always, host in between": {**always, "draft_ahead": False},
+        }
     if (WEIGHTS / f"{options.model}-head.safetensors").is_file():
         for name, more in heads.items():
-            contenders[f"{PHASE}, {name}"] = bench.other(drafter="head", draft_length=None, **more)
+            contenders[f"{PHASE}, {name}"] = bench.other(
+                drafter="head", draft_length=None, **more
+            )
     else:
         print("no weights for head: phases/11_speculative/weights has SmolLM2's only")
     runs = []
@@ -114,33 +126,43 @@ Contender = tuple[PagedEngine, Drafter]
 class Bench:
     """One model and one engine, in which drafters take turns; without one it is phase 09's."""
 
-    def __init__(self, options: BenchOptions, model: Model | None = None, **given: Any) -> None:
+    def __init__(
+        self, options: BenchOptions, model: Model | None = None, **given: Any
+    ) -> None:
         gc.collect()
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
         self.options, self.name = options, options.model or ""
         self.model = load_target(options) if model is None else model
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
-        self.engine = engine_of("11", self.model, **self.given, draft_ahead=False)  # or none takes turns
+        self.engine = engine_of(
+            "11", self.model, **self.given, draft_ahead=False
+        )  # or none takes turns
 
     def other(self, **settings: Any) -> Contender:
         """Return an engine of its own, whose drafter is part of it."""
         engine = engine_of("11", self.model, **{**self.given, **settings})
         return engine, engine.scheduler.drafter
 
-    def drafter(self, **settings: Any) -> Speculator:
+    def drafter(self, **settings: Any) -> SpeculativeRunner:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
         feature = Speculate(**settings)
-        parts = Parts(Recipe(self.engine.runner.model))
+        parts = EngineBuilder(Recipe(self.engine.runner.model))
         parts.model = self.engine.runner.model
         source = DRAFTERS[feature.drafter].make(feature, parts)
-        return Speculator(source, Control(feature.length, adaptive=feature.draft_adaptive))
+        return SpeculativeRunner(
+            source, DraftController(feature.length, adaptive=feature.draft_adaptive)
+        )
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
-        always = {"drafter": "synthetic", "draft_length": LENGTH, "draft_accept": float(LENGTH)}
+        always = {
+            "drafter": "synthetic",
+            "draft_length": LENGTH,
+            "draft_accept": float(LENGTH),
+        }
         off = self.drafter(**always)
-        off.pace.control, off.pace.on = Never(LENGTH), False
+        off.throttle.control, off.throttle.on = Never(LENGTH), False
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
             SYNTHETIC: (self.engine, self.drafter(draft_adaptive=False, **always)),
@@ -151,7 +173,9 @@ class Bench:
         runs = []
         cuda = self.options.device.type == "cuda"
         for rows in sizes:
-            tokens = 12 if self.options.quick else 32 if not cuda else 256 if rows == 1 else 128
+            tokens = (
+                12 if self.options.quick else 32 if not cuda else 256 if rows == 1 else 128
+            )
             work = uniform(f"batch-{rows}x{tokens}", rows, 64, tokens)
             runs += self.compare(contenders, work, {"batch": rows})
         return runs
@@ -163,7 +187,9 @@ class Bench:
         kept = alternate(
             {name: partial(self.sample, one, work) for name, one in contenders.items()},
             self.options.repeats,
-            warm={name: partial(self.warm, one, _short(work)) for name, one in contenders.items()},
+            warm={
+                name: partial(self.warm, one, _short(work)) for name, one in contenders.items()
+            },
             log=print,
         )
         return [self.summarize(name, work, samples, facts) for name, samples in kept.items()]
@@ -173,7 +199,7 @@ class Bench:
         engine, drafter = contender
         engine.scheduler.drafter = drafter
         verify(engine).agree = agreeing
-        if isinstance(drafter, Speculator):
+        if isinstance(drafter, SpeculativeRunner):
             drafter.attach(engine)
         time_replay(engine, work, self.options.device)
         if (stats := stats_of(drafter)) is not None:
@@ -192,12 +218,16 @@ class Bench:
             found["tokens_per_verified_step"] = stats.tokens_per_step
         return found
 
-    def summarize(self, variant: str, work: Workload, samples: Samples, facts: Mapping[str, Any]) -> Run:
+    def summarize(
+        self, variant: str, work: Workload, samples: Samples, facts: Mapping[str, Any]
+    ) -> Run:
         """Evidence of one variant; what is synthetic says so."""
         options = dict(facts)
         if variant in (SYNTHETIC, ADAPTIVE, VAIN, OFF):
             options["synthetic_length"] = LENGTH if variant in (SYNTHETIC, ADAPTIVE) else 0
-        return summarize(variant, work, samples, model=self.name, dtype=self.options.dtype, options=options)
+        return summarize(
+            variant, work, samples, model=self.name, dtype=self.options.dtype, options=options
+        )
 
 
 def stats_of(drafter: Drafter) -> SpeculationStats | None:
@@ -219,7 +249,9 @@ def _short(work: Workload) -> Workload:
 
 def draw(evidence: Evidence, out: Path) -> None:
     """Tokens a step by drafter and task, speed over batch size, and acceptance."""
-    guessed = [r for r in evidence.runs if "tokens_per_step" in r.metrics and "batch" not in r.options]
+    guessed = [
+        r for r in evidence.runs if "tokens_per_step" in r.metrics and "batch" not in r.options
+    ]
     tasks = {run.workload for run in guessed}
     parts: dict[Callable[[list[Run], Axes], None], list[Run]] = {
         _tasks: [*guessed, *(run for run in evidence.find(BEFORE) if run.workload in tasks)],
@@ -238,7 +270,9 @@ def _synthetic(runs: list[Run], axes: Axes) -> None:
     look: dict[str, Any] = {"by": _label, "log_x": True, "log_y": True, "phase": PHASE}
     lines(runs, x="batch", metric="output_tokens_per_s", axes=axes, **look)
     axes.set_xlabel("requests")
-    rates = {(run.options["batch"], run.variant): run.median("output_tokens_per_s") for run in runs}
+    rates = {
+        (run.options["batch"], run.variant): run.median("output_tokens_per_s") for run in runs
+    }
     gains = {
         batch: rates[batch, f"{PHASE}, synthetic"] / rates[batch, BEFORE]
         for batch in sorted({batch for batch, _ in rates})
@@ -254,7 +288,11 @@ def _label(run: Run) -> str:
 
 
 def _tasks(runs: list[Run], axes: Axes) -> None:
-    before = {run.workload: run.median("output_tokens_per_s") for run in runs if run.variant == BEFORE}
+    before = {
+        run.workload: run.median("output_tokens_per_s")
+        for run in runs
+        if run.variant == BEFORE
+    }
     found = [run for run in runs if "tokens_per_step" in run.metrics]
     tasks = list(dict.fromkeys(run.workload for run in found))
     variants = list(dict.fromkeys(run.variant for run in found))
@@ -267,7 +305,11 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
             axes.barh(at, value, height=0.7 / len(variants), color=shown[variant])
             gain = one.median("output_tokens_per_s") / before[name]
             text = f"{_label(one)}: {value:.2f}, {gain:.2f}× the speed"
-            where: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+            where: dict[str, Any] = {
+                "textcoords": "offset points",
+                "va": "center",
+                "fontsize": 7,
+            }
             axes.annotate(text, (value, at), (4, 0), **where)
     axes.axvline(1.0, color=GREY, linewidth=1.0)
     axes.set_yticks(range(len(tasks)), [name.rsplit("-", 1)[0] for name in tasks])
@@ -276,7 +318,9 @@ def _tasks(runs: list[Run], axes: Axes) -> None:
     axes.set_xlabel("tokens a step; 1: no draft is right")
     most = max(found, key=lambda run: run.median("tokens_per_step"))
     task = most.workload.rsplit("-", 1)[0]
-    axes.set_title(f"A step yields up to {number(most.median('tokens_per_step'))} tokens: {task}")
+    axes.set_title(
+        f"A step yields up to {number(most.median('tokens_per_step'))} tokens: {task}"
+    )
     axes.grid(visible=False, axis="y")
 
 
@@ -284,7 +328,9 @@ def _agreement(found: list[Run], axes: Axes) -> None:
     runs = sorted(found, key=lambda run: run.median("optimum"))
     best = [run.median("optimum") for run in runs]
     axes.plot(best, best, color=GREY, label="optimum: classical rejection")
-    axes.fill_between(best, [value - 0.03 for value in best], best, color=GREY, alpha=0.2, linewidth=0)
+    axes.fill_between(
+        best, [value - 0.03 for value in best], best, color=GREY, alpha=0.2, linewidth=0
+    )
     kinds = {"coupled": "the same noise", "greedy": "greedy drafts"}
     shown = colours(kinds, PHASE)
     for (metric, label), marker in zip(kinds.items(), "os", strict=True):

@@ -45,12 +45,14 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from paged_cache import PagedEngine
 from phases.appendix.guidance.spelling import Spelling
-from structured.masks import GrammarMasks
+from structured.masks import AutomataGrammarManager
 
 PHASE, BEFORE = "12_structured", "09_cuda_graphs"
 ONE, FREE = f"{PHASE}+one", f"{PHASE}+no grammar"
 """One request among many has a grammar; or none has."""
-FIELDS, SHORT, JUMP = f"{PHASE}+no strings", f"{PHASE}+short strings", f"{PHASE}+jump"
+FIELDS = f"{PHASE}+no strings"
+SHORT = f"{PHASE}+short strings"
+JUMP = f"{PHASE}+jump"
 """All rows have a grammar without strings, or of nothing but short ones; or what is forced is drafted however
 many run."""
 LARGE = "random:qwen3-8b"
@@ -69,14 +71,18 @@ def run(options: BenchOptions) -> Evidence:
         del bench  # memory
         large = Bench(replace(options, model=LARGE))
         runs += large.rates(workload("offline-256"), (ONE, PHASE)) + large.hostile(8)
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
         self.on_cpu = options.device.type != "cuda"
         self.tokenizer: Tokenizer | None = None
         self.backend = "llguidance" if find_spec("llguidance") else "automata"
@@ -85,7 +91,9 @@ class Bench:
         else:
             self.tokenizer = Tokenizer(model_folder(self.name))
             config = self.model.config
-            self.vocabulary = Spelling.of(self.tokenizer, config.vocab_size, config.eos_token_ids)
+            self.vocabulary = Spelling.of(
+                self.tokenizer, config.vocab_size, config.eos_token_ids
+            )
 
     # Throughput.
 
@@ -97,7 +105,9 @@ class Bench:
         """
         count, prompt, output = (16, 16, 24) if self.on_cpu else (256, 128, 256)
         if self.options.quick:
-            count, prompt, output = min(count, 4), 8, 8
+            count = min(count, 4)
+            prompt = 8
+            output = 8
         short = uniform(f"constrained-{count}x{prompt}+{output}", count, prompt, output)
         if self.on_cpu or self.options.quick:
             return self.rates(short, (FREE, ONE, FIELDS, PHASE, SHORT))
@@ -109,7 +119,8 @@ class Bench:
         """Tokens a second of the phase before and of these variants."""
         count = len(work.items)
         free = [
-            SamplingParams(max_tokens=n, temperature=0.8, seed=1, ignore_eos=True) for n in work.output_lens
+            SamplingParams(max_tokens=n, temperature=0.8, seed=1, ignore_eos=True)
+            for n in work.output_lens
         ]
         bound = [replace(params, grammar=RECORDS) for params in free]
         asked = {
@@ -122,7 +133,9 @@ class Bench:
             JUMP: bound,
         }
         lengths = [len(item.prompt) + item.max_tokens for item in work.items]
-        sizes = self.sizes(count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work)))
+        sizes = self.sizes(
+            count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work))
+        )
         engines: dict[str, PagedEngine] = {BEFORE: engine_of("09", self.model, **sizes)}
         engine = self.engine(sizes)
         for name in variants:
@@ -135,14 +148,20 @@ class Bench:
             warm = [replace(params, max_tokens=2) for params in asked[name]]
             self.time(engines[name], uniform("warm-up", count, min(work.prompt_lens), 2), warm)
         idle: dict[str, Callable[[], None]] = {name: lambda: None for name in engines}
-        kept = alternate({name: timed(name) for name in engines}, self.options.repeats, warm=idle)
+        kept = alternate(
+            {name: timed(name) for name in engines}, self.options.repeats, warm=idle
+        )
         facts = {"batch": count, "masks by": self.backend}
         return [
-            summarize(name, work, samples, model=self.name, dtype=self.options.dtype, options=facts)
+            summarize(
+                name, work, samples, model=self.name, dtype=self.options.dtype, options=facts
+            )
             for name, samples in kept.items()
         ]
 
-    def sizes(self, count: int, max_len: int = 512, tokens: int | None = None) -> dict[str, Any]:
+    def sizes(
+        self, count: int, max_len: int = 512, tokens: int | None = None
+    ) -> dict[str, Any]:
         """Room for all requests, and for the other phase's engine beside this one."""
         tokens = max(count, 4) * max_len if tokens is None else tokens
         return {
@@ -157,12 +176,16 @@ class Bench:
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
         engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
         masks = engine.masks
-        assert isinstance(masks, GrammarMasks)
-        masks.refusal, masks.pool.seconds, masks.pool.cache_bytes = "", 60.0, 1 << 28
+        assert isinstance(masks, AutomataGrammarManager)
+        masks.refusal = ""
+        masks.pool.seconds = 60.0
+        masks.pool.cache_bytes = 1 << 28
         masks.pool.make_backend = lambda: BACKENDS[self.backend]()(self.vocabulary)
         return engine
 
-    def time(self, engine: PagedEngine, work: Workload, params: list[SamplingParams]) -> Sample:
+    def time(
+        self, engine: PagedEngine, work: Workload, params: list[SamplingParams]
+    ) -> Sample:
         """All requests at once."""
         begun = time.perf_counter()
         completions = generate(engine, work.prompts, params)
@@ -189,10 +212,14 @@ class Bench:
                 first, again = (along(compiled.matcher, self.vocabulary, 4) for _ in range(2))
                 found |= {"first_us": median(first), "mask_us": median(again)}
                 found |= {"mask_us_p99": float(np.percentile(again, 99))}
-                runs.append(self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name))
+                runs.append(
+                    self.fact(f"{PHASE}+{name}", f"masks of {schema}", found, backend=name)
+                )
         rows, steps = (16, 3) if self.options.quick else (256, 12)
         for kind, found in fills(self.vocabulary, rows, steps):
-            runs.append(self.fact(f"{PHASE}+llguidance", f"{rows} masks of {kind}", found, masks=rows))
+            runs.append(
+                self.fact(f"{PHASE}+llguidance", f"{rows} masks of {kind}", found, masks=rows)
+            )
         return runs
 
     # Hostile grammars.
@@ -202,7 +229,10 @@ class Bench:
         engine = self.engine(self.sizes(32))
         tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else turns)
         found = hostile_grammars.measure(engine, tokens, turns)
-        return [self.fact(f"{PHASE}+{name}", "gaps of others", facts) for name, facts in found.items()]
+        return [
+            self.fact(f"{PHASE}+{name}", "gaps of others", facts)
+            for name, facts in found.items()
+        ]
 
     # Steps.
 
@@ -210,13 +240,20 @@ class Bench:
         """Steps of the schema sample with and without drafts of what is forced, one request at a time."""
         most, each = (16, 1) if self.options.quick else (48, 1)
         params = [
-            SamplingParams(max_tokens=most, temperature=0.8, seed=seed, grammar=Grammar.json_schema(schema))
+            SamplingParams(
+                max_tokens=most,
+                temperature=0.8,
+                seed=seed,
+                grammar=Grammar.json_schema(schema),
+            )
             for schema in SCHEMAS.values()
             for seed in range(each)
         ]
         prompt = [1, 2, 3, 4]
         if self.tokenizer is not None:
-            prompt = self.tokenizer.chat([{"role": "user", "content": "Make up an example in compact JSON."}])
+            prompt = self.tokenizer.chat(
+                [{"role": "user", "content": "Make up an example in compact JSON."}]
+            )
         prompts = [prompt] * len(params)
         runs = []
         tokens: dict[bool, list[list[int]]] = {}
@@ -241,7 +278,10 @@ class Bench:
 
         assert self.tokenizer is not None
         people = PEOPLE[:2] if self.options.quick else PEOPLE
-        prompts = [self.tokenizer.chat([{"role": "user", "content": question(*person)}]) for person in people]
+        prompts = [
+            self.tokenizer.chat([{"role": "user", "content": question(*person)}])
+            for person in people
+        ]
         engine = self.engine(self.sizes(len(prompts)))
         validator = jsonschema.Draft202012Validator(PERSON)
         runs = []
@@ -254,20 +294,41 @@ class Bench:
                 bool(ok and value == dict(zip(("name", "age", "city"), person, strict=True)))
                 for ok, value, person in zip(valid, values, people, strict=True)
             ]
-            found = {"valid_fraction": float(np.mean(valid)), "right_fraction": float(np.mean(right))}
+            found = {
+                "valid_fraction": float(np.mean(valid)),
+                "right_fraction": float(np.mean(right)),
+            }
             runs.append(self.fact(f"{PHASE}+{label} a grammar", "extraction", found))
         return runs
 
     def fact(
-        self, variant: str, work: str, found: Mapping[str, float | Sequence[float]], **options: Any
+        self,
+        variant: str,
+        work: str,
+        found: Mapping[str, float | Sequence[float]],
+        **options: Any,
     ) -> Run:
         """Evidence of something that was done once, or of which there are some samples."""
-        samples = {name: value if isinstance(value, Sequence) else [value] for name, value in found.items()}
+        samples = {
+            name: value if isinstance(value, Sequence) else [value]
+            for name, value in found.items()
+        }
         metrics = {name: Metric(tuple(map(float, values))) for name, values in samples.items()}
         kind = "random" if self.name.startswith("random:") else "real"
         dtype = str(self.options.dtype).removeprefix("torch.")
-        sha = hashlib.sha256(json.dumps([work, SCHEMAS, PEOPLE]).encode()).hexdigest()  # what it was made of
-        return Run(variant, work, sha, self.name.removeprefix("random:"), kind, dtype, metrics, options)
+        sha = hashlib.sha256(
+            json.dumps([work, SCHEMAS, PEOPLE]).encode()
+        ).hexdigest()  # what it was made of
+        return Run(
+            variant,
+            work,
+            sha,
+            self.name.removeprefix("random:"),
+            kind,
+            dtype,
+            metrics,
+            options,
+        )
 
 
 def _parsed(text: str) -> Any:
@@ -284,9 +345,18 @@ def draw(evidence: Evidence, out: Path) -> None:
     """What a mask costs, by schema; steps saved; what is left of the throughput."""
     figure, (left, middle, right) = panels(3, height=3.2)
     _masks(evidence, left)
-    kinds = {"no jump": "a token a step", "jump": "forced tokens\nas drafts", "jump, in turn": "no overlap"}
+    kinds = {
+        "no jump": "a token a step",
+        "jump": "forced tokens\nas drafts",
+        "jump, in turn": "no overlap",
+    }
     found = {kind: evidence.one(f"{PHASE}+{kind}", "schema sample") for kind in kinds}
-    bars(list(found.values()), "steps", axes=middle, label=lambda run: kinds[run.variant.split("+")[1]])
+    bars(
+        list(found.values()),
+        "steps",
+        axes=middle,
+        label=lambda run: kinds[run.variant.split("+")[1]],
+    )
     saved = 1 - found["jump"].median("steps") / found["no jump"].median("steps")
     middle.set_title(f"Forced tokens as drafts save {saved:.0%} of the steps")
     names = {
@@ -297,7 +367,11 @@ def draw(evidence: Evidence, out: Path) -> None:
         PHASE: "all rows",
     }
     first = next(run for run in evidence.runs if run.variant == PHASE)
-    rates = [run for name in names for run in evidence.find(name, workload=first.workload, model=first.model)]
+    rates = [
+        run
+        for name in names
+        for run in evidence.find(name, workload=first.workload, model=first.model)
+    ]
     metric = "output_tokens_per_s"
     bars(rates, metric, axes=right, gain=False, label=lambda run: names[run.variant])
     kept = rates[-1].median(metric) / rates[0].median(metric)
@@ -307,17 +381,23 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def _masks(evidence: Evidence, axes: Any) -> None:
     kinds = list(
-        dict.fromkeys(found.options["backend"] for found in evidence.runs if "backend" in found.options)
+        dict.fromkeys(
+            found.options["backend"] for found in evidence.runs if "backend" in found.options
+        )
     )
     shown = colours(kinds, PHASE)
     for place, kind in enumerate(kinds):
-        found = [evidence.find(workload=f"masks of {schema}", backend=kind) for schema in SCHEMAS]
+        found = [
+            evidence.find(workload=f"masks of {schema}", backend=kind) for schema in SCHEMAS
+        ]
         times = {row: runs[0].median("mask_us") for row, runs in enumerate(found) if runs}
         rows = [row + 0.27 * (place - 1) for row in times]
         axes.barh(rows, list(times.values()), height=0.25, color=shown[kind], label=kind)
     axes.set_yticks(range(len(SCHEMAS)), list(SCHEMAS))
     axes.invert_yaxis()
-    medians = [found.median("mask_us") for found in evidence.runs if "backend" in found.options]
+    medians = [
+        found.median("mask_us") for found in evidence.runs if "backend" in found.options
+    ]
     axes.set_xlim(1, 5 * max(medians))  # beside the bars there is room for the legend
     log_axis(axes, vertical=False)
     axes.set_xlabel("one mask, median (µs)")

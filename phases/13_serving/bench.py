@@ -25,7 +25,9 @@ from benchmarks.server import Server
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 
-PHASE, ENGINE, ALONE = "13_serving", "09_cuda_graphs, no server", "13_serving, phase 02 one at a time"
+PHASE = "13_serving"
+ENGINE = "09_cuda_graphs, no server"
+ALONE = "13_serving, phase 02 one at a time"
 LENGTHS, ARRIVALS = f"{PHASE}+prompts", f"{PHASE}+arrivals"
 USERS = (1, 8, 64, 128)
 QUESTION, ANSWER = 16, 48
@@ -34,8 +36,17 @@ PROMPTS, SHORT = (32, 128, 512), 16
 RATES = (4.0, 8.0, 16.0)
 ARRIVING_SECONDS = 8
 """How long people come by the clock, at least: workloads are repeated, with other tokens."""
-SERVING = ("baseline", "continuous_batching", "paged_attention", "chunked_prefill", "prefix_caching")
-STEP_TOKENS, ROWS, MAX_LEN, CACHE_TOKENS = 16_384, 256, 4096, 300_000
+SERVING = (
+    "baseline",
+    "continuous_batching",
+    "paged_attention",
+    "chunked_prefill",
+    "prefix_caching",
+)
+STEP_TOKENS = 16_384
+ROWS = 256
+MAX_LEN = 4096
+CACHE_TOKENS = 300_000
 """Of the engine on a GPU; phase 09 is measured with the same."""
 
 
@@ -43,11 +54,17 @@ def run(options: BenchOptions) -> Evidence:
     """Users and prompt lengths on a CPU; throughput, latency and arrivals on a GPU."""
     (target,) = targets(options)
     runs = on_cuda(target) if options.device.type == "cuda" else on_cpu(target)
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def one(
-    variant: str, work: Workload, options: BenchOptions, samples: Samples, facts: Mapping[str, Any]
+    variant: str,
+    work: Workload,
+    options: BenchOptions,
+    samples: Samples,
+    facts: Mapping[str, Any],
 ) -> Run:
     """Evidence of some samples."""
     model = options.model or ""
@@ -82,18 +99,31 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     def ask(variant: str, server: Server, work: Workload, repeats: int, **facts: int) -> None:
         server.sample(work.cold(99).first(2), users=1, processes=1)  # the first steps allocate
         samples = Samples(
-            [server.sample(work.cold(n), users=facts["users"], processes=2) for n in range(repeats)]
+            [
+                server.sample(work.cold(n), users=facts["users"], processes=2)
+                for n in range(repeats)
+            ]
         )
         runs.append(one(variant, work, options, samples, facts))
 
-    with Server(model, **flags, **sizes) as server, Server(model, **flags, phase="02") as alone:
+    with (
+        Server(model, **flags, **sizes) as server,
+        Server(model, **flags, phase="02") as alone,
+    ):
         for users in USERS[:2] if options.quick else USERS:
             work = closed(max(4, users), QUESTION, 8 if options.quick else ANSWER)
             ask(PHASE, server, work, 1 if users == 1 else options.repeats, users=users)
             if users == many:
                 ask(ALONE, alone, work, options.repeats, users=users)
         for length in PROMPTS[:1] if options.quick else PROMPTS:
-            ask(LENGTHS, server, closed(8, length, SHORT), min(2, options.repeats), users=8, prompt=length)
+            ask(
+                LENGTHS,
+                server,
+                closed(8, length, SHORT),
+                min(2, options.repeats),
+                users=8,
+                prompt=length,
+            )
     return runs
 
 
@@ -105,7 +135,11 @@ def cpu_dtype(asked: torch.dtype) -> torch.dtype:
 def closed(requests: int, prompt: int, output: int) -> Workload:
     """Requests of one length, other tokens in each workload: a prefix cache finds nothing."""
     return uniform(
-        f"closed-{requests}x{prompt}+{output}", requests, prompt, output, seed=1000 * requests + prompt
+        f"closed-{requests}x{prompt}+{output}",
+        requests,
+        prompt,
+        output,
+        seed=1000 * requests + prompt,
     )
 
 
@@ -115,7 +149,9 @@ def closed(requests: int, prompt: int, output: int) -> Workload:
 def on_cuda(options: BenchOptions) -> list[Run]:
     """`offline-256` with and without HTTP, one user with and without, and arrivals by the clock."""
     bench = OnCuda(options)
-    server = Server(options.model or "", **bench.engine_options(), dtype=bench.dtype, speculate=False)
+    server = Server(
+        options.model or "", **bench.engine_options(), dtype=bench.dtype, speculate=False
+    )
     with server:
         return [*bench.throughput(server), *bench.first_token(server), *bench.arrivals(server)]
 
@@ -132,7 +168,12 @@ class OnCuda:
     def engine_options(self) -> dict[str, Any]:
         """The same for both."""
         size = CACHE_TOKENS * self.model.config.kv_bytes_per_token(self.model.dtype)
-        return {"max_rows": ROWS, "max_len": MAX_LEN, "step_tokens": STEP_TOKENS, "cache_bytes": size}
+        return {
+            "max_rows": ROWS,
+            "max_len": MAX_LEN,
+            "step_tokens": STEP_TOKENS,
+            "cache_bytes": size,
+        }
 
     def cold(self, work: Workload) -> Workload:
         """Other tokens in every sample: the prefix caches live on."""
@@ -146,7 +187,9 @@ class OnCuda:
             work, facts = work.first(16), {"users": 16}
         users = len(work.items)
         variants = {
-            ENGINE: lambda _: time_generation(self.engine, self.cold(work), self.options.device),
+            ENGINE: lambda _: time_generation(
+                self.engine, self.cold(work), self.options.device
+            ),
             PHASE: lambda _: server.sample(self.cold(work), users=users),
         }
         return self.compare(work, variants, facts)
@@ -160,7 +203,9 @@ class OnCuda:
             for item in self.cold(work).prompts:
                 single = replace(work, items=(Item(tuple(item), 32),), shift=0)
                 found.append(time_generation(self.engine, single, self.options.device))
-            return {name: sorted(one[name] for one in found)[len(found) // 2] for name in found[0]}
+            return {
+                name: sorted(one[name] for one in found)[len(found) // 2] for name in found[0]
+            }
 
         variants = {
             ENGINE: alone,
@@ -174,9 +219,13 @@ class OnCuda:
         for name in SERVING[:1] if self.options.quick else SERVING:
             for rate in RATES[:1] if self.options.quick else RATES:
                 work = workload(name)
-                longer = self.repeated(work, max(len(work.items), int(rate * ARRIVING_SECONDS)))
+                longer = self.repeated(
+                    work, max(len(work.items), int(rate * ARRIVING_SECONDS))
+                )
                 samples = Samples([server.sample(longer, rate=rate)])
-                runs.append(one(ARRIVALS, work, self.options, samples, {"asks": name, "rate": rate}))
+                runs.append(
+                    one(ARRIVALS, work, self.options, samples, {"asks": name, "rate": rate})
+                )
         return runs
 
     def repeated(self, work: Workload, count: int) -> Workload:
@@ -184,15 +233,23 @@ class OnCuda:
         items: list[Item] = []
         while len(items) < count:
             prompts = self.cold(work).prompts
-            items += [Item(tuple(p), item.max_tokens) for p, item in zip(prompts, work.items, strict=True)]
+            items += [
+                Item(tuple(p), item.max_tokens)
+                for p, item in zip(prompts, work.items, strict=True)
+            ]
         return replace(work, items=tuple(items[:count]), shift=0)
 
     def compare(
-        self, work: Workload, variants: Mapping[str, Callable[[int], Sample]], facts: Mapping[str, Any]
+        self,
+        work: Workload,
+        variants: Mapping[str, Callable[[int], Sample]],
+        facts: Mapping[str, Any],
     ) -> list[Run]:
         """Evidence of each variant."""
         kept = taken(variants, self.options.repeats)
-        return [one(name, work, self.options, samples, facts) for name, samples in kept.items()]
+        return [
+            one(name, work, self.options, samples, facts) for name, samples in kept.items()
+        ]
 
 
 # The figure.
@@ -210,7 +267,13 @@ def draw(evidence: Evidence, out: Path) -> None:
     _waits(middle, runs)
     if by_clock:
         lines(
-            by_clock, "rate", "ttft_ms_p99", axes=right, by=lambda run: run.workload, log_y=True, phase=PHASE
+            by_clock,
+            "rate",
+            "ttft_ms_p99",
+            axes=right,
+            by=lambda run: run.workload,
+            log_y=True,
+            phase=PHASE,
         )
         right.set_title("First token by the clock, p99")
         right.set_xlabel("requests a second")
@@ -245,12 +308,16 @@ def _rates(axes: Axes, runs: list[Run], labels: list[str]) -> None:
     for place, run in enumerate(runs):
         value = run.median("output_tokens_per_s")
         axes.barh(place, value, color=_colour(run.variant))
-        axes.annotate(number(value), (value, place), (4, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            number(value), (value, place), (4, 0), textcoords="offset points", va="center"
+        )
     axes.set_yticks(range(len(runs)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("output tokens a second")
     most = max(runs, key=lambda run: run.median("output_tokens_per_s"))
-    axes.set_title(f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second")
+    axes.set_title(
+        f"All users together: {most.median('output_tokens_per_s'):,.0f} tokens a second"
+    )
     axes.margins(x=0.25)
 
 

@@ -49,10 +49,12 @@ from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.paths import cache_home
 from forward.shapes import SHAPES
-from parallel.member import end_with
+from parallel.worker import end_with
 
 PHASE, BEFORE = "14_parallel", "13_serving"
-SUMS, FAILED, STARTUP = "all-reduce", "failed", "startup"
+SUMS = "all-reduce"
+FAILED = "failed"
+STARTUP = "startup"
 BYTES = (8 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 64 << 20)
 WORK = {"single": "single-512", "offline": "offline-256", "prefill": "prefill-64x1024"}
 SMALL = {"single": (1, 16, 32), "offline": (8, 16, 16), "prefill": (8, 96, 1)}
@@ -166,12 +168,18 @@ def groups(parts: Sequence[str], ranks: int, device: torch.device) -> Iterator[l
 
 
 def facts(
-    options: BenchOptions, name: str, metrics: Mapping[str, Metric], said: Mapping[str, Any], model: str = ""
+    options: BenchOptions,
+    name: str,
+    metrics: Mapping[str, Metric],
+    said: Mapping[str, Any],
+    model: str = "",
 ) -> Run:
     """Evidence that is not of a workload, but of what is `said` of it."""
     model = (model or model_of(options)).removeprefix("random:")
     dtype = str(options.dtype).removeprefix("torch.")
-    sha = hashlib.sha256(json.dumps([name, model, dict(said)], default=str).encode()).hexdigest()
+    sha = hashlib.sha256(
+        json.dumps([name, model, dict(said)], default=str).encode()
+    ).hexdigest()
     return Run(PHASE, name, sha, model, "random", dtype, metrics, said)
 
 
@@ -194,7 +202,10 @@ def _tell(ranks: int, part: str, seconds: float, found: Sequence[Run]) -> None:
             )
             if name in run.metrics
         )
-        said = run.options.get("error") or f"{run.workload} {run.options.get('bytes', '')} {shown}"
+        said = (
+            run.options.get("error")
+            or f"{run.workload} {run.options.get('bytes', '')} {shown}"
+        )
         print(f"{ranks} ranks, {part} ({seconds:.0f} s): {said}", file=sys.stderr, flush=True)
 
 
@@ -267,7 +278,9 @@ class Bench:
     """One number of ranks. more: options of its engines."""
 
     def __init__(self, options: BenchOptions, ranks: int, more: Mapping[str, Any]) -> None:
-        self.options, self.ranks, self.more = options, ranks, more
+        self.options = options
+        self.ranks = ranks
+        self.more = more
         self.cuda = self.options.device.type == "cuda"
         self.model = model_of(options)
         self._engine: Any = None
@@ -285,7 +298,9 @@ class Bench:
     def sums(self, way: str) -> list[Run]:
         """Microseconds of a sum over ranks, by bytes."""
         sizes = list(BYTES if self.cuda else BYTES[:2] if self.options.quick else BYTES[:4])
-        found = parallel.together(self.ranks, times, way, sizes, HIDDEN, device=self.options.device.type)[0]
+        found = parallel.together(
+            self.ranks, times, way, sizes, HIDDEN, device=self.options.device.type
+        )[0]
         kind = way if self.cuda else "gloo"
         return [
             facts(
@@ -304,14 +319,23 @@ class Bench:
         found = []
         for ranks in (1, self.ranks):
             engine = self.engine_of(small, ranks, **({"rank_check": 1} if ranks > 1 else {}))
-            found.append([completion.token_ids for completion in engine.generate(work.prompts, work.params)])
+            found.append(
+                [
+                    completion.token_ids
+                    for completion in engine.generate(work.prompts, work.params)
+                ]
+            )
             if ranks > 1:
                 engine.loop.close()
             del engine  # it fills its GPU, and the next one is on the same
             gc.collect()
             if self.cuda:
                 torch.cuda.empty_cache()
-        equal = [one == more for pair in zip(*found, strict=True) for one, more in zip(*pair, strict=True)]
+        equal = [
+            one == more
+            for pair in zip(*found, strict=True)
+            for one, more in zip(*pair, strict=True)
+        ]
         share = Metric((sum(equal) / len(equal),))
         said = {"ranks": self.ranks, "part": "same", **self.more}
         return facts(self.options, work.name, {"same_fraction": share}, said, small)
@@ -320,9 +344,9 @@ class Bench:
         """Make the engine."""
         begun = time.perf_counter()
         self._engine = self.engine_of(self.model, self.ranks)
-        print(self._engine.ledger, file=sys.stderr, flush=True)
+        print(self._engine.memory_plan, file=sys.stderr, flush=True)
         metrics = {"seconds": Metric((time.perf_counter() - begun,))}
-        said = {"ranks": self.ranks, "tokens": self._engine.ledger.tokens, **self.more}
+        said = {"ranks": self.ranks, "tokens": self._engine.memory_plan.tokens, **self.more}
         return facts(self.options, STARTUP, metrics, said)
 
     def work(self, part: str) -> Run:
@@ -330,7 +354,9 @@ class Bench:
         large = self.cuda and not self.options.quick
         work = workload(WORK[part]) if large else small_work(part)
         sample = timer(self._engine, work, self.options.device)
-        tries = 1 if self.options.quick else 2 if self.cuda else None  # a part must end within its seconds
+        tries = (
+            1 if self.options.quick else 2 if self.cuda else None
+        )  # a part must end within its seconds
         kept = alternate(
             {part: sample},
             self.options.repeats,
@@ -364,7 +390,9 @@ class Bench:
 def small_work(part: str) -> Workload:
     """The workload of a part for two cores."""
     requests, prompt, output = SMALL[part]
-    return uniform(f"uniform-{requests}x{prompt}x{output}", requests, prompt, output, vocab=250)
+    return uniform(
+        f"uniform-{requests}x{prompt}x{output}", requests, prompt, output, vocab=250
+    )
 
 
 # The figure.
@@ -373,7 +401,11 @@ def small_work(part: str) -> Workload:
 def draw(evidence: Evidence, out: Path) -> None:
     """Scaling, a token's time, what splitting and copying are good for, and sums by size."""
     figure, (scaling, token, choice, sums) = panels(4, rows=2, height=3.3)
-    rates = {(run.options["part"], run.options["ranks"]): run for run in evidence.runs if is_rate(run)}
+    rates = {
+        (run.options["part"], run.options["ranks"]): run
+        for run in evidence.runs
+        if is_rate(run)
+    }
     draw_scaling(scaling, rates)
     draw_token(token, rates, evidence)
     draw_choice(choice, rates)
@@ -391,7 +423,9 @@ Rates = Mapping[tuple[str, int], Run]
 
 def rate(run: Run) -> float:
     """What a part is about: prompt tokens or output tokens a second."""
-    return run.median("prompt_tokens_per_s" if run.options["part"] == "prefill" else "output_tokens_per_s")
+    return run.median(
+        "prompt_tokens_per_s" if run.options["part"] == "prefill" else "output_tokens_per_s"
+    )
 
 
 def draw_scaling(axes: Axes, rates: Rates) -> None:
@@ -404,7 +438,12 @@ def draw_scaling(axes: Axes, rates: Rates) -> None:
             if {(part, n), (part, 1)} <= set(rates)
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), marker=MARKERS[place], color=shown[part], label=part)
+            axes.plot(
+                *zip(*points, strict=True),
+                marker=MARKERS[place],
+                color=shown[part],
+                label=part,
+            )
     over_one(axes, counts, "rank")
     axes.set_xlabel("ranks")
     axes.set_title("Scaling")
@@ -415,7 +454,11 @@ def draw_token(axes: Axes, rates: Rates, evidence: Evidence) -> None:
     found = sorted((ranks, run) for (part, ranks), run in rates.items() if part == "single")
     whole = next((1e3 / rate(run) for ranks, run in found if ranks == 1), None)
     bottom = {ranks: 0.0 for ranks, _ in found}
-    parts: dict[str, dict[int, float]] = {"one rank's work, divided": {}, "sums": {}, "the rest": {}}
+    parts: dict[str, dict[int, float]] = {
+        "one rank's work, divided": {},
+        "sums": {},
+        "the rest": {},
+    }
     for ranks, run in found:
         step = 1e3 / rate(run)
         work = step if whole is None else min(step, whole / ranks)
@@ -425,7 +468,14 @@ def draw_token(axes: Axes, rates: Rates, evidence: Evidence) -> None:
     shown = colours(parts, PHASE)
     for name, values in parts.items():
         xs = range(len(found))
-        axes.bar(xs, list(values.values()), 0.6, list(bottom.values()), color=shown[name], label=name)
+        axes.bar(
+            xs,
+            list(values.values()),
+            0.6,
+            list(bottom.values()),
+            color=shown[name],
+            label=name,
+        )
         bottom = {ranks: bottom[ranks] + value for ranks, value in values.items()}
     axes.set_xticks(range(len(found)), [str(ranks) for ranks, _ in found])
     axes.set_xlabel("ranks")
@@ -437,7 +487,9 @@ def draw_token(axes: Axes, rates: Rates, evidence: Evidence) -> None:
 def sums_of_a_token(evidence: Evidence, run: Run) -> float:
     """Milliseconds: two sums a layer and the embedding's, at the quickest that was measured by itself."""
     ranks, shape = run.options["ranks"], SHAPES.get(run.model)
-    small = [r for r in evidence.find(workload=SUMS, ranks=ranks) if r.options["bytes"] == BYTES[0]]
+    small = [
+        r for r in evidence.find(workload=SUMS, ranks=ranks) if r.options["bytes"] == BYTES[0]
+    ]
     if not small or shape is None or ranks == 1:
         return 0.0
     return (2 * shape.num_layers + 1) * min(r.median("all_reduce_us") for r in small) / 1e3
@@ -451,9 +503,16 @@ def draw_choice(axes: Axes, rates: Rates) -> None:
     for ranks in counts:
         copies = most // ranks
         name = f"{copies} × {ranks} rank{'s' * (ranks > 1)}"
-        points.append((rate(rates["single", ranks]), copies * rate(rates["offline", ranks]), name))
+        points.append(
+            (rate(rates["single", ranks]), copies * rate(rates["offline", ranks]), name)
+        )
     if points:
-        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color="#8A8A8A", linewidth=1.0)
+        axes.plot(
+            [x for x, _, _ in points],
+            [y for _, y, _ in points],
+            color="#8A8A8A",
+            linewidth=1.0,
+        )
     shown = colours((name for _, _, name in points), PHASE)
     for place, (x, y, name) in enumerate(points):
         axes.plot([x], [y], marker=MARKERS[place], color=shown[name], linestyle="")
@@ -469,7 +528,9 @@ def draw_sums(axes: Axes, found: Sequence[Run]) -> None:
     kinds = sorted({(run.options["ranks"], run.options["way"]) for run in found})
     shown = colours((f"{way}, {ranks} ranks" for ranks, way in kinds), PHASE)
     for place, (ranks, way) in enumerate(kinds):
-        some = [run for run in found if (run.options["ranks"], run.options["way"]) == (ranks, way)]
+        some = [
+            run for run in found if (run.options["ranks"], run.options["way"]) == (ranks, way)
+        ]
         some.sort(key=lambda run: int(run.options["bytes"]))
         axes.plot(
             [run.options["bytes"] for run in some],
@@ -491,13 +552,19 @@ def main() -> None:
     """By hand, for a machine whose minutes count."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", help="numbers of ranks, such as 1,2,4; usually all that there are")
+    parser.add_argument(
+        "--ranks", help="numbers of ranks, such as 1,2,4; usually all that there are"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
-    parser.add_argument("--model", help=f"usually {USUAL_GPU} on GPUs and {USUAL_CPU} on a CPU")
+    parser.add_argument(
+        "--model", help=f"usually {USUAL_GPU} on GPUs and {USUAL_CPU} on a CPU"
+    )
     parser.add_argument("--no-own-sums", action="store_true", help="the option of the engines")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="most seconds of a part")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="most seconds of a part"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small workloads, as on a CPU")
     parser.add_argument("--out", type=Path, default=cache_home() / "bench" / f"{PHASE}.json")
@@ -506,30 +573,53 @@ def main() -> None:
         child_main(given.child)
     parts = given.parts.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"there are no parts {', '.join(sorted(unknown))}: they are {', '.join(PARTS)}")
+        parser.error(
+            f"there are no parts {', '.join(sorted(unknown))}: they are {', '.join(PARTS)}"
+        )
     device = pick_device(given.device)
-    options = BenchOptions(device, pick_dtype(given.dtype, device), given.model, given.quick, given.repeats)
-    counts = [int(count) for count in given.ranks.split(",")] if given.ranks else ranks_here(device)
+    options = BenchOptions(
+        device, pick_dtype(given.dtype, device), given.model, given.quick, given.repeats
+    )
+    counts = (
+        [int(count) for count in given.ranks.split(",")] if given.ranks else ranks_here(device)
+    )
     top = ceilings_of(options)
 
     def keep(runs: Sequence[Run]) -> None:
         collect(PHASE, runs, device, top).write(given.out)
 
     more = {"own_sums": False} if given.no_own_sums else {}
-    measure(options, counts, parts, given.seconds, keep, others(given.out, device, counts, parts), **more)
+    measure(
+        options,
+        counts,
+        parts,
+        given.seconds,
+        keep,
+        others(given.out, device, counts, parts),
+        **more,
+    )
     print(given.out)
 
 
-def others(path: Path, device: torch.device, counts: Sequence[int], parts: Sequence[str]) -> list[Run]:
+def others(
+    path: Path, device: torch.device, counts: Sequence[int], parts: Sequence[str]
+) -> list[Run]:
     """What a file has beside what is measured now; nothing of another commit or machine."""
     try:
         before = Evidence.load(path)
     except UserError:
         return []
     now = collect(PHASE, (), device)
-    if before.git["commit"] != now.git["commit"] or before.machine["name"] != now.machine["name"]:
+    if (
+        before.git["commit"] != now.git["commit"]
+        or before.machine["name"] != now.machine["name"]
+    ):
         return []
-    return [run for run in before.runs if not (run.options["ranks"] in counts and part_of(run) in parts)]
+    return [
+        run
+        for run in before.runs
+        if not (run.options["ranks"] in counts and part_of(run) in parts)
+    ]
 
 
 def part_of(run: Run) -> str:

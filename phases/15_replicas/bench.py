@@ -26,7 +26,9 @@ def run(options: BenchOptions) -> Evidence:
     ]
     with bench.servers(1) as targets:
         runs += bench.ways(targets[0])
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 def draw(evidence: Evidence, out: Path) -> None:

@@ -38,7 +38,9 @@ from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
 
-PHASE, BEFORE, DENSE = "16_experts", "13_serving", "dense of equal activity"
+PHASE = "16_experts"
+BEFORE = "13_serving"
+DENSE = "dense of equal activity"
 SHAPE = "random:qwen3-30b-a3b"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACTIVE = (4, 5, 6, 7, 8)
@@ -52,7 +54,12 @@ def run(options: BenchOptions) -> Evidence:
         runs = on_gpu(replace(options, model=options.model or SHAPE))
     else:
         runs = on_cpu(replace(options, model=options.model or "smollm2"))
-    return collect(PHASE, runs + counted(), options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE,
+        runs + counted(),
+        options.device,
+        ceilings(options.device, options.dtype).to_json(),
+    )
 
 
 # A real model, cut.
@@ -62,18 +69,29 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     """Speed, quality and load of a dense model and its experts."""
     model = load_target(options)
     tokenizer = Tokenizer(model_folder(options.model or ""))
-    sizes: dict[str, Any] = {"max_rows": 16, "max_len": 512, "drafter": "none", "tokenizer": tokenizer}
+    sizes: dict[str, Any] = {
+        "max_rows": 16,
+        "max_len": 512,
+        "drafter": "none",
+        "tokenizer": tokenizer,
+    }
 
     def cut(active: int) -> PagedEngine:
         return experts.load(model, active_experts=active, **sizes)
 
-    engines: dict[tuple[str, int | None], PagedEngine] = {(BEFORE, None): serving.load(model, **sizes)}
+    engines: dict[tuple[str, int | None], PagedEngine] = {
+        (BEFORE, None): serving.load(model, **sizes)
+    }
     engines |= {(PHASE, active): cut(active) for active in (4, 8)}
     runs = []
     for batch, output in ((1, 32), (16, 8)):
-        work = uniform(f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output)
+        work = uniform(
+            f"decode-{batch}x32+{output}", batch, 32, 4 if options.quick else output
+        )
         runs += timed(engines, work, options, {"batch": batch})
-    text = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: WINDOW if options.quick else READ]
+    text = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[
+        : WINDOW if options.quick else READ
+    ]
     work = Workload(f"news-from-nowhere-{len(text)}", (Item(tuple(text), 1),))
     ways = ACTIVE[:1] if options.quick else ACTIVE
     made: Iterator[tuple[str, Model, Attention]] = (
@@ -81,8 +99,14 @@ def on_cpu(options: BenchOptions) -> list[Run]:
     )
     for name, found in compare(model, made, text, WINDOW).items():
         active = {} if name == "reference" else {"active_experts": int(name)}
-        numbers = {"kl": found.kl, "perplexity": found.perplexity, "agreement": found.agreement}
-        runs.append(fact(PHASE if active else BEFORE, work, numbers, options.model or "", active))
+        numbers = {
+            "kl": found.kl,
+            "perplexity": found.perplexity,
+            "agreement": found.agreement,
+        }
+        runs.append(
+            fact(PHASE if active else BEFORE, work, numbers, options.model or "", active)
+        )
     return runs + loads(cut(4).runner.model, text, work, options.model or "")
 
 
@@ -119,8 +143,12 @@ def fact(
     dtype: torch.dtype = torch.float32,
 ) -> Run:
     """Something that was counted, with no clock."""
-    made = summarize(variant, work, Samples(kept=[numbers]), model=model, dtype=dtype, options=options)
-    return replace(made, noise=None, metrics={name: Metric((value,)) for name, value in numbers.items()})
+    made = summarize(
+        variant, work, Samples(kept=[numbers]), model=model, dtype=dtype, options=options
+    )
+    return replace(
+        made, noise=None, metrics={name: Metric((value,)) for name, value in numbers.items()}
+    )
 
 
 @torch.inference_mode()
@@ -144,11 +172,25 @@ def loads(model: Model, text: list[int], work: Workload, name: str) -> list[Run]
     for layer, found in enumerate(chosen):
         shares = torch.bincount(found.flatten(), minlength=number) / len(found)
         runs.append(
-            fact(PHASE, work, {f"expert_{e}": float(s) for e, s in enumerate(shares)}, name, {"layer": layer})
+            fact(
+                PHASE,
+                work,
+                {f"expert_{e}": float(s) for e, s in enumerate(shares)},
+                name,
+                {"layer": layer},
+            )
         )
     for batch in BATCHES[:6]:
         read = sum(distinct(found, batch) for found in chosen) / len(chosen)
-        runs.append(fact(PHASE, work, {"experts_read": read}, name, {"batch": batch, "active_experts": 4}))
+        runs.append(
+            fact(
+                PHASE,
+                work,
+                {"experts_read": read},
+                name,
+                {"batch": batch, "active_experts": 4},
+            )
+        )
     return runs
 
 
@@ -171,21 +213,32 @@ def as_dense(config: ModelConfig) -> ModelConfig:
     facts = config.experts
     assert facts is not None
     return replace(
-        config, family="qwen3", experts=None, intermediate_size=facts.top_k * facts.intermediate_size
+        config,
+        family="qwen3",
+        experts=None,
+        intermediate_size=facts.top_k * facts.intermediate_size,
     )
 
 
 def counted() -> list[Run]:
     """Bytes of weights that a decode step reads for each of its tokens, in bfloat16, at even routing."""
-    config, generator, runs = SHAPES[SHAPE.removeprefix("random:")], torch.Generator().manual_seed(0), []
+    config = SHAPES[SHAPE.removeprefix("random:")]
+    generator = torch.Generator().manual_seed(0)
+    runs = []
     facts = config.experts
     assert facts is not None
     dense = as_dense(config)
     head = config.vocab_size * config.hidden_size
     for batch in BATCHES:
         work = uniform(f"step-of-{batch}", batch, 1, 1)
-        logits = (torch.randn(batch, facts.count, generator=generator) for _ in range(config.num_layers))
-        read = sum(different(route(each, facts.top_k, True)[1]) for each in logits) / config.num_layers
+        logits = (
+            torch.randn(batch, facts.count, generator=generator)
+            for _ in range(config.num_layers)
+        )
+        read = (
+            sum(different(route(each, facts.top_k, True)[1]) for each in logits)
+            / config.num_layers
+        )
         weights = {
             DENSE: decode_work(dense, torch.bfloat16, batch, 0).weight_bytes,
             PHASE: 2 * (layer_parameters(config, read) + head),
@@ -208,7 +261,9 @@ def on_gpu(options: BenchOptions) -> list[Run]:
     runs = []
     for variant in (DENSE, PHASE):
         if variant == DENSE:
-            dense = random_model(as_dense(SHAPES[name]), device=options.device, dtype=options.dtype)
+            dense = random_model(
+                as_dense(SHAPES[name]), device=options.device, dtype=options.dtype
+            )
             engine = engine_of("13", dense, **sizes)
             del dense
         else:  # by its name, so that no layer's experts are there twice
@@ -252,12 +307,17 @@ def _heat(layers: list[Run], axes: Axes) -> None:
     grid = [[run.median(name) for name in names] for run in layers]
     axes.pcolormesh(grid, cmap="viridis", vmin=0.0, vmax=1.0)
     axes.invert_yaxis()
-    axes.set_xticks([place + 0.5 for place in range(len(names))], [str(place) for place in range(len(names))])
+    axes.set_xticks(
+        [place + 0.5 for place in range(len(names))],
+        [str(place) for place in range(len(names))],
+    )
     axes.set_xlabel("expert (dark: chosen by no token, yellow: by all)")
     axes.set_ylabel("layer")
     axes.grid(visible=False)
     largest = max(max(row) for row in grid)
-    axes.set_title(f"{layers[0].model}, cut: the most loaded expert has {largest:.0%} of a text's tokens")
+    axes.set_title(
+        f"{layers[0].model}, cut: the most loaded expert has {largest:.0%} of a text's tokens"
+    )
 
 
 def _quality(evidence: Evidence, axes: Axes) -> None:
@@ -266,7 +326,9 @@ def _quality(evidence: Evidence, axes: Axes) -> None:
     axes.bar(places, [run.median("agreement") for run in found], color=colours([PHASE])[PHASE])
     for place, run in zip(places, found, strict=True):
         text = f"perplexity\n{number(run.median('perplexity'))}"
-        axes.annotate(text, (place, run.median("agreement")), ha="center", va="bottom", fontsize=7)
+        axes.annotate(
+            text, (place, run.median("agreement")), ha="center", va="bottom", fontsize=7
+        )
     axes.set_ylim(0, 1.15)
     axes.set_xticks(places)
     axes.set_xlabel("active experts, of 8")

@@ -10,7 +10,14 @@ from typing import Any
 
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, Samples, alternate, alternate_engines, summarize, time_generation
+from benchmarks.measure import (
+    Sample,
+    Samples,
+    alternate,
+    alternate_engines,
+    summarize,
+    time_generation,
+)
 from benchmarks.plotting import bars, lines, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
@@ -20,17 +27,22 @@ from common.events import generate
 from common.models.config import ModelConfig
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.scheduler import Scheduler
 from hybrid_cache import HybridCache, LayerGroups
 from paged_cache import PagedCache, PagedEngine
 from prefix_cache import PrefixCache, RadixIndex
 
-PHASE, BEFORE, SERVED = "17_hybrid_cache", "08_prefix_cache", "13_serving"
+PHASE = "17_hybrid_cache"
+BEFORE = "08_prefix_cache"
+SERVED = "13_serving"
 MODEL, STATES = "gemma3-270m", "random:qwen3.5-0.8b"
 """Gemma's weights are small, and of its 18 layers 15 have a window of 512 tokens."""
 CONTEXTS = (1024, 2048, 4096, 8192, 16_384)
-BLOCK, STEP_TOKENS, OUTPUT, ROWS = 16, 256, 256, 384
+BLOCK = 16
+STEP_TOKENS = 256
+OUTPUT = 256
+ROWS = 384
 FULL = 16
 """Requests of the longest context for which phase 08 has room in the counted runs."""
 
@@ -47,14 +59,18 @@ def run(options: BenchOptions) -> Evidence:
         del bench
     if options.device.type == "cuda":
         runs += published(replace(options, model=STATES))
-    return collect(PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json())
+    return collect(
+        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
+    )
 
 
 class Bench:
     """One model and how its engines are measured."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.name, self.model = options, options.model or "", load_target(options)
+        self.options = options
+        self.name = options.model or ""
+        self.model = load_target(options)
         self.config, self.dtype = self.model.config, self.model.dtype
         self.top = ceilings(options.device, options.dtype)
         self.on_cpu = options.device.type == "cpu"
@@ -105,10 +121,20 @@ class Bench:
         runs = []
         for count, context, output in shapes:
             work = uniform(f"decode-{count}x{context}+{output}", count, context, output)
-            phases = {BEFORE: "08", PHASE: "17"} if self.on_cpu else {BEFORE: "08", SERVED: "13", PHASE: "17"}
+            phases = (
+                {BEFORE: "08", PHASE: "17"}
+                if self.on_cpu
+                else {BEFORE: "08", SERVED: "13", PHASE: "17"}
+            )
             # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
-            alike: dict[str, Any] = {"drafter": "none"} | ({"overlap": False} if self.on_cpu else {})
-            size = (count + 2) * (context + output + 64) * self.config.kv_bytes_per_token(self.dtype)
+            alike: dict[str, Any] = {"drafter": "none"} | (
+                {"overlap": False} if self.on_cpu else {}
+            )
+            size = (
+                (count + 2)
+                * (context + output + 64)
+                * self.config.kv_bytes_per_token(self.dtype)
+            )
             engines = {
                 name: engine_of(
                     number,
@@ -155,7 +181,12 @@ class Bench:
 
 def published(options: BenchOptions) -> list[Run]:
     """One request, 256 and 64 long prompts through layers with states."""
-    sizes: dict[str, Any] = {"max_rows": 256, "max_len": 4096, "step_tokens": 16_384, "drafter": "none"}
+    sizes: dict[str, Any] = {
+        "max_rows": 256,
+        "max_len": 4096,
+        "step_tokens": 16_384,
+        "drafter": "none",
+    }
     name, top = options.model or "", ceilings(options.device, options.dtype)
     engine = engine_of("17", name, device=str(options.device), dtype="bfloat16", **sizes)
     runs = []
@@ -163,7 +194,9 @@ def published(options: BenchOptions) -> list[Run]:
         work = workload(load)
         if options.quick:
             work = work.first(8, tokens=8)
-        kept = alternate_engines({PHASE: engine}, work, device=options.device, repeats=options.repeats)
+        kept = alternate_engines(
+            {PHASE: engine}, work, device=options.device, repeats=options.repeats
+        )
         runs.append(
             summarize_generation(
                 PHASE,
@@ -188,7 +221,9 @@ def hybrid(config: ModelConfig, context: int, blocks: int) -> HybridCache:
     """The hybrid cache of a model in the memory of so many blocks of all layers."""
     layout = LayerGroups.of(config)
     own = layout.blocks(blocks)
-    return HybridCache(ROWS, context, own, BLOCK, RadixIndex(), layout, step_tokens=STEP_TOKENS)
+    return HybridCache(
+        ROWS, context, own, BLOCK, RadixIndex(), layout, step_tokens=STEP_TOKENS
+    )
 
 
 def serve(cache: PagedCache, context: int) -> Sample:
@@ -197,12 +232,16 @@ def serve(cache: PagedCache, context: int) -> Sample:
     Prompts have nothing in common. A step has tokens for a chunk of every request, so that memory alone is
     the limit. A request counts as in flight while it decodes.
     """
-    rows = Rows(ROWS, 1)
-    scheduler = ChunkedScheduler(rows, cache, step_tokens=STEP_TOKENS * ROWS, chunk_tokens=STEP_TOKENS)
+    rows = RequestRows(ROWS, 1)
+    scheduler = ChunkedScheduler(
+        rows, cache, step_tokens=STEP_TOKENS * ROWS, chunk_tokens=STEP_TOKENS
+    )
     for number in range(ROWS):
         prompt = context - OUTPUT
         tokens = [number] * prompt
-        request = Request(number, tokens, prompt, context, SamplingParams(max_tokens=OUTPUT, ignore_eos=True))
+        request = Request(
+            number, tokens, prompt, context, SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+        )
         scheduler.add([request])
     most = steps = 0
     while not scheduler.idle and steps < ROWS:
@@ -215,10 +254,10 @@ def serve(cache: PagedCache, context: int) -> Sample:
 def step(scheduler: Scheduler) -> None:
     """Schedule a step, and land it with any token."""
     for work in scheduler.schedule():
-        for request in work.takers:
+        for request in work.sampled_requests:
             request.tokens.append(0)
-        scheduler.land(work)
-        for request in work.takers:
+        scheduler.finish_step(work)
+        for request in work.sampled_requests:
             if len(request.tokens) == request.limit:
                 request.finish_reason = "length"
                 scheduler.leave(request)
@@ -238,9 +277,16 @@ def draw(evidence: Evidence, out: Path) -> None:
     longest = max(run.options["context"] for run in runs)
     new, old = (evidence.one(name, same="bytes", context=longest) for name in (PHASE, BEFORE))
     factor = new.median("requests_in_flight") / old.median("requests_in_flight")
-    flight.set_title(f"At {longest:,} tokens {factor:.1f} times the requests in the same bytes")
+    flight.set_title(
+        f"At {longest:,} tokens {factor:.1f} times the requests in the same bytes"
+    )
     flight.set_xlabel("tokens of a request")
     timed = [run for run in evidence.runs if run.workload.startswith("decode-")]
-    bars(timed, "output_tokens_per_s", axes=speed, label=lambda run: f"{run.variant}\n{run.workload}")
+    bars(
+        timed,
+        "output_tokens_per_s",
+        axes=speed,
+        label=lambda run: f"{run.variant}\n{run.workload}",
+    )
     speed.set_title("Output tokens a second of equal batches, prompts included")
     save(figure, out, evidence)

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paged_cache.parts import Feature
+    from paged_cache.builder import Feature
 
 FEATURES: tuple[str, ...] = (
     "phases.appendix.rehearsal.rehearsal:Rehearsal",
@@ -19,15 +19,15 @@ FEATURES: tuple[str, ...] = (
     "phases.appendix.cpu_step.feature:CpuStep",
     "phases.appendix.checkpoint_formats.feature:CheckpointFormats",
     "phases.appendix.quant_kernels.feature:QuantKernels",
-    "phases.appendix.all_reduce.feature:OwnSums",
-    "phases.appendix.drafting_in_graphs.feature:DraftAhead",
+    "phases.appendix.all_reduce.feature:CustomAllReduce",
+    "phases.appendix.drafting_in_graphs.feature:GraphDrafting",
     "phases.appendix.guidance.feature:Guidance",
     "phases.appendix.masked_graphs.feature:MaskedGraphs",
     "phases.appendix.delta_layers.feature:DeltaLayers",
 )
 """Every feature of an entry as `module:class`, in the order in which features of one phase are installed.
 
-Its `phase` is the phase that it extends; it is on where its `pays` says so.
+Its `phase` is the phase that it extends; it is on where its `enabled_by_default` says so.
 """
 
 

@@ -57,7 +57,12 @@ def whole_app(
         **server,
     )
     metrics = Metrics()
-    for entry in (metrics, Doors(hosts, allowed_origins, keys), AccessLog(access_log, metrics), Live()):
+    for entry in (
+        metrics,
+        Doors(hosts, allowed_origins, keys),
+        AccessLog(access_log, metrics),
+        Live(),
+    ):
         entry.install(app)
     add_protocols(app)
     for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 course_app = typer.Typer(
-    help="Exercises: make a working copy, check it, ask for hints, grade it.", no_args_is_help=True
+    help="Exercises: make a working copy, check it, ask for hints, grade it.",
+    no_args_is_help=True,
 )
 """Its commands are added by `phases.commands.course`, which is imported when one is called."""
 
@@ -33,7 +34,9 @@ _EXTRAS = (
 EXTRAS = {path.rpartition(".")[2]: f"benchmarks.{path}" for path in _EXTRAS.split()}
 """Benchmarks that are not of one phase, by name: the modules that measure and draw."""
 MODEL_HELP = "smollm2, gemma3-270m, a folder or a Hugging Face hub id"
-DEFAULTS_HELP = "sampling where nothing is said: neutral, or model (its generation_config.json)"
+DEFAULTS_HELP = (
+    "sampling where nothing is said: neutral, or model (its generation_config.json)"
+)
 PHASE_HELP = "1, 01, forward or 01_forward"
 PhaseName = Annotated[str, typer.Argument(metavar="PHASE", help=PHASE_HELP)]
 Model = Annotated[str, flag(MODEL_HELP)]

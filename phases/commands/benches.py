@@ -31,7 +31,9 @@ def bench(given: SimpleNamespace) -> int:
 
     Evidence and figure go to the cache; with `record` they replace those of the repository.
     """
-    quick, record, repeats = given.quick, given.record, given.repeats
+    quick = given.quick
+    record = given.record
+    repeats = given.repeats
     if repeats is not None:
         integer("--repeats", repeats, low=1, high=MOST_REPEATS)
     if quick and record:
@@ -47,7 +49,9 @@ def bench(given: SimpleNamespace) -> int:
     device_is = device_folder(where.type, device_name(where))
     home = ROOT if record else cache_home() / ("quick" if quick else "bench")
     folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
-    for folder in folders:  # minutes must not be lost because nothing can be written in the end
+    for (
+        folder
+    ) in folders:  # minutes must not be lost because nothing can be written in the end
         check_folder(folder)
     options = BenchOptions(
         device=where,
@@ -94,11 +98,20 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
     for run in measured.runs:
         metric = headline if headline in run.metrics else next(iter(run.metrics), None)
         if metric is not None:
-            facts = {"": axis_label(metric), "workload": run.workload, "model": run.model, "dtype": run.dtype}
+            facts = {
+                "": axis_label(metric),
+                "workload": run.workload,
+                "model": run.model,
+                "dtype": run.dtype,
+            }
             facts |= run.options
-            said = {name: f"{name} {value}".strip() for name, value in facts.items() if value != ""}
+            said = {
+                name: f"{name} {value}".strip() for name, value in facts.items() if value != ""
+            }
             rows.append((run, metric, said))
-    common = set.intersection(*(set(said.values()) for _, _, said in rows)) if rows else set[str]()
+    common = (
+        set.intersection(*(set(said.values()) for _, _, said in rows)) if rows else set[str]()
+    )
     title = ", ".join(text for text in rows[0][2].values() if text in common) if rows else ""
     out.print(f"{measured.phase}: {title}", style="italic", markup=False, soft_wrap=True)
     more = ["recorded", "to that"] if recorded else []

@@ -37,20 +37,28 @@ ExerciseId = Annotated[str, typer.Argument(metavar="EXERCISE", help="such as 05.
 
 @course_app.command()
 def make(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="an empty folder, or one that is not there")],
-    phases: Annotated[str | None, typer.Option(help="such as 05, 02-05 or 02,05-07; by default all")] = None,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="an empty folder, or one that is not there")
+    ],
+    phases: Annotated[
+        str | None, typer.Option(help="such as 05, 02-05 or 02,05-07; by default all")
+    ] = None,
 ) -> int:
     """Make a working copy with blank functions, the lessons, and the tests that are shown."""
     copy = making.make(folder, of_phases(phases))
     place = escape(str(folder))
-    out.print(f"{len(copy.exercises)} exercises in {place}, and {len(copy.questions)} questions.")
+    out.print(
+        f"{len(copy.exercises)} exercises in {place}, and {len(copy.questions)} questions."
+    )
     out.print(f"Next: cd {place}, read README.md, and run `ladder course check`.")
     return 0
 
 
 @course_app.command()
 def check(
-    exercise: Annotated[str | None, typer.Argument(metavar="[EXERCISE]", help="such as 05.3, or 05")] = None,
+    exercise: Annotated[
+        str | None, typer.Argument(metavar="[EXERCISE]", help="such as 05.3, or 05")
+    ] = None,
 ) -> int:
     """Say of each exercise how far it is, and of one that fails the first small case."""
     copy = making.around(Path.cwd())
@@ -69,7 +77,9 @@ def _chosen(copy: making.Copy, wanted: str | None) -> list[Exercise]:
     """The exercises meant by `05.3`, by `05`, or by nothing. Raises `UserError`."""
     if wanted is None:
         return list(copy.exercises)
-    chosen = [one for one in copy.exercises if wanted == one.id or wanted.rjust(2, "0") == one.id[:2]]
+    chosen = [
+        one for one in copy.exercises if wanted == one.id or wanted.rjust(2, "0") == one.id[:2]
+    ]
     if not chosen:
         known = ", ".join(one.id for one in copy.exercises)
         raise UserError(f"exercise is {wanted!r}, but this copy has {known}")
@@ -141,22 +151,30 @@ def solution(exercise: ExerciseId) -> int:
 def answer(
     name: Annotated[str, typer.Argument(metavar="QUESTION", help="such as 05.p1 or 05.m1")],
     value: Annotated[
-        float | None, typer.Argument(metavar="[NUMBER]", help="without it, the question is shown")
+        float | None,
+        typer.Argument(metavar="[NUMBER]", help="without it, the question is shown"),
     ] = None,
 ) -> int:
     """Answer a question whose answer has been measured."""
     question = find_question(name)
     if value is None:
-        out.print(f"{question.id} ({question.points} points)  {escape(question.question)}", soft_wrap=True)
+        out.print(
+            f"{question.id} ({question.points} points)  {escape(question.question)}",
+            soft_wrap=True,
+        )
         return 0
     copy = making.around(Path.cwd())
     right = grading.is_right(question, value)
     hints.log(copy.folder, "answer", question.id, answer=value)
     if not right:
-        out.print(f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured")
+        out.print(
+            f"{question.id}  [red]no[/]: not within {question.tolerance:.0%} of what was measured"
+        )
         return 1
     known = grading.truth(question)
-    out.print(f"{question.id}  [green]yes[/]: {known:.3g} was measured, in {question.evidence}")
+    out.print(
+        f"{question.id}  [green]yes[/]: {known:.3g} was measured, in {question.evidence}"
+    )
     if question.why:
         out.print(f"      {escape(question.why)}", soft_wrap=True)
     return 0
@@ -199,14 +217,18 @@ def _saved(copy: making.Copy) -> dict[str, int]:
 @course_app.command()
 def grade(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a working copy")],
-    as_json: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="everything, as one JSON object")
+    ] = False,
     gradescope: Annotated[
         bool, typer.Option("--gradescope", help="as a results.json of Gradescope's autograder")
     ] = False,
 ) -> int:
     """Score a working copy with all tests, hidden ones included."""
     if as_json and gradescope:
-        raise UserError("--json and --gradescope are both given, but one of them is the form of the output")
+        raise UserError(
+            "--json and --gradescope are both given, but one of them is the form of the output"
+        )
     making.opened(folder)
     with err.status("Grading"), Nursery() as nursery:
         scores = grading.grade(folder, nursery)
@@ -217,9 +239,15 @@ def grade(
     table = Table("exercise", "points", "state", "hints", "why")
     for one in scores:
         more = (
-            f"guesses: {one.guesses}" if one.guesses else f"{one.hints}" + ", solution" * one.solution_shown
+            f"guesses: {one.guesses}"
+            if one.guesses
+            else f"{one.hints}" + ", solution" * one.solution_shown
         )
-        table.add_row(one.id, f"{one.points:g} of {one.most}", one.state, more, escape(one.reason))
+        table.add_row(
+            one.id, f"{one.points:g} of {one.most}", one.state, more, escape(one.reason)
+        )
     out.print(table)
-    out.print(f"{sum(one.points for one in scores):g} of {sum(one.most for one in scores)} points")
+    out.print(
+        f"{sum(one.points for one in scores):g} of {sum(one.most for one in scores)} points"
+    )
     return 0

@@ -81,8 +81,14 @@ SHOWS = {
     1: Show("Every new token computes all tokens before it again.", "computed"),
     2: Show("Keys and values are kept, so every step computes one token.", "computed"),
     3: Show("Questions share each step: the weights are read once for them.", "steps"),
-    4: Show("A finished answer leaves the batch at once, and a waiting question takes its place.", "steps"),
-    5: Show("The cache is blocks handed out on demand, so more requests fit the same memory.", "at_once"),
+    4: Show(
+        "A finished answer leaves the batch at once, and a waiting question takes its place.",
+        "steps",
+    ),
+    5: Show(
+        "The cache is blocks handed out on demand, so more requests fit the same memory.",
+        "at_once",
+    ),
     6: Show("Kernels read the blocks where they lie: compare the speed."),
     7: Show("Long prompts are cut into chunks, so that no request waits for one.", "largest"),
     8: Show("Prompts that begin alike are computed once.", "computed"),
@@ -91,7 +97,9 @@ SHOWS = {
     ),
     10: Show("Weights and keys may have 8 or 4 bits.", "weights", ("quantization", "int8")),
     11: Show(
-        "Tokens are guessed and checked in one step; the text stays the same.", "steps", ("speculate", True)
+        "Tokens are guessed and checked in one step; the text stays the same.",
+        "steps",
+        ("speculate", True),
     ),
 }
 """By number of the phase. Others are for something that questions and answers do not show."""
@@ -115,7 +123,10 @@ def run(given: SimpleNamespace) -> int:
     tokenizer = Tokenizer(folder)
     questions = [QUESTION, *OTHERS]
     rules = {"role": "system", "content": RULES}
-    prompts = [tokenizer.chat([rules, {"role": "user", "content": question}]) for question in questions]
+    prompts = [
+        tokenizer.chat([rules, {"role": "user", "content": question}])
+        for question in questions
+    ]
     loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
     top = ceilings(where, kind)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
@@ -140,12 +151,18 @@ def run(given: SimpleNamespace) -> int:
             served = serve(engine, tokenizer, prompts, params, _show_first)
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
-        least = generation_work(loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts))
+        least = generation_work(
+            loaded.config, kind, [len(p) for p in prompts], lengths, batch=len(prompts)
+        )
         said, share = change(phase, before, work), ideal_seconds(least, top) / served.seconds
         out.print(f"[dim]{said}[/dim]")
         speed = f"{served.tokens_per_second:,.1f}"
-        rounded = number == ROUNDS  # its weights are fewer bytes than those that the roofline counts
-        made.add_row(phase.name, said or "the speed, on a GPU", speed, "" if rounded else f"{share:.0%}")
+        rounded = (
+            number == ROUNDS
+        )  # its weights are fewer bytes than those that the roofline counts
+        made.add_row(
+            phase.name, said or "the speed, on a GPU", speed, "" if rounded else f"{share:.0%}"
+        )
         answers[number], before = served.completions, work
         del engine
         gc.collect()  # the next engine may want the memory of this one's cache
@@ -162,7 +179,9 @@ def _show_first(index: int, text: str) -> None:
         out.file.flush()
 
 
-def _summary(made: Table, answers: Mapping[int, list[Completion]], device: torch.device) -> None:
+def _summary(
+    made: Table, answers: Mapping[int, list[Completion]], device: torch.device
+) -> None:
     out.print(Rule(style="dim"))
     out.print(f"[bold]{QUESTION}[/bold]\n{answers[max(answers)][0].text.strip()}\n")
     out.print(made)
@@ -175,7 +194,9 @@ def _summary(made: Table, answers: Mapping[int, list[Completion]], device: torch
     plain = [found for number, found in answers.items() if number != ROUNDS]
     texts = {tuple(tuple(each.token_ids) for each in found) for found in plain}
     if len(texts) == 1:
-        out.print("[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]")
+        out.print(
+            "[dim]Every phase gave the same answers, token for token (but for 8-bit weights).[/dim]"
+        )
 
 
 def _over_http(model: str, device: str, dtype: str) -> None:
@@ -192,8 +213,12 @@ def _over_http(model: str, device: str, dtype: str) -> None:
             f"{url}/v1/chat/completions", body.encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(asked, timeout=120) as answer:
-            out.print(json.load(answer)["choices"][0]["message"]["content"].strip(), markup=False)
-        out.print(f"[dim]The page at {url} shows a chat and the engine; `make serve` keeps it open.[/dim]")
+            out.print(
+                json.load(answer)["choices"][0]["message"]["content"].strip(), markup=False
+            )
+        out.print(
+            f"[dim]The page at {url} shows a chat and the engine; `make serve` keeps it open.[/dim]"
+        )
 
 
 # Rungs: what each is for, and a number for it, counted so that no neighbour changes it.
@@ -207,7 +232,9 @@ def load(phase: Phase, model: Model) -> Any:
         options["batch_size"] = MEMORY_ROWS
     if phase.number >= ROWS:
         options |= {"max_len": MAX_LEN, "max_rows": MEMORY_ROWS}
-        options["cache_bytes"] = MEMORY_ROWS * (MAX_LEN + 16) * model.config.kv_bytes_per_token(model.dtype)
+        options["cache_bytes"] = (
+            MEMORY_ROWS * (MAX_LEN + 16) * model.config.kv_bytes_per_token(model.dtype)
+        )
     if phase.number >= BLOCKS:
         options["max_rows"] = 8
     if phase.number >= CHUNKED:
@@ -219,7 +246,13 @@ def load(phase: Phase, model: Model) -> Any:
 def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
     """Count an engine's work inside a block: what is yielded has all of `COUNTS` when the block ends."""
     model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-    work = {"computed": 0, "steps": 0, "largest": 0, "at_once": 1, "weights": weight_bytes(model) / 2**20}
+    work = {
+        "computed": 0,
+        "steps": 0,
+        "largest": 0,
+        "at_once": 1,
+        "weights": weight_bytes(model) / 2**20,
+    }
 
     def passed(module: Any, arguments: tuple[Any, ...]) -> None:
         ids = arguments[0]

@@ -33,7 +33,9 @@ def run(given: SimpleNamespace) -> int:
     device = pick_device("auto")
     found = table("What", "Here", "Fix")
     for what, here, fix in chain(facts(device), speeds(device)):
-        found.add_row(what, escape(here), f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]")
+        found.add_row(
+            what, escape(here), f"[yellow]{fix}[/yellow]" if fix else "[green]ok[/green]"
+        )
     out.print(found)
     if any(missing_for(phase, device) for phase in PHASES):
         out.print(
@@ -54,7 +56,11 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     yield "Processor", f"{device_name(torch.device('cpu'))}, {cores}", ""
     yield "Neighbours", *_neighbours()
     free = psutil.virtual_memory().available / 1e9
-    yield "Memory", f"{free:.1f} GB free", "" if free > 3 else "3 GB are needed for the small models"
+    yield (
+        "Memory",
+        f"{free:.1f} GB free",
+        "" if free > 3 else "3 GB are needed for the small models",
+    )
     if device.type == "cuda":
         free, total = (value / 1e9 for value in torch.cuda.mem_get_info(device))
         yield "GPU memory", f"{free:.1f} of {total:.1f} GB free", ""
@@ -62,8 +68,14 @@ def facts(device: torch.device) -> Iterator[tuple[str, str, str]]:
     while not disk.exists():
         disk = disk.parent
     space = shutil.disk_usage(disk).free / 1e9
-    yield "Model cache", f"{cache_home()}, {space:.0f} GB free", "" if space > 3 else "set LADDER_HOME"
-    needs = ", ".join(f"{one.name} needs {why}" for one in PHASES if (why := missing_for(one, device)))
+    yield (
+        "Model cache",
+        f"{cache_home()}, {space:.0f} GB free",
+        "" if space > 3 else "set LADDER_HOME",
+    )
+    needs = ", ".join(
+        f"{one.name} needs {why}" for one in PHASES if (why := missing_for(one, device))
+    )
     yield "Phases", f"natively all but: {needs}" if needs else "all run natively", ""
     for name, bundle in BUNDLED.items():
         wrong = damage(name)
@@ -90,7 +102,9 @@ def _triton(device: torch.device) -> tuple[str, str]:
     if importlib.util.find_spec("triton") is None:
         linux = sys.platform.startswith("linux")
         return "not installed", "make setup" if linux else "Triton is made for Linux only"
-    return metadata.version("triton") + ("" if device.type == "cuda" else " (interpreter only)"), ""
+    return metadata.version("triton") + (
+        "" if device.type == "cuda" else " (interpreter only)"
+    ), ""
 
 
 def _device(device: torch.device) -> str:
@@ -118,7 +132,10 @@ def _neighbours() -> tuple[str, str]:
     says = f"other programs take {part:.0%} of the processor now"
     if part <= MOST:
         return says, ""
-    return says, "stop them, or set OMP_WAIT_POLICY=PASSIVE: beside them everything is several times slower"
+    return (
+        says,
+        "stop them, or set OMP_WAIT_POLICY=PASSIVE: beside them everything is several times slower",
+    )
 
 
 def _short(dtype: torch.dtype) -> str:

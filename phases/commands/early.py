@@ -37,7 +37,9 @@ def check(given: SimpleNamespace) -> None:
     if "port" in asked:
         integer("port", given.port, low=0, high=65_535)
     if phase is not None and "steps" in asked and phase.number < FIRST_STEPS:
-        raise UserError(f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {phase.name}")
+        raise UserError(
+            f"steps are profiled from phase {FIRST_STEPS:02d} on, but the phase is {phase.name}"
+        )
     if "url" in asked:
         reach(given.url)
     model = asked.get("model")
@@ -56,7 +58,9 @@ def _read(given: SimpleNamespace) -> None:
     given.params = SamplingParams(
         max_tokens=given.max_tokens,
         seed=given.seed,
-        grammar=chosen_grammar(given.json_schema, given.regex, joined(given.choice), given.grammar),
+        grammar=chosen_grammar(
+            given.json_schema, given.regex, joined(given.choice), given.grammar
+        ),
         **given.said,
     )
     given.prompts = read_prompts(given.prompt, given.prompts_file, chat=given.chat)

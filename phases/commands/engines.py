@@ -19,7 +19,9 @@ DEFAULT_PROMPT = "The capital of France is"
 DEFAULT_QUESTION = "What is the capital of France?"
 
 
-def read_prompts(given: Sequence[str] | None, prompts_file: Path | None, *, chat: bool = False) -> list[str]:
+def read_prompts(
+    given: Sequence[str] | None, prompts_file: Path | None, *, chat: bool = False
+) -> list[str]:
     """Return the prompts of a command: the texts given, or one a line of a file (blank lines skipped).
 
     chat: they are questions, and without any there is one of its own.
@@ -30,7 +32,9 @@ def read_prompts(given: Sequence[str] | None, prompts_file: Path | None, *, chat
     """
     if prompts_file is not None:
         if given:
-            raise UserError("--prompt and --prompts-file are both given, but only one of them can be")
+            raise UserError(
+                "--prompt and --prompts-file are both given, but only one of them can be"
+            )
         return _read_lines(prompts_file)
     if not given:
         return [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
@@ -49,7 +53,9 @@ def _read_lines(path: Path) -> list[str]:
     if not prompts:
         raise UserError(f"{name} holds no prompt, but must have at least 1 line")
     if len(prompts) > MOST_PROMPTS:
-        raise UserError(f"{name} holds {len(prompts):,} prompts, but may hold {MOST_PROMPTS:,}")
+        raise UserError(
+            f"{name} holds {len(prompts):,} prompts, but may hold {MOST_PROMPTS:,}"
+        )
     return prompts
 
 
@@ -99,7 +105,9 @@ def serve(
     for completion, new in follow(engine, prompts, params, tokenizer):
         index = completion.index
         completions[index] = completion
-        held[index] += decorate(new, index, len(completion.token_ids) - 1) if new and decorate else new
+        held[index] += (
+            decorate(new, index, len(completion.token_ids) - 1) if new and decorate else new
+        )
         while current in completions:
             show(current, held[current])
             held[current] = ""

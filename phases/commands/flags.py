@@ -46,11 +46,14 @@ def add_engine_flags(command: Command, *, server: bool = False) -> None:
     """
     signature = inspect.signature(command)
     flags = [
-        inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_typer(flag))
+        inspect.Parameter(
+            flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_typer(flag)
+        )
         for flag in all_flags()
         if flag.name not in signature.parameters and (server or flag.first)
     ]
-    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *flags])  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), *flags]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
 
 
@@ -81,7 +84,7 @@ def _key() -> list[str | int]:
 
 def _made() -> list[Flag]:
     from continuous.sizes import Sizes
-    from paged_cache.parts import PagedSizes
+    from paged_cache.builder import PagedSizes
     from phases import registry
     from replicas.options import ReplicaOptions
     from serving.http.limits import Limits
@@ -112,4 +115,6 @@ def _typer(flag: Flag) -> Any:
     if flag.kind == "bool":
         spelled += "/--no-" + spelled[2:]
     kind: Any = KINDS[flag.kind]
-    return Annotated[kind | None, typer.Option(spelled, help=flag.help, rich_help_panel=flag.panel)]
+    return Annotated[
+        kind | None, typer.Option(spelled, help=flag.help, rich_help_panel=flag.panel)
+    ]

@@ -32,7 +32,9 @@ def chosen_grammar(
     values = dict(zip(FLAGS, (json_schema, regex, choice, grammar), strict=True))
     given = [flag for flag, value in values.items() if value is not None]
     if len(given) > 1:
-        raise UserError(f"{given[0]} and {given[1]} are both given, but only one of them can be")
+        raise UserError(
+            f"{given[0]} and {given[1]} are both given, but only one of them can be"
+        )
     if json_schema is not None:
         return Grammar.json_schema(read_text(json_schema, "--json-schema", MOST_BYTES))
     if grammar is not None:
@@ -45,14 +47,20 @@ def chosen_grammar(
 def check_grammar(phase: Phase, params: SamplingParams, trace: bool, prompts: int) -> None:
     """Raise `UserError` before anything is downloaded if a grammar or its trace cannot be had."""
     if params.grammar is not None and phase.number < FIRST:
-        raise UserError(f"a grammar is for phases from {FIRST} on, but the phase is {phase.name}")
+        raise UserError(
+            f"a grammar is for phases from {FIRST} on, but the phase is {phase.name}"
+        )
     if trace and params.grammar is None:
-        raise UserError(f"--trace shows a grammar's masks, so one of {', '.join(FLAGS)} must be given")
+        raise UserError(
+            f"--trace shows a grammar's masks, so one of {', '.join(FLAGS)} must be given"
+        )
     if trace and prompts > 1:
         raise UserError(f"--trace shows one prompt, but there are {prompts}")
 
 
-def show_trace(engine: Any, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> int:
+def show_trace(
+    engine: Any, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams
+) -> int:
     """Generate, and print a line a token: the size of its mask, the token, and the model's favourites.
 
     Those that the grammar forbids are grey. Returns the exit code of `ladder run`.
@@ -81,7 +89,10 @@ def show_trace(engine: Any, tokenizer: Tokenizer, prompt: list[int], params: Sam
             line.append(text, style="" if allowed[token] else "bright_black strike")
         out.print(line, soft_wrap=True)
         matcher.advance((event.token_id,))
-    ended = {"stop": "the grammar is satisfied", "length": "cut by max_tokens: the text may be incomplete"}
+    ended = {
+        "stop": "the grammar is satisfied",
+        "length": "cut by max_tokens: the text may be incomplete",
+    }
     err.print(f"[dim]{ended.get(reason or '', f'ended with {reason}')}[/dim]")
     return 1 if reason == "error" else 0
 

@@ -42,7 +42,9 @@ def list_phases(given: SimpleNamespace) -> int:
 
     evidence = results()
     made = table()
-    made.add_column("Phase", no_wrap=True)  # a name to type must be whole: other columns give way
+    made.add_column(
+        "Phase", no_wrap=True
+    )  # a name to type must be whole: other columns give way
     made.add_column("What it adds", ratio=3)
     made.add_column("Gain in", ratio=2)
     for device in evidence:
@@ -52,5 +54,7 @@ def list_phases(given: SimpleNamespace) -> int:
         words = gain_words(phase.headline) if any(gains) else ""
         made.add_row(phase.name, phase.summary, words, *map(factor_text, gains))
     out.print(made)
-    out.print("[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]")
+    out.print(
+        "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"
+    )
     return 0

@@ -48,20 +48,32 @@ def run(given: SimpleNamespace) -> int:
     where = pick_device(given.device)
     kind = pick_dtype(given.dtype, where)
     missing = missing_for(rung, where)
-    asked = {name: value for name in Size._fields if (value := getattr(given, name)) is not None}
+    asked = {
+        name: value for name in Size._fields if (value := getattr(given, name)) is not None
+    }
     size = (TINY if missing else USUAL)._replace(**asked)
-    for name, least in (("batch", 1), ("context", 2), ("steps", 1)):  # a prefill has more than one token
+    for name, least in (
+        ("batch", 1),
+        ("context", 2),
+        ("steps", 1),
+    ):  # a prefill has more than one token
         integer(f"--{name}", getattr(size, name), low=least, high=MOST_TOKENS)
     whole = size.batch * (size.context + size.steps)
     if whole > MOST_TOKENS:
-        raise UserError(f"--batch, --context and --steps make {whole:,} tokens, but may make {MOST_TOKENS:,}")
+        raise UserError(
+            f"--batch, --context and --steps make {whole:,} tokens, but may make {MOST_TOKENS:,}"
+        )
     folder = given.output or FOLDER
     check_folder(folder, "--output" if given.output else "")
     if missing and model is None:
-        err.print(f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]")
+        err.print(
+            f"[dim]{rung.name} needs {missing} to be fast; here it runs a tiny model.[/dim]"
+        )
     name = model or ("random:tiny" if missing else "smollm2")
     source = name if name.startswith("random:") else str(model_folder(name))
-    import_phase(rung)  # before a model makes PyTorch import Triton: phase 06 decides who runs its kernels
+    import_phase(
+        rung
+    )  # before a model makes PyTorch import Triton: phase 06 decides who runs its kernels
     loaded = load_model(source, device=str(where), dtype=str(kind).removeprefix("torch."))
     tokens = size.context + size.steps + 1
     if tokens > loaded.max_len:
@@ -107,9 +119,13 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
     shown = table(title, right=("calls", "a step", "total ms", "share", "mean µs"))
     total = sum(row.seconds for row in steps.rows) or 1.0
     for row in steps.rows[:ROWS]:
-        calls = (f"{row.calls:,}", f"{row.calls / steps.steps:,.1f}") if row.calls else ("", "")
+        calls = (
+            (f"{row.calls:,}", f"{row.calls / steps.steps:,.1f}") if row.calls else ("", "")
+        )
         mean = f"{row.seconds / row.calls * 1e6:,.1f}" if row.calls else ""
-        shown.add_row(row.name, *calls, f"{row.seconds * 1e3:,.3f}", f"{row.seconds / total:.1%}", mean)
+        shown.add_row(
+            row.name, *calls, f"{row.seconds * 1e3:,.3f}", f"{row.seconds / total:.1%}", mean
+        )
     return shown
 
 

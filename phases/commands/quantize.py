@@ -45,6 +45,8 @@ def run(given: SimpleNamespace) -> int:
     with bar(f"{model} to {given.scheme} by {given.method}", len(blocks_of(loaded))) as part:
         quantize_model(loaded, wanted, given.method, texts, part)
     export(loaded, source, folder)
-    err.print(f"weights: {before / 1e6:,.0f} MB in float32, now {weight_bytes(loaded) / 1e6:,.0f} MB")
+    err.print(
+        f"weights: {before / 1e6:,.0f} MB in float32, now {weight_bytes(loaded) / 1e6:,.0f} MB"
+    )
     out.out(str(folder), highlight=False)
     return 0

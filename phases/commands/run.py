@@ -33,43 +33,69 @@ def run(given: SimpleNamespace) -> int:
 
     Returns the exit code: 0, or 1 when a request failed inside the engine.
     """
-    begun, phase, model = usage(), phase_named(given.phase), given.model
-    prompts, params, options = given.prompts, given.params, given.options
+    begun = usage()
+    phase = phase_named(given.phase)
+    model = given.model
+    prompts = given.prompts
+    params = given.params
+    options = given.options
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
     check_options(phase, options, where)
     if given.stats and phase.number < SPECULATES:
-        raise UserError(f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}")
+        raise UserError(
+            f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}"
+        )
     check_grammar(phase, params, given.trace, len(prompts))
     if model.startswith("random:"):
         raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
     folder = model_folder(model)
     own = sampling_defaults(folder, given.generation_config)
-    params = replace(params, **{name: value for name, value in own.items() if name not in given.said})
+    params = replace(
+        params, **{name: value for name, value in own.items() if name not in given.said}
+    )
     tokenizer = Tokenizer(folder)
     chat = given.chat  # then prompts are questions
-    ids = [tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t) for t in prompts]
+    ids = [
+        tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t)
+        for t in prompts
+    ]
     if missing := missing_for(phase, where):
         err.print(
-            f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]", soft_wrap=True
+            f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]",
+            soft_wrap=True,
         )
     engine = load_engine(
-        phase, str(folder), device=str(where), dtype=given.dtype, tokenizer=tokenizer, **options
+        phase,
+        str(folder),
+        device=str(where),
+        dtype=given.dtype,
+        tokenizer=tokenizer,
+        **options,
     )
-    if given.verbose and (ledger := getattr(engine, "ledger", None)) is not None:
-        err.print(f"[dim]{ledger}[/dim]")
+    if given.verbose and (memory_plan := getattr(engine, "ledger", None)) is not None:
+        err.print(f"[dim]{memory_plan}[/dim]")
     if given.trace:
         return show_trace(engine, tokenizer, ids[0], params)
     show = (lambda index, text: None) if given.as_json else screen(prompts)
-    guesses = getattr(getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None)
-    tint = Tint(guesses) if guesses is not None and out.is_terminal and not out.no_color else None
+    guesses = getattr(
+        getattr(getattr(engine, "scheduler", None), "drafter", None), "stats", None
+    )
+    tint = (
+        TokenHighlighter(guesses)
+        if guesses is not None and out.is_terminal and not out.no_color
+        else None
+    )
     served = serve(engine, tokenizer, ids, params, show, tint)
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
     if given.as_json:
         whole = to_json(phase, model, prompts, served) | mark
         # Where the output cannot show a character, JSON can still say which it is.
-        out.out(json.dumps(whole, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"), highlight=False)
+        out.out(
+            json.dumps(whole, ensure_ascii=sys.stdout.encoding.lower() != "utf-8"),
+            highlight=False,
+        )
     else:
         show(len(prompts) - 1, "\n")
         by = "".join(f", by {value}" for value in mark.values())
@@ -86,11 +112,15 @@ def _exit_code(served: Served) -> int:
     """Return 1 after naming the prompts whose requests failed inside the engine, or 0."""
     failed = [c.index for c in served.completions if c.finish_reason == "error"]
     if failed:
-        err.print(f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}")
+        err.print(
+            f"error: generation failed for prompt {', '.join(str(index + 1) for index in failed)}"
+        )
     return 1 if failed else 0
 
 
-def to_json(phase: Phase, model: str, prompts: Sequence[str], served: Served) -> dict[str, object]:
+def to_json(
+    phase: Phase, model: str, prompts: Sequence[str], served: Served
+) -> dict[str, object]:
     """The object that `--json` prints."""
     return {
         "phase": phase.name,
@@ -114,7 +144,11 @@ def to_json(phase: Phase, model: str, prompts: Sequence[str], served: Served) ->
 
 def describe(served: Served) -> str:
     """One line about what was generated and how fast."""
-    first = "" if served.first_token is None else f", first token after {served.first_token * 1e3:,.0f} ms"
+    first = (
+        ""
+        if served.first_token is None
+        else f", first token after {served.first_token * 1e3:,.0f} ms"
+    )
     return (
         f"{count(served.prompt_tokens, 'prompt token')}, {served.completion_tokens:,} generated "
         f"in {served.seconds:.2f} s: {served.tokens_per_second:,.1f} tokens/s{first}"
@@ -129,7 +163,11 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
         nonlocal shown
         if index != shown and len(prompts) > 1:
             gap = "\n\n" if index else ""
-            out.print(f"{gap}[{index + 1}/{len(prompts)}] {prompts[index]}", style="bold", markup=False)
+            out.print(
+                f"{gap}[{index + 1}/{len(prompts)}] {prompts[index]}",
+                style="bold",
+                markup=False,
+            )
         shown = index
         out.file.write(text)
         out.file.flush()
@@ -137,7 +175,7 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
     return show
 
 
-class Tint:
+class TokenHighlighter:
     """Colours the text of tokens that were guessed and accepted."""
 
     def __init__(self, stats: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +36,8 @@ from serving.http.limits import Limits
 from serving.liveness import EngineProcess, StartupError
 
 KEY = "LADDER_API_KEY"
+RAY_BEYOND_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Tells Ray whether its processes may talk to other machines. Where not, they listen on the loopback."""
 
 
 def run(given: SimpleNamespace) -> int:
@@ -55,7 +55,9 @@ def run(given: SimpleNamespace) -> int:
     pick_dtype(given.dtype, where)
     check_options(rung, options, where)
     if missing := missing_for(rung, where):
-        err.print(f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]")
+        err.print(
+            f"[dim]{rung.name} runs in an interpreter or not at all here: it needs {missing}[/dim]"
+        )
     given.name = given.name or given.model
     keys = _keys(given.api_key)
     server = {
@@ -78,12 +80,12 @@ def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
     if not model.startswith(RANDOM):
         return model_folder(model)
-    folder = made_up_tokenizer(model)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return made_up_tokenizer(model)
 
 
-def make_app(given: SimpleNamespace, phase: Phase, options: dict[str, Any], server: Mapping[str, Any]) -> App:
+def make_app(
+    given: SimpleNamespace, phase: Phase, options: dict[str, Any], server: Mapping[str, Any]
+) -> App:
     """The application with an engine that is yet to be started.
 
     options: of the engine.
@@ -106,7 +108,9 @@ def make_engine(
 ) -> Any:
     """Make the engine, in its own process. Phases that take no requests while they run serve one by one."""
     tokenizer = Tokenizer(folder)
-    engine = load_engine(phase, model, device=device, dtype=dtype, tokenizer=tokenizer, **options)
+    engine = load_engine(
+        phase, model, device=device, dtype=dtype, tokenizer=tokenizer, **options
+    )
     return engine if phase.number >= ROWS else OneAtATime(engine)
 
 
@@ -123,9 +127,18 @@ def _keys(api_key: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _serve_replicas(
-    make: Callable[[], App], copies: ReplicaOptions, gpus: int, limits: Limits, given: SimpleNamespace
+    make: Callable[[], App],
+    copies: ReplicaOptions,
+    gpus: int,
+    limits: Limits,
+    given: SimpleNamespace,
 ) -> int:
     """Serve copies of the same server under Ray (phase 15), which is imported here."""
+    if copies.cluster is None:
+        os.environ |= {
+            RAY_BEYOND_THIS_MACHINE: "0",
+            "RAY_AUTH_MODE": "token",
+        }  # read when Ray is imported
     from replicas.cluster import Cluster
 
     cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)
@@ -154,8 +167,8 @@ def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> 
     """Say where the memory goes, how to call the server, and what neighbours have taken since `begun`."""
     keep_out()  # what is imported is here to stay, and looking at it stops streams for 80 ms
     ready = app.engine.ready
-    if ready is not None and ready.ledger:
-        err.print(f"[dim]{ready.ledger}[/dim]")
+    if ready is not None and ready.memory_plan:
+        err.print(f"[dim]{ready.memory_plan}[/dim]")
     url = _say_ready(host, port)
     key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     body = f'{{"model": "{app.model.name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
@@ -174,7 +187,9 @@ def _say_ready(host: str, port: int) -> str:
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
     out.print(
-        f"Ready: {url} (a page to look at), {url}/v1 (for OpenAI's clients)", markup=False, soft_wrap=True
+        f"Ready: {url} (a page to look at), {url}/v1 (for OpenAI's clients)",
+        markup=False,
+        soft_wrap=True,
     )
     out.file.flush()
     return url

@@ -64,7 +64,9 @@ def blank(source: str, names: Mapping[str, str]) -> str:
     there = functions(source)
     if missing := set(names) - set(there):
         raise NotThere(f"there is no {', '.join(sorted(missing))}")
-    return _edited(source, [_blanked(source, there[name], exercise) for name, exercise in names.items()])
+    return _edited(
+        source, [_blanked(source, there[name], exercise) for name, exercise in names.items()]
+    )
 
 
 def message_of(exercise: str) -> str:
@@ -73,12 +75,16 @@ def message_of(exercise: str) -> str:
 
 
 def _blanked(source: str, node: Function, exercise: str) -> Edit:
-    lines, first, last = source.split("\n"), node.body[0], node.end_lineno or 0
+    lines = source.split("\n")
+    first = node.body[0]
+    last = node.end_lineno or 0
     if ast.get_docstring(node) is not None:
         begin = (first.end_lineno or 0) + 1
     else:  # behind the colon of the signature: comments go as well
         begin = first.lineno
-        while not re.search(r":\s*(#.*)?$", lines[begin - 2]) or lines[begin - 2].lstrip().startswith("#"):
+        while not re.search(r":\s*(#.*)?$", lines[begin - 2]) or lines[
+            begin - 2
+        ].lstrip().startswith("#"):
             begin -= 1
     told = [*_shapes(lines[begin - 1 : last]), *_raised(source, node)] if exercise else []
     made = [*told, f'raise NotImplementedError("{message_of(exercise)}")']
@@ -90,7 +96,9 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         code, hash_, comment = line.partition("  # ")
         if hash_ and SHAPE.search("# " + comment):
-            made = re.match(r"\s*([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*)\s*(?::[^=]+)?=[^=]", code)
+            made = re.match(
+                r"\s*([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*)\s*(?::[^=]+)?=[^=]", code
+            )
             what = f"{made[1]}: " if made else "returned: " if "return " in code else ""
             yield f"# {what}{comment.strip()}"
 
@@ -98,8 +106,12 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
 def _raised(source: str, node: Function) -> Iterator[str]:
     """Comments on the errors that a body raises: its callers may read their words."""
     found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
-    calls = sorted((call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno)
-    segments = (re.sub(r"\s+", " ", ast.get_source_segment(source, call) or "") for call in calls)
+    calls = sorted(
+        (call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno
+    )
+    segments = (
+        re.sub(r"\s+", " ", ast.get_source_segment(source, call) or "") for call in calls
+    )
     texts = (re.sub(r"(?<=\() |,? (?=\)$)", "", text) for text in segments)
     yield from (f"# raised: {text}" for text in dict.fromkeys(texts))
 
@@ -125,7 +137,9 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
         NotThere: a function is gone, takes other arguments, or is indented otherwise.
         SyntaxError: the student's text is no Python.
     """
-    theirs, ours, tree = functions(student), functions(reference), ast.parse(reference)
+    theirs = functions(student)
+    ours = functions(reference)
+    tree = ast.parse(reference)
     if gone := sorted(set(names) - set(theirs)):
         raise NotThere(f"{', '.join(gone)} is gone")
     edits: list[Edit] = []
@@ -137,12 +151,20 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
                 f"def {mine.name}({ast.unparse(mine.args)})"
             )
         if new.col_offset != mine.col_offset:
-            raise NotThere(f"{name} begins in column {new.col_offset}, and not in {mine.col_offset}")
+            raise NotThere(
+                f"{name} begins in column {new.col_offset}, and not in {mine.col_offset}"
+            )
         # Decorators are the reference's: a kernel stays one.
         edits.append(
-            (mine.lineno, mine.end_lineno or 0, student.split("\n")[new.lineno - 1 : new.end_lineno])
+            (
+                mine.lineno,
+                mine.end_lineno or 0,
+                student.split("\n")[new.lineno - 1 : new.end_lineno],
+            )
         )
-    classes = {node.name: node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node.end_lineno or 0 for node in tree.body if isinstance(node, ast.ClassDef)
+    }
     for name, node in theirs.items():
         owner, _, method = name.rpartition(".")
         if owner in classes and name not in ours and not method.startswith("__"):
@@ -155,7 +177,9 @@ def graft(reference: str, student: str, names: Collection[str]) -> str:
         if bound and not known & bound:
             whole = isinstance(statement, Function | ast.ClassDef)
             text = ast.get_source_segment(student, statement) or ""
-            top += [*lines_of(student, statement), "", ""] if whole else [*text.split("\n"), ""]
+            top += (
+                [*lines_of(student, statement), "", ""] if whole else [*text.split("\n"), ""]
+            )
     if top:
         edits.append((at, at - 1, top))
     return _edited(reference, edits)
@@ -181,7 +205,9 @@ def names_of(statement: ast.stmt) -> set[str]:
         case ast.AnnAssign():
             return {ast.unparse(statement.target)}
         case ast.Import() | ast.ImportFrom():
-            return {alias.asname or alias.name for alias in statement.names if alias.name != "*"}
+            return {
+                alias.asname or alias.name for alias in statement.names if alias.name != "*"
+            }
     return set()
 
 

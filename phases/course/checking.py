@@ -66,7 +66,9 @@ class Verdict:
         return self.state == "passes here"
 
 
-def check(exercise: Exercise, source: str, nursery: Nursery, *, hidden: bool = False) -> Verdict:
+def check(
+    exercise: Exercise, source: str, nursery: Nursery, *, hidden: bool = False
+) -> Verdict:
     """Judge the functions of an exercise in a student's `source`.
 
     hidden: also run what students do not see.
@@ -80,7 +82,9 @@ def check(exercise: Exercise, source: str, nursery: Nursery, *, hidden: bool = F
         grafted = graft(reference, source, exercise.functions)
         compile(grafted, exercise.file, "exec")
     except SyntaxError as error:
-        return _refused(exercise, f"line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`")
+        return _refused(
+            exercise, f"line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`"
+        )
     except (NotThere, ValueError, RecursionError, MemoryError) as error:
         return _refused(exercise, str(error).partition("\n")[0])
     if reason:
@@ -107,27 +111,35 @@ def run(
             record = _record(folder, exercise, [], nursery, limit)
             if failed := _of_process(exercise, record):
                 return failed
-            for case, told in zip_longest(exercise.cases, record["cases"][: len(exercise.cases)]):
+            for case, told in zip_longest(
+                exercise.cases, record["cases"][: len(exercise.cases)]
+            ):
                 if failed := _of_case(exercise, case, told):
                     return failed
         canary = f"tests/phases/test_{secrets.token_hex(8)}.py"
         shutil.copy2(folder / "tests" / "course" / "canaries.py", folder / canary)
         record = _record(folder, exercise, [*OPTIONS, *nodes, canary], nursery, limit)
-        if failed := _of_process(exercise, record) or _of_tests(exercise, record["tests"], nodes):
+        if failed := _of_process(exercise, record) or _of_tests(
+            exercise, record["tests"], nodes
+        ):
             return failed
         outcomes = {node: told["outcome"] for node, told in record["tests"].items()}
         canaries = [outcomes.pop(node) for node in list(outcomes) if node.startswith(canary)]
         if canaries != ["xfailed"] * CANARIES:
             return _refused(exercise, FOUND)
         left = {node: outcome for node, outcome in outcomes.items() if outcome != "passed"}
-        if left:  # a machine may lack what a test needs, but then the reference leaves it as well
+        if (
+            left
+        ):  # a machine may lack what a test needs, but then the reference leaves it as well
             reference = exercise.path.read_text(encoding="utf-8")
             (folder / exercise.file).write_text(reference, encoding="utf-8")
             own = _record(folder, exercise, [*OPTIONS, *left], nursery, limit)["tests"]
             for node, outcome in left.items():
                 if own.get(node, {}).get("outcome") != outcome:
                     name = node.split("::")[-1]
-                    return _refused(exercise, f"{name} is {outcome} with it, and passes with the reference")
+                    return _refused(
+                        exercise, f"{name} is {outcome} with it, and passes with the reference"
+                    )
     return Verdict(exercise, "passes here")
 
 
@@ -135,7 +147,9 @@ def copy_reference(folder: Path) -> None:
     """Everything that tests read, without bytecode."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy2(ROOT / name, folder / name)
 
@@ -170,7 +184,11 @@ def _record(
 
 
 def _of_process(exercise: Exercise, record: Mapping[str, Any]) -> Verdict | None:
-    return Verdict(exercise, "fails", Failure(message=record["ended"])) if record["ended"] else None
+    return (
+        Verdict(exercise, "fails", Failure(message=record["ended"]))
+        if record["ended"]
+        else None
+    )
 
 
 def _of_case(exercise: Exercise, case: Case, told: Mapping[str, str] | None) -> Verdict | None:
@@ -187,15 +205,23 @@ def _of_case(exercise: Exercise, case: Case, told: Mapping[str, str] | None) -> 
     trap = trap_with(exercise.phase, case.trap) if case.trap and alike else ""
     said = {name: told.get(name, "") for name in ("message", "place")}
     values = {"expected": repr(expected)[:LONGEST], "got": got[:LONGEST]}
-    return Verdict(exercise, "fails", Failure(call=case.call, setup=case.setup, trap=trap, **values, **said))
+    return Verdict(
+        exercise,
+        "fails",
+        Failure(call=case.call, setup=case.setup, trap=trap, **values, **said),
+    )
 
 
 def same(left: Any, right: Any) -> bool:
     """Return whether two plain values are equal, floats within 0.0002."""
     if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(same(*pair) for pair in zip(left, right, strict=True))
+        return len(left) == len(right) and all(
+            same(*pair) for pair in zip(left, right, strict=True)
+        )
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in right)
+        return left.keys() == right.keys() and all(
+            same(left[key], right[key]) for key in right
+        )
     if {type(left), type(right)} in ({float}, {float, int}):
         return math.isclose(left, right, rel_tol=2e-4, abs_tol=2e-4)
     return type(left) is type(right) and bool(left == right)
@@ -217,15 +243,25 @@ def _failed(exercise: Exercise, node: str, told: Mapping[str, str]) -> Verdict:
     test, base = node.split("::")[-1], node.partition("[")[0]
     if "XPASS" in told.get("message", ""):
         return _refused(exercise, FOUND)
-    here = any(base.startswith(own.partition("[")[0]) for own in (*exercise.tests, *exercise.hidden))
-    name = test if here else f"{test} of phase {Path(base.partition('::')[0]).stem.removeprefix('test_')}"
+    here = any(
+        base.startswith(own.partition("[")[0]) for own in (*exercise.tests, *exercise.hidden)
+    )
+    name = (
+        test
+        if here
+        else f"{test} of phase {Path(base.partition('::')[0]).stem.removeprefix('test_')}"
+    )
     message, place = told.get("message", ""), told.get("place", "")
-    trap = trap_of(exercise.phase, test) if here and told.get("kind") == "AssertionError" else ""
+    trap = (
+        trap_of(exercise.phase, test) if here and told.get("kind") == "AssertionError" else ""
+    )
     failure = Failure(name, message, place=place, trap=trap)
     return Verdict(exercise, "fails" if here else "breaks a later phase", failure)
 
 
-def check_file(folder: Path, exercise: Exercise, nursery: Nursery, *, hidden: bool = False) -> Verdict:
+def check_file(
+    folder: Path, exercise: Exercise, nursery: Nursery, *, hidden: bool = False
+) -> Verdict:
     """`check` for what lies in a student's copy."""
     try:
         source = text_in(folder, exercise.file)

@@ -96,13 +96,17 @@ class Question:
 @cache
 def exercises() -> tuple[Exercise, ...]:
     """Every exercise there is, in order of dependency."""
-    return tuple(_exercise(phase, raw) for phase in PHASES for raw in _raw(phase).get("exercise", ()))
+    return tuple(
+        _exercise(phase, raw) for phase in PHASES for raw in _raw(phase).get("exercise", ())
+    )
 
 
 @cache
 def questions() -> tuple[Question, ...]:
     """Every question there is, in order."""
-    return tuple(Question(**raw) for phase in PHASES for raw in _raw(phase).get("question", ()))
+    return tuple(
+        Question(**raw) for phase in PHASES for raw in _raw(phase).get("question", ())
+    )
 
 
 def _raw(phase: Phase) -> dict[str, Any]:
@@ -112,7 +116,12 @@ def _raw(phase: Phase) -> dict[str, Any]:
 
 def _exercise(phase: Phase, raw: dict[str, Any]) -> Exercise:
     cases = tuple(Case(**case) for case in raw.pop("case", ()))
-    for key, made in {"tests": _node, "hidden": _node, "later": _node, "masked": _file}.items():
+    for key, made in {
+        "tests": _node,
+        "hidden": _node,
+        "later": _node,
+        "masked": _file,
+    }.items():
         raw[key] = tuple(made(phase, name) for name in raw.get(key, ()))
     raw |= {"file": _file(phase, raw["file"]), "functions": tuple(raw["functions"])}
     return Exercise(**raw, cases=cases)
@@ -142,9 +151,13 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
     """
     if text is None:
         return exercises()
-    parts = [re.fullmatch(r"\s*(\d{1,2})(?:\s*-\s*(\d{1,2}))?\s*", part) for part in text.split(",")]
+    parts = [
+        re.fullmatch(r"\s*(\d{1,2})(?:\s*-\s*(\d{1,2}))?\s*", part) for part in text.split(",")
+    ]
     ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
-    chosen = tuple(one for one in exercises() if any(one.phase.number in numbers for numbers in ranges))
+    chosen = tuple(
+        one for one in exercises() if any(one.phase.number in numbers for numbers in ranges)
+    )
     if not all(parts) or not chosen:
         raise UserError(f"--phases is {text!r}, but it must be such as 05, 02-05 or 02,05-07")
     return chosen
@@ -154,8 +167,12 @@ def files_of(chosen: Sequence[Exercise]) -> dict[str, dict[str, str]]:
     """Return each file's blank functions, with the exercise's id, or "" for those held back."""
     found: dict[str, dict[str, str]] = {}
     for exercise in chosen:
-        found.setdefault(exercise.file, {}).update(dict.fromkeys(exercise.functions, exercise.id))
-    for file, _, function in (name.partition(":") for exercise in chosen for name in exercise.masked):
+        found.setdefault(exercise.file, {}).update(
+            dict.fromkeys(exercise.functions, exercise.id)
+        )
+    for file, _, function in (
+        name.partition(":") for exercise in chosen for name in exercise.masked
+    ):
         if file in found:
             found[file].setdefault(function, "")
     return found

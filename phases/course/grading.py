@@ -44,7 +44,9 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
     """
     copy = opened(folder)
     if fingerprint(made_files(copy.exercises)) != copy.made_from:
-        raise UserError(f"{folder} was made from another version of the course: grade it with that one")
+        raise UserError(
+            f"{folder} was made from another version of the course: grade it with that one"
+        )
     scores = [score(copy, exercise, nursery) for exercise in copy.exercises]
     for question in copy.questions:
         guesses = logged(folder, question.id, "answer")
@@ -53,7 +55,8 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
         state = "not started" if answer is None else "passes" if right else "fails"
         if state == "fails":
             reason = (
-                f"{answer:g} is not within {question.tolerance:.0%} of the evidence ({truth(question):.3g})"
+                f"{answer:g} is not within {question.tolerance:.0%} "
+                f"of the evidence ({truth(question):.3g})"
             )
         points = question.points * right
         about = (question.id, question.question, points, question.points, state, reason)
@@ -63,10 +66,20 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
 
 def score(copy: Copy, exercise: Exercise, nursery: Nursery) -> Score:
     """The score of one exercise."""
-    hints, shown = logged(copy.folder, exercise.id, "hint"), logged(copy.folder, exercise.id, "solution")
+    hints, shown = (
+        logged(copy.folder, exercise.id, "hint"),
+        logged(copy.folder, exercise.id, "solution"),
+    )
     verdict = check_file(copy.folder, exercise, nursery, hidden=True)
     points = exercise.points * EARNED.get(verdict.state, 0.0)
-    about = (exercise.id, exercise.title, points, exercise.points, verdict.state, reason_of(verdict))
+    about = (
+        exercise.id,
+        exercise.title,
+        points,
+        exercise.points,
+        verdict.state,
+        reason_of(verdict),
+    )
     return Score(*about, len({str(one.get("level")) for one in hints}), bool(shown))
 
 
@@ -116,7 +129,9 @@ def _metric(question: Question, wanted: Mapping[str, Any]) -> float:
     evidence, metric = Evidence.load(RESULTS / facts.pop("evidence")), facts.pop("metric")
     found = [run.median(metric) for run in evidence.find(**facts) if metric in run.metrics]
     if not found:
-        raise UserError(f"question {question.id} needs a run of {evidence.phase} that is not there: {facts}")
+        raise UserError(
+            f"question {question.id} needs a run of {evidence.phase} that is not there: {facts}"
+        )
     return found[0]
 
 

@@ -20,7 +20,18 @@ from phases.course.blanks import Function, graft
 _RULES = tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
 
 
-_NAMES = ["plain", "parts", "ways", "files", "unwanted", "reaching", "special", "bases", "makers", "changing"]
+_NAMES = [
+    "plain",
+    "parts",
+    "ways",
+    "files",
+    "unwanted",
+    "reaching",
+    "special",
+    "bases",
+    "makers",
+    "changing",
+]
 PLAIN, PARTS, WAYS, FILES, UNWANTED, REACHING, SPECIAL, BASES, MAKERS, CHANGING = (
     frozenset(_RULES[name].split()) for name in _NAMES
 )
@@ -61,7 +72,9 @@ def _parsed(source: str) -> ast.Module:
         for name in ("annotation", "returns"):
             for part in ast.walk(getattr(node, name, None) or ast.Pass()):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    with suppress(SyntaxError, ValueError):  # what cannot be read cannot be run
+                    with suppress(
+                        SyntaxError, ValueError
+                    ):  # what cannot be read cannot be run
                         code = ast.parse(part.value.strip(), mode="eval").body
                         tree.body.append(ast.copy_location(ast.Expr(code), part))
                         for each in ast.walk(code):
@@ -78,8 +91,14 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
             yield _short(name), node.lineno
-            away = REACHING | {"*"} | (frozenset() if name in PLAIN else sys.stdlib_module_names)
-            yield from ((f"{name}.{alias.name}", node.lineno) for alias in node.names if alias.name in away)
+            away = (
+                REACHING | {"*"} | (frozenset() if name in PLAIN else sys.stdlib_module_names)
+            )
+            yield from (
+                (f"{name}.{alias.name}", node.lineno)
+                for alias in node.names
+                if alias.name in away
+            )
 
 
 def _short(name: str) -> str:
@@ -105,9 +124,13 @@ def _ways(tree: ast.Module) -> Iterator[tuple[str, int]]:
                     yield name, node.lineno
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     changed = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript) and not _loads(node)
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and not _loads(node)
     }
-    hidden = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not _loads(node)}
+    hidden = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not _loads(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and id(node) not in inner:
             first, *rest = _chain(node)
@@ -141,7 +164,9 @@ def _leads_away(way: str, known: Collection[str]) -> bool:
         head = ".".join(parts[:count])
         if any(other == head or other.startswith(head + ".") for other in known):
             continue
-        if parts[count - 1].startswith("_") or (head not in PARTS and _is_module(parts[:count])):
+        if parts[count - 1].startswith("_") or (
+            head not in PARTS and _is_module(parts[:count])
+        ):
             return True
     return False
 
@@ -153,7 +178,11 @@ def _is_module(parts: list[str]) -> bool:
         place = Path(folder, *parts[1:])
         if place.is_dir() or any(place.parent.glob(f"{parts[-1]}.*")):
             return True
-    return parts[-1].lstrip("_") in sys.stdlib_module_names - PLAIN | {"torch", "numpy", "triton"}
+    return parts[-1].lstrip("_") in sys.stdlib_module_names - PLAIN | {
+        "torch",
+        "numpy",
+        "triton",
+    }
 
 
 def _data(tree: ast.Module) -> frozenset[str]:
@@ -176,11 +205,17 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
 
     data: the attributes that may be assigned to, of other objects than `self`.
     """
-    parents = {id(inner): node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)}
+    parents = {
+        id(inner): node for node in ast.walk(tree) for inner in ast.iter_child_nodes(node)
+    }
     definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     classes = {each.name for each in definitions}
-    functions = [part for each in definitions for part in each.body if isinstance(part, Function)]
-    methods = {each.name for each in functions if not each.decorator_list}  # those that need an object
+    functions = [
+        part for each in definitions for part in each.body if isinstance(part, Function)
+    ]
+    methods = {
+        each.name for each in functions if not each.decorator_list
+    }  # those that need an object
     owners = {id(each.args.args[0]) for each in functions if each.args.args}
 
     def reaches(node: ast.AST) -> Iterator[str]:
@@ -193,12 +228,18 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
                 yield "self for something else"
             case ast.arg(arg="self") if id(node) not in owners:
                 yield "self outside of a method"
-            case ast.Attribute(attr=name) if {name, name.lstrip("_")} & REACHING or _special(name):
+            case ast.Attribute(attr=name) if {name, name.lstrip("_")} & REACHING or _special(
+                name
+            ):
                 yield "." + name
-            case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner) if name not in data:
+            case ast.Attribute(attr=name, ctx=ast.Store() | ast.Del(), value=owner) if (
+                name not in data
+            ):
                 if not (isinstance(owner, ast.Name) and owner.id == "self"):
                     yield f"an assignment to .{name} of another object"
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _special(name):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if _special(
+                name
+            ):
                 yield f"def {name}"
             case ast.MatchClass(kwd_attrs=found):
                 yield from ("." + name for name in found if name in REACHING or _special(name))
@@ -215,7 +256,12 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
             case ast.Call(func=func) if (name := _chain(func)[-1]) in MAKERS:
                 yield f"{name} called"
             case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
-                if owner in classes and name in methods and args and ast.unparse(args[0]) != "self":
+                if (
+                    owner in classes
+                    and name in methods
+                    and args
+                    and ast.unparse(args[0]) != "self"
+                ):
                     yield f"{owner}.{name} of another object"
 
     for node in ast.walk(tree):
@@ -224,7 +270,9 @@ def _told(tree: ast.Module, data: frozenset[str]) -> Iterator[tuple[str, int]]:
 
 
 def _special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__") and len(name) > 4 and name not in SPECIAL
+    return (
+        name.startswith("__") and name.endswith("__") and len(name) > 4 and name not in SPECIAL
+    )
 
 
 def _where(text: str, line: int) -> str:

@@ -30,7 +30,13 @@ def hint(exercise: Exercise, level: int) -> str:
         return f"{exercise.invariant}\n\nRead the lesson's paragraph that begins: {exercise.paragraph}"
     if level == 2:
         return exercise.example.strip() or "\n\n".join(
-            "\n".join([*case.setup.strip().splitlines(), case.call.strip(), f"-> {case.expect.strip()}"])
+            "\n".join(
+                [
+                    *case.setup.strip().splitlines(),
+                    case.call.strip(),
+                    f"-> {case.expect.strip()}",
+                ]
+            )
             for case in exercise.cases
         )
     if level == LEVELS:
@@ -50,7 +56,9 @@ def solution(exercise: Exercise, source: str) -> str:
     for name in exercise.functions:
         before = _lines(source, theirs[name]) if name in theirs else []
         after = _lines(reference, ours[name])
-        parts += unified_diff(before, after, f"yours: {name}", f"reference: {name}", n=20, lineterm="")
+        parts += unified_diff(
+            before, after, f"yours: {name}", f"reference: {name}", n=20, lineterm=""
+        )
     return "\n".join(parts)
 
 
@@ -62,7 +70,9 @@ def log(folder: Path, what: str, exercise: str, **more: object) -> None:
     """Add a line to the copy's log."""
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     with (folder / LOG).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"when": when, "what": what, "exercise": exercise, **more}) + "\n")
+        file.write(
+            json.dumps({"when": when, "what": what, "exercise": exercise, **more}) + "\n"
+        )
 
 
 def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:

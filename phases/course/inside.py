@@ -59,17 +59,26 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {plain(key) if not isinstance(key, tuple) else key: plain(item) for key, item in value.items()}
+        return {
+            plain(key) if not isinstance(key, tuple) else key: plain(item)
+            for key, item in value.items()
+        }
     return value
 
 
 def raised(error: BaseException, file: Path) -> dict[str, str]:
     """Return what was raised, and in which line of the student's file."""
-    while isinstance(error, BaseExceptionGroup):  # Hypothesis has found several: the first is to begin with
+    while isinstance(
+        error, BaseExceptionGroup
+    ):  # Hypothesis has found several: the first is to begin with
         error = error.exceptions[0]
     notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
-    example = [line for line in notes if line.strip()][:SHOWN]  # Hypothesis' falsifying example
-    said = "\n".join([*[line for line in str(error).splitlines() if line.strip()][:3], *example])[:LONGEST]
+    example = [line for line in notes if line.strip()][
+        :SHOWN
+    ]  # Hypothesis' falsifying example
+    said = "\n".join(
+        [*[line for line in str(error).splitlines() if line.strip()][:3], *example]
+    )[:LONGEST]
     kind = type(error).__name__
     found = {"kind": kind, "message": said if kind == "AssertionError" else f"{kind}: {said}"}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -82,11 +91,15 @@ class Recorder:
     """A plugin of pytest that writes down what became of each test, at the very end."""
 
     def __init__(self, record: dict[str, Any], file: Path) -> None:
-        self._record, self._file, self._result = record, file, Path.cwd() / RESULT
+        self._record = record
+        self._file = file
+        self._result = Path.cwd() / RESULT
         self._tests: dict[str, dict[str, str]] = record.setdefault("tests", {})
         self._raised: dict[str, dict[str, str]] = {}
 
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> None:
         """Keep what was raised."""
         if call.excinfo is not None:
             self._raised[item.nodeid] = raised(call.excinfo.value, self._file)
@@ -94,7 +107,9 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome, and of a failure what was raised."""
         if report.failed:
-            said = self._raised.get(report.nodeid, {"message": str(report.longrepr)[-LONGEST:]})
+            said = self._raised.get(
+                report.nodeid, {"message": str(report.longrepr)[-LONGEST:]}
+            )
             self._tests[report.nodeid] = {"outcome": "failed", **said}
         elif report.skipped or report.when == "call":
             outcome = "xfailed" if "wasxfail" in vars(report) else report.outcome
@@ -103,7 +118,10 @@ class Recorder:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that cannot be imported fails as a test."""
         if report.failed:
-            self._tests[report.nodeid] = {"outcome": "failed", "message": str(report.longrepr)[-LONGEST:]}
+            self._tests[report.nodeid] = {
+                "outcome": "failed",
+                "message": str(report.longrepr)[-LONGEST:],
+            }
 
     def pytest_sessionfinish(self) -> None:
         """Write the record."""

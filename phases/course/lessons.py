@@ -41,7 +41,11 @@ def _traps(phase: Phase) -> list[str]:
     for page in pages(phase):
         found = re.search(r"^## \d\. Traps.*?(?=^## \d)", _text(page), re.M | re.DOTALL)
         section = found[0] if found else ""
-        traps += [line for line in section.splitlines() if line.startswith("| ") and "---" not in line][1:]
+        traps += [
+            line
+            for line in section.splitlines()
+            if line.startswith("| ") and "---" not in line
+        ][1:]
         traps += re.findall(r"^- .*?(?=^- |^$|\Z)", section, re.M | re.DOTALL)
     return traps
 
@@ -61,7 +65,9 @@ def trap_with(phase: Phase, words: str) -> str:
 def _told(row: str) -> str:
     """A row without its test and its markup."""
     cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
-    text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip("- ")
+    text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip(
+        "- "
+    )
     text = re.sub(r"\s+", " ", LINK.sub(r"\1", text))
     return text.split(": `test_")[0]
 
@@ -83,9 +89,13 @@ def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
         lines = [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()]
     except SyntaxError:
         lines = [re.sub(r"\s+#.*", "", line.strip()) for line in text.splitlines()]
-    pairs, given, most = set(pairwise(lines)), "", 0
+    pairs = set(pairwise(lines))
+    given = ""
+    most = 0
     for name, body in bodies.items():
-        telling = {line for line in body if len(line) >= TELLING and not line.startswith("raise ")}
+        telling = {
+            line for line in body if len(line) >= TELLING and not line.startswith("raise ")
+        }
         shared = len(pairs.intersection(pairwise(body))) + len(telling.intersection(lines))
         if shared > most:
             given, most = name, shared
@@ -93,14 +103,19 @@ def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
 
 
 def masked(
-    page: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str], questions: Sequence[str]
+    page: Path,
+    bodies: Mapping[str, list[str]],
+    told: Mapping[str, str],
+    questions: Sequence[str],
 ) -> str:
     """Return a page of a lesson without code that gives an answer away, and without comments.
 
     bodies and told: by `file:function`, the lines of each answer, and what stands in its place.
     questions: ids of those that what was measured would answer.
     """
-    text = FENCE.sub(lambda found: told.get(gives_away(found[1], bodies), found[0]), _text(page))
+    text = FENCE.sub(
+        lambda found: told.get(gives_away(found[1], bodies), found[0]), _text(page)
+    )
     if questions:
         command = f"`ladder course answer {questions[0]} NUMBER`"
         first = f"*First answer {', '.join(questions)}: {command}. Then read it in the checkout's lesson.*"

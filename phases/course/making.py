@@ -52,10 +52,16 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
         made[file] = blank(source, names)
-        bodies |= {f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()}
+        bodies |= {
+            f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()
+        }
         for name, given in names.items():
-            told[f"{file}:{name}"] = f"*This code is exercise {given}, `{name}`.*\n" if given else HELD
-    for file in sorted({node.partition("::")[0] for exercise in chosen for node in exercise.tests}):
+            told[f"{file}:{name}"] = (
+                f"*This code is exercise {given}, `{name}`.*\n" if given else HELD
+            )
+    for file in sorted(
+        {node.partition("::")[0] for exercise in chosen for node in exercise.tests}
+    ):
         made[file] = without((ROOT / file).read_text(encoding="utf-8"), hidden_in(file))
     shown: dict[str, str] = {}
     for phase in phases:
@@ -74,7 +80,9 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
 def hidden_in(file: str) -> set[str]:
     """The names of the hidden tests in a file of tests; whatever one exercise shows is shown."""
     shown = {node.partition("[")[0] for exercise in exercises() for node in exercise.tests}
-    kept = {node.partition("[")[0] for exercise in exercises() for node in exercise.hidden} - shown
+    kept = {
+        node.partition("[")[0] for exercise in exercises() for node in exercise.hidden
+    } - shown
     return {node.split("::")[-1] for node in kept if node.startswith(file + "::")}
 
 
@@ -85,9 +93,13 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
         UserError: something is there, or it cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty: a working copy begins in an empty folder, or a new one")
+        raise UserError(
+            f"{folder} is not empty: a working copy begins in an empty folder, or a new one"
+        )
     if ROOT.resolve() in (folder.resolve(), *folder.resolve().parents):
-        raise UserError(f"{folder} is in the course's own checkout: make the working copy elsewhere")
+        raise UserError(
+            f"{folder} is in the course's own checkout: make the working copy elsewhere"
+        )
     made = made_files(chosen)
     told = {"exercises": [exercise.id for exercise in chosen], "made_from": fingerprint(made)}
     texts = {**made, COURSE: json.dumps(told, indent=1) + "\n"}
@@ -123,7 +135,11 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
         UnicodeDecodeError: it is no text.
     """
     path = folder / file
-    if path.is_symlink() or not path.is_file() or folder.resolve() not in path.resolve().parents:
+    if (
+        path.is_symlink()
+        or not path.is_file()
+        or folder.resolve() not in path.resolve().parents
+    ):
         raise FileNotFoundError(f"{file} is no file of this copy")
     with path.open(encoding="utf-8-sig", errors=errors) as opened_file:
         text = opened_file.read(LARGEST + 1)
@@ -143,7 +159,9 @@ def opened(folder: Path) -> Copy:
         told = json.loads(text_in(folder, COURSE))
         wanted, made_from = set(told["exercises"]), str(told["made_from"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{folder} is no working copy: `ladder course make DIR` makes one") from None
+        raise UserError(
+            f"{folder} is no working copy: `ladder course make DIR` makes one"
+        ) from None
     chosen = tuple(exercise for exercise in exercises() if exercise.id in wanted)
     return Copy(folder, chosen, about(chosen)[1], made_from)
 
@@ -162,14 +180,22 @@ def guide(chosen: Sequence[Exercise]) -> str:
     """Return the copy's own page: what to do, and what there is."""
     phases, asked = about(chosen)
     blanks = files_of(chosen).items()
-    held = [(name, file) for file, names in blanks for name, exercise in names.items() if not exercise]
+    held = [
+        (name, file)
+        for file, names in blanks
+        for name, exercise in names.items()
+        if not exercise
+    ]
     links = {one.id: f"[{Path(one.file).name}]({one.file})" for one in chosen}
     named = {one.id: ", ".join(f"`{name}`" for name in one.functions) for one in chosen}
     rows = {
         "exercises": [
-            f"| {one.id} | {one.title} | {one.points} | {links[one.id]} | {named[one.id]} |" for one in chosen
+            f"| {one.id} | {one.title} | {one.points} | {links[one.id]} | {named[one.id]} |"
+            for one in chosen
         ],
-        "notebooks": [f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in phases],
+        "notebooks": [
+            f"- [{phase.number:02d}](notebooks/{phase.name}.ipynb)" for phase in phases
+        ],
         "questions": [f"| {one.id} | {one.question} | {one.points} |" for one in asked],
         "held": [f"- `{name}` in {file}" for name, file in held] or ["- nothing"],
     }

@@ -90,7 +90,9 @@ def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, as `conftest.py` does
+        os.environ.setdefault(
+            "TRITON_INTERPRET", "1"
+        )  # before Triton is imported, as `conftest.py` does
     import hypothesis  # noqa: F401  (a fork has it, as it has PyTorch)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -23,7 +23,14 @@ ASKS = PAGE | {
 
 async def test_keys(make):
     app = make(keys=("secret", "other"))
-    for path in ("/v1/models", "/metrics", "/events", "/openapi.json", "/nothing", "/v1/completions"):
+    for path in (
+        "/v1/models",
+        "/metrics",
+        "/events",
+        "/openapi.json",
+        "/nothing",
+        "/v1/completions",
+    ):
         method = "POST" if path == "/v1/completions" else "GET"
         for wrong in ("", "Bearer wrong", "Bearer ", "Basic !", "secret", "Bearer sécret"):
             headers = {"authorization": wrong} if wrong else {}
@@ -37,12 +44,16 @@ async def test_keys(make):
 
 async def test_pages_of_allowed_origins_may_ask(make):
     """A browser asks first, without the key, and reads what it gets: errors, too."""
-    app = make(keys=("secret",), allowed_origins=("https://a.example", "http://b.example:3000"))
+    app = make(
+        keys=("secret",), allowed_origins=("https://a.example", "http://b.example:3000")
+    )
     asked = await Client(app).request("/v1/completions", b"", "OPTIONS", ASKS).run()
     assert asked.status == 204 and asked.complete and "content-length" not in asked.headers
     assert asked.headers["access-control-allow-origin"] == "https://a.example"
     assert asked.headers["access-control-allow-methods"] == "POST"
-    assert asked.headers["access-control-allow-headers"] == ASKS["access-control-request-headers"]
+    assert (
+        asked.headers["access-control-allow-headers"] == ASKS["access-control-request-headers"]
+    )
     key = {"authorization": "Bearer secret"}
     for body, headers, status in (
         ({"prompt": "a", "max_tokens": 1}, PAGE | key, 200),
@@ -56,7 +67,9 @@ async def test_pages_of_allowed_origins_may_ask(make):
         assert "x-request-id" in found.headers["access-control-expose-headers"]
         assert found.headers["vary"] == "origin"
     # A question about something else than a request to come is none.
-    assert (await Client(app).request("/v1/completions", b"", "OPTIONS", PAGE).run()).status == 401
+    assert (
+        await Client(app).request("/v1/completions", b"", "OPTIONS", PAGE).run()
+    ).status == 401
     missing = await Client(app).request("/nothing", b"", "OPTIONS", ASKS).run()
     assert missing.status == 404
 
@@ -72,15 +85,21 @@ async def test_pages_of_other_origins_may_not(make):
         assert found.status == 200 and "access-control-allow-origin" not in found.headers
         assert found.headers["vary"] == "origin"
     asked = await Client(make()).request("/v1/completions", b"", "OPTIONS", ASKS).run()
-    assert asked.status == 405 and not [name for name in asked.headers if "access-control" in name]
+    assert asked.status == 405 and not [
+        name for name in asked.headers if "access-control" in name
+    ]
 
 
 async def test_pages_of_any_origin(make):
     any_page = Client(make(allowed_origins=("*",)))
-    asked = await any_page.request("/v1/models", b"", "OPTIONS", ASKS | {"origin": "null"}).run()
+    asked = await any_page.request(
+        "/v1/models", b"", "OPTIONS", ASKS | {"origin": "null"}
+    ).run()
     assert asked.status == 204 and asked.headers["access-control-allow-origin"] == "*"
     assert asked.headers["access-control-allow-methods"] == "GET, HEAD"
-    assert "access-control-allow-credentials" not in asked.headers and "vary" not in asked.headers
+    assert (
+        "access-control-allow-credentials" not in asked.headers and "vary" not in asked.headers
+    )
     assert "access-control-allow-origin" not in (await any_page.get("/version")).headers
 
 
@@ -88,14 +107,24 @@ def test_origins_are_checked():
     assert origins(None) == ()
     several = ("https://a.example", "http://localhost:3000", "*")
     assert origins("https://A.example, http://localhost:3000,*") == several
-    for wrong in ("", " , ", "a.example", "https://a.example/", "https://a.example/x", "null", "http://"):
+    for wrong in (
+        "",
+        " , ",
+        "a.example",
+        "https://a.example/",
+        "https://a.example/x",
+        "null",
+        "http://",
+    ):
         with pytest.raises(UserError, match="--allowed-origins"):
             origins(wrong)
 
 
 async def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
     """So that the time says nothing about which key was nearly right."""
-    app, compared, compare = make(keys=("first", "second", "third")), [], hmac.compare_digest
+    app = make(keys=("first", "second", "third"))
+    compared = []
+    compare = hmac.compare_digest
 
     def counting(one: bytes, other: bytes) -> bool:
         compared.append(other)
@@ -104,5 +133,11 @@ async def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
     monkeypatch.setattr(hmac, "compare_digest", counting)
     for key in ("first", "third", "none", ""):
         compared.clear()
-        await Client(app).request("/version", b"", "GET", {"authorization": f"Bearer {key}"}).run()
-        assert compared == extension(app, Doors).keys, f"with {key!r} only {compared} were compared"
+        await (
+            Client(app)
+            .request("/version", b"", "GET", {"authorization": f"Bearer {key}"})
+            .run()
+        )
+        assert compared == extension(app, Doors).keys, (
+            f"with {key!r} only {compared} were compared"
+        )

@@ -41,7 +41,10 @@ class Files:
         with paths[ranks.rank].open("wb") as file:
             file.truncate(size)
         ranks.smallest(0)  # until all are there
-        self.own = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
+        self.own = [
+            torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            for path in paths
+        ]
         ranks.smallest(0)  # until each has all
         os.unlink(paths[ranks.rank])
         self.table = torch.tensor([part.data_ptr() for part in self.own])
@@ -55,7 +58,7 @@ def _sums(ranks: Any) -> list[str]:
     module.Shared = Files  # type: ignore[assignment,misc]
     module.PROGRAMS = 3  # so that programs have several rows, and some have more than others
     hidden, wrong = 24, []
-    reducer = module.Symmetric(ranks, hidden, torch.float32, 1 << 12)
+    reducer = module.SymmetricMemoryReducer(ranks, hidden, torch.float32, 1 << 12)
     for turn, rows in enumerate((1, 7, 2, 5, 60)):  # the last is too large for shared memory
         parts = [
             torch.randn(rows, hidden, generator=torch.Generator().manual_seed(9 * turn + r))
@@ -64,7 +67,11 @@ def _sums(ranks: Any) -> list[str]:
         whole, residual = torch.stack(parts).sum(0), torch.full((rows, hidden), 0.25)
         for name, here, right in (
             ("sum", reducer.sum(ranks, parts[ranks.rank].clone()), whole),
-            ("sum and residual", reducer.add(ranks, parts[ranks.rank].clone(), residual), whole + residual),
+            (
+                "sum and residual",
+                reducer.add(ranks, parts[ranks.rank].clone(), residual),
+                whole + residual,
+            ),
         ):
             if not torch.allclose(here, right, atol=1e-5):
                 wrong.append(f"rank {ranks.rank}, {rows} rows: {name} is wrong")
@@ -114,7 +121,9 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
     narrow = [name for name in found if name.endswith(("b16", "v2.b16"))]
     assert not narrow, f"{narrow}: it is not known that peers' places are aligned"
     assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(found), found
-    released = [name for name in found if name.startswith(("atom", "red")) and ".release" in name]
+    released = [
+        name for name in found if name.startswith(("atom", "red")) and ".release" in name
+    ]
     assert released and all(".sys" in name for name in released), (
         f"{found}: other GPUs must see the numbers before the counter"
     )
@@ -125,5 +134,7 @@ def test_numbers_go_over_the_wire_sixteen_bytes_at_a_time() -> None:
 
 @pytest.mark.slow
 def test_kernels_are_refused_without_kernels(llama: Path) -> None:
-    with pytest.raises(UserError, match="own_sums is on, but sums by kernels need kernels on a GPU"):
+    with pytest.raises(
+        UserError, match="own_sums is on, but sums by kernels need kernels on a GPU"
+    ):
         in_ranks(str(llama), 2, SMALL | {"own_sums": True})

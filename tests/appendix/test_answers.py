@@ -12,13 +12,19 @@ from common.json_text import MAX_DEPTH, decode_written
 from phases.appendix.api.reasoning import ThinkReader
 from phases.appendix.protocols.ollama import capabilities
 from serving.app import App
-from tests.scripted import ALTERNATING, TEMPLATE, THINKING, TOOLS, scripted
+from tests.scripted_server import ALTERNATING, TEMPLATE, THINKING, TOOLS, scripted
 from tests.servers import Client
 
 SAID = [{"role": "user", "content": "How is it in Rome?"}]
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object"}},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+OLLAMA = "/api/chat"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID},
     RESPONSES: {"input": SAID},
@@ -43,7 +49,9 @@ def parts(path: str, answer: dict[str, Any]) -> tuple[str, str]:
             return message.get("reasoning_content", ""), message["content"] or ""
         case "/v1/responses":
             texts = {
-                item["type"]: item["content"][0]["text"] for item in answer["output"] if "content" in item
+                item["type"]: item["content"][0]["text"]
+                for item in answer["output"]
+                if "content" in item
             }
             return texts.get("reasoning", ""), texts.get("message", "")
         case "/v1/messages":
@@ -61,13 +69,19 @@ GPT_OSS = "{# <|channel|> <|message|> #}Reasoning: {{ reasoning_effort }}\n" + T
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("special", [False, True])
-async def test_channels_are_reasoning_and_the_answer(tmp_path: Path, path: str, special: bool) -> None:
+async def test_channels_are_reasoning_and_the_answer(
+    tmp_path: Path, path: str, special: bool
+) -> None:
     app = scripted(tmp_path, CHANNELS, GPT_OSS, MARKS, special)
     assert parts(path, await ask(app, path)) == ("Simple sum.", "four")
 
 
-@pytest.mark.parametrize("text", ["plain", "<|chan", "<|channel|>commentary<|message|>I look.<|end|>", "<"])
-async def test_what_is_in_no_channel_of_reasoning_is_the_answer(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["plain", "<|chan", "<|channel|>commentary<|message|>I look.<|end|>", "<"]
+)
+async def test_what_is_in_no_channel_of_reasoning_is_the_answer(
+    tmp_path: Path, text: str
+) -> None:
     expected = "I look." if "commentary" in text else text
     assert parts(CHAT, await ask(scripted(tmp_path, text, GPT_OSS), CHAT)) == ("", expected)
 
@@ -88,7 +102,9 @@ THOUGHT = "<think>\nThe text says Question: 2 + 2.\n</think>\nIt is 4. Question:
 
 @pytest.mark.parametrize("stop", ["Question:", "\n", "2"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_stop_strings_are_of_the_answer_alone(tmp_path: Path, path: str, stop: str) -> None:
+async def test_stop_strings_are_of_the_answer_alone(
+    tmp_path: Path, path: str, stop: str
+) -> None:
     answer = await ask(scripted(tmp_path, THOUGHT, THINKING), path, **{STOPS[path]: [stop]})
     text = "It is 4. Question: none"
     assert parts(path, answer) == ("The text says Question: 2 + 2.", text.partition(stop)[0])
@@ -109,7 +125,9 @@ async def test_stop_strings_are_of_the_answer_alone(tmp_path: Path, path: str, s
          MARKS, 11),
     ],
 )  # fmt: skip
-async def test_tokens_of_reasoning_are_counted(tmp_path: Path, text: str, marks: Any, count: int) -> None:
+async def test_tokens_of_reasoning_are_counted(
+    tmp_path: Path, text: str, marks: Any, count: int
+) -> None:
     template = GPT_OSS if "channel" in text else THINKING
     app = scripted(tmp_path, text, template, marks)
     used = (await ask(app, RESPONSES))["usage"]
@@ -125,7 +143,9 @@ def test_tokens_of_reasoning_are_counted_wherever_the_text_is_cut() -> None:
         for at in range(0, len(text), size):
             reader.read(text[at : at + size], False)
         whole = [range(at, at + size) for at in range(0, len(text), size)]
-        assert reader.reasoning_tokens == sum(bool({7, 8, 9} & set(span)) for span in whole), size
+        assert reader.reasoning_tokens == sum(bool({7, 8, 9} & set(span)) for span in whole), (
+            size
+        )
 
 
 # Calls.
@@ -134,7 +154,9 @@ CUT = f'{CALL.removesuffix("</tool_call>")}</tool_call>\n<tool_call>\n{{"name": 
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_unfinished_call_is_left_out_where_another_is_whole(tmp_path: Path, path: str) -> None:
+async def test_an_unfinished_call_is_left_out_where_another_is_whole(
+    tmp_path: Path, path: str
+) -> None:
     app = scripted(tmp_path, CUT, TOOLS + TEMPLATE)
     tool = WEATHER if path in (CHAT, OLLAMA) else WEATHER["function"] | {"type": "function"}
     if path == MESSAGES:
@@ -143,7 +165,9 @@ async def test_an_unfinished_call_is_left_out_where_another_is_whole(tmp_path: P
         asked = Client(app).request(path, BODIES[path] | {"tools": [tool], "stream": stream})
         data = b"".join((await asked.run()).chunks).decode()
         assert data.count('"name":"weather"') - data.count('"parameters"') >= 1
-        assert 'ci"' not in data.replace("city", "") and '{\\"ci' not in data.replace("city", ""), data
+        assert 'ci"' not in data.replace("city", "") and '{\\"ci' not in data.replace(
+            "city", ""
+        ), data
 
 
 async def test_the_only_call_is_told_however_it_is_cut(tmp_path: Path) -> None:
@@ -167,7 +191,9 @@ WRITTEN = {
 
 @pytest.mark.parametrize("arguments", WRITTEN, ids=range(len(WRITTEN)))
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_json_allows_a_model_may_write(tmp_path: Path, path: str, arguments: str) -> None:
+async def test_what_json_allows_a_model_may_write(
+    tmp_path: Path, path: str, arguments: str
+) -> None:
     app = scripted(tmp_path, CALL.replace('{"city": "Rome"}', arguments), TOOLS + TEMPLATE)
     tools = {
         CHAT: WEATHER,
@@ -177,7 +203,9 @@ async def test_what_json_allows_a_model_may_write(tmp_path: Path, path: str, arg
     tool = tools.get(path, WEATHER["function"] | {"type": "function"})
     for stream in (False, True):
         body = BODIES[path] | {"tools": [tool], "stream": stream, "max_tokens": 8000}
-        asked = await Client(app).request(path, body | {"options": {"num_predict": 8000}}).run()
+        asked = (
+            await Client(app).request(path, body | {"options": {"num_predict": 8000}}).run()
+        )
         assert asked.status == 200 and asked.complete, asked.chunks
         assert b"the server has failed" not in b"".join(asked.chunks)
     if path == MESSAGES:
@@ -229,7 +257,14 @@ async def test_turns_come_in_an_order_that_the_template_takes(
     app = scripted(tmp_path, "ok", template)
     assert parts(path, await ask(app, path, **body))[1] == "ok"
     prompt = app.model.tokenizer.decode(app.engine.prompts[0].prompt)
-    for text in ("Be brief.", "Be kind.", "And now?", "sunny", "I look.", "How is it in Rome?"):
+    for text in (
+        "Be brief.",
+        "Be kind.",
+        "And now?",
+        "sunny",
+        "I look.",
+        "How is it in Rome?",
+    ):
         assert (text in prompt) == (text in json.dumps(body)), (text, prompt)
 
 
@@ -255,17 +290,31 @@ async def test_an_answer_goes_on_from_a_last_turn_of_the_assistant(
 ) -> None:
     app = scripted(tmp_path, "world", template)
     turns = [*SAID, {"role": "assistant", "content": "Hello <end>"}]
-    assert parts(path, await ask(app, path, messages=turns, **PREFILLED[path])) == ("", "world")
+    assert parts(path, await ask(app, path, messages=turns, **PREFILLED[path])) == (
+        "",
+        "world",
+    )
     prompt = app.engine.prompts[0].prompt
     text = app.model.tokenizer.decode(prompt)
-    assert text.endswith("Hello <end>") and 0 not in prompt, "a user's text became a special token"
+    assert text.endswith("Hello <end>") and 0 not in prompt, (
+        "a user's text became a special token"
+    )
     assert "<think>" not in template.removeprefix("{# <think> #}") or "</think>" in text
 
 
 async def test_reasoning_of_earlier_turns_is_kept_whole(tmp_path: Path) -> None:
-    app = scripted(tmp_path, "ok", "{% for m in messages %}{{ m.reasoning_content }}|{% endfor %}")
-    thought = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "ab"]
-    await ask(app, RESPONSES, input=[*SAID, thought[0], {"role": "assistant", "content": "x"}, thought[1]])
+    app = scripted(
+        tmp_path, "ok", "{% for m in messages %}{{ m.reasoning_content }}|{% endfor %}"
+    )
+    thought = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+        for text in "ab"
+    ]
+    await ask(
+        app,
+        RESPONSES,
+        input=[*SAID, thought[0], {"role": "assistant", "content": "x"}, thought[1]],
+    )
     assert "a\nb" in app.model.tokenizer.decode(app.engine.prompts[0].prompt)
 
 
@@ -330,7 +379,11 @@ async def test_tools_of_other_types_are_left_out_and_named(
 @pytest.mark.parametrize(
     "choice",
     [
-        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
+        {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "weather"}],
+        },
         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER]}},
     ],
 )
@@ -340,8 +393,14 @@ async def test_some_of_the_tools_may_be_allowed(tmp_path: Path, choice: Any) -> 
     await ask(app, CHAT, tools=[other, WEATHER], tool_choice=choice)
     grammar = app.engine.prompts[0].params.grammar.source
     assert "weather" in grammar and "other" not in grammar
-    wrong = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "gone"}]}
-    status, found = await Client(app).post(CHAT, BODIES[CHAT] | {"tools": [WEATHER], "tool_choice": wrong})
+    wrong = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "gone"}],
+    }
+    status, found = await Client(app).post(
+        CHAT, BODIES[CHAT] | {"tools": [WEATHER], "tool_choice": wrong}
+    )
     assert status == 400 and "'gone'" in found["error"]["message"]
 
 
@@ -376,14 +435,28 @@ async def test_no_line_of_a_stream_ends_within_an_answer(tmp_path: Path, path: s
 
 async def test_ollama_loads_and_unloads_without_a_prompt(tmp_path: Path) -> None:
     app = scripted(tmp_path, "x")
-    for path, body in (("/api/chat", {"messages": []}), ("/api/chat", {}), ("/api/generate", {"images": []})):
-        for more, reason in (({}, "load"), ({"keep_alive": 0}, "unload"), ({"keep_alive": "0s"}, "unload")):
+    for path, body in (
+        ("/api/chat", {"messages": []}),
+        ("/api/chat", {}),
+        ("/api/generate", {"images": []}),
+    ):
+        for more, reason in (
+            ({}, "load"),
+            ({"keep_alive": 0}, "unload"),
+            ({"keep_alive": "0s"}, "unload"),
+        ):
             status, found = await Client(app).post(path, body | more)
-            assert status == 200 and found["done"] is True and found["done_reason"] == reason, found
-            assert (found["message"]["content"] if path == "/api/chat" else found["response"]) == ""
+            assert (
+                status == 200 and found["done"] is True and found["done_reason"] == reason
+            ), found
+            assert (
+                found["message"]["content"] if path == "/api/chat" else found["response"]
+            ) == ""
     assert not app.engine.prompts, "something was generated"
     assert (await Client(app).post("/api/chat", {"model": "other"}))[0] == 404
-    status, _ = await Client(app).post("/api/generate", {"prompt": "x", "images": ["aGk="], "stream": False})
+    status, _ = await Client(app).post(
+        "/api/generate", {"prompt": "x", "images": ["aGk="], "stream": False}
+    )
     assert status == 400
     null = await Client(app).request("/api/generate", {"prompt": "x", "stream": None}).run()
     assert null.headers["content-type"] == "application/x-ndjson", "null is not streamed"
@@ -399,9 +472,13 @@ async def test_ollama_is_told_what_the_model_can(tmp_path: Path) -> None:
     missing = (await Client(app).get("/api/nothing")).json()
     assert isinstance(missing["error"], str)
     kind = {"content-type": "application/x-ndjson"}
-    assert (await Client(app).request("/api/chat", BODIES[OLLAMA], headers=kind).run()).status == 200
+    assert (
+        await Client(app).request("/api/chat", BODIES[OLLAMA], headers=kind).run()
+    ).status == 200
     page = kind | {"origin": "https://example.org"}
-    assert (await Client(app).request("/api/chat", BODIES[OLLAMA], headers=page).run()).status == 415
+    assert (
+        await Client(app).request("/api/chat", BODIES[OLLAMA], headers=page).run()
+    ).status == 415
 
 
 async def test_seeds_of_ollama_below_zero_are_none(tmp_path: Path) -> None:
@@ -417,9 +494,14 @@ async def test_seeds_of_ollama_below_zero_are_none(tmp_path: Path) -> None:
 async def test_options_of_a_constraint_are_no_constraint(tmp_path: Path) -> None:
     app = scripted(tmp_path, "{}")
     for option, value in (("disable_any_whitespace", True), ("whitespace_pattern", " ")):
-        body = BODIES[CHAT] | {"structured_outputs": {"json": {"type": "object"}, option: value}}
+        body = BODIES[CHAT] | {
+            "structured_outputs": {"json": {"type": "object"}, option: value}
+        }
         asked = await Client(app).request(CHAT, body).run()
-        assert asked.status == 200 and f"structured_outputs.{option}" in asked.headers["x-ladder-ignored"]
+        assert (
+            asked.status == 200
+            and f"structured_outputs.{option}" in asked.headers["x-ladder-ignored"]
+        )
 
 
 # Bodies of many parts.

@@ -26,12 +26,31 @@ TAKEN: dict[str, dict[str, Any]] = {
     "seed of more bits": {"seed": 2**70},
     "negative seed": {"seed": -(2**70)},
     "nulls": dict.fromkeys(
-        ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "response_format", "stream")
+        (
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "seed",
+            "logit_bias",
+            "response_format",
+            "stream",
+        )
     ),
     "more nulls": dict.fromkeys(
-        ("stream_options", "logprobs", "add_special_tokens", "echo", "guided_json", "structured_outputs")
+        (
+            "stream_options",
+            "logprobs",
+            "add_special_tokens",
+            "echo",
+            "guided_json",
+            "structured_outputs",
+        )
     ),
-    "nulls in objects": {"structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}},
+    "nulls in objects": {
+        "structured_outputs": {"json": None, "whitespace_pattern": None, "tree": None}
+    },
 }
 
 
@@ -42,9 +61,23 @@ def schema_of(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs", "top_logprobs is 50, but must"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1, but must"),
+        (
+            {"logprobs": True, "top_logprobs": 50},
+            "top_logprobs",
+            "top_logprobs is 50, but must",
+        ),
+        (
+            {"max_completion_tokens": -1},
+            "max_completion_tokens",
+            "max_completion_tokens is -1, but must",
+        ),
         ({"max_tokens": -1}, "max_tokens", "max_tokens is -1, but must"),
+        ({"temperature": 7}, "temperature", "temperature is 7.0, but must be between 0 and 2"),
+        (
+            {"messages": [{"role": "boss", "content": "a"}]},
+            "messages",
+            "messages[0].role is 'boss', but must be one of system, developer, user, assistant, tool, func",
+        ),
         ({"functions": []}, "functions", "functions is not supported"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
@@ -55,7 +88,9 @@ def schema_of(schema: Any) -> dict[str, Any]:
 )
 async def test_a_chat_s_error_names_the_field_that_was_sent(make, body, param, says):
     said = [{"role": "user", "content": "a"}]
-    status, answer = await Client(make()).post("/v1/chat/completions", {"messages": said} | body)
+    status, answer = await Client(make()).post(
+        "/v1/chat/completions", {"messages": said} | body
+    )
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert answer["error"]["message"].startswith(says), answer
 
@@ -74,9 +109,17 @@ async def test_a_chat_s_error_names_the_field_that_was_sent(make, body, param, s
 )
 async def test_constrained_output(model, tokenizer, field, value, allowed):
     """Every way to ask for it, at a high temperature, beside a request that asks for nothing."""
-    engine = load(model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer)
+    engine = load(
+        model, max_rows=8, cache_bytes=blocks(model, 200), step_tokens=256, tokenizer=tokenizer
+    )
     app = whole_app(Loopback(engine), tokenizer, "tiny")
-    body = {"prompt": "abc", "max_tokens": 200, "temperature": 1.0, "seed": 3, "logit_bias": {}}
+    body = {
+        "prompt": "abc",
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "seed": 3,
+        "logit_bias": {},
+    }
     plain = Client(app).post("/v1/completions", body | {"max_tokens": 5})
     (status, found), (other, _) = await asyncio.gather(
         Client(app).post("/v1/completions", body | {field: value}), plain
@@ -93,7 +136,12 @@ async def test_constrained_output(model, tokenizer, field, value, allowed):
 
 
 async def test_fields_of_messages_that_say_nothing_to_this_model_are_named(make):
-    message = {"role": "user", "content": "x", "weight": 1, "cache_control": {"type": "ephemeral"}}
+    message = {
+        "role": "user",
+        "content": "x",
+        "weight": 1,
+        "cache_control": {"type": "ephemeral"},
+    }
     body = {"messages": [message], "max_tokens": 1}
     asked = await Client(make()).request("/v1/chat/completions", body).run()
     assert asked.status == 200
@@ -105,7 +153,9 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.settimeout(0.2)
         url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
-        app = whole_app(Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny")
+        app = whole_app(
+            Loopback(load(model, max_rows=2, tokenizer=tokenizer)), tokenizer, "tiny"
+        )
         said = [{"role": "user", "content": "x"}]
         image = [{"type": "image_url", "image_url": {"url": url}}]
         tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": url}}}
@@ -116,7 +166,9 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
             {"messages": said, "tools": [tool], "tool_choice": "required"},
             {"messages": said, "guided_grammar": f'start: "a"\n%import {url}.x\n'},
         ):
-            status, found = await Client(app).post("/v1/chat/completions", body | {"max_tokens": 4})
+            status, found = await Client(app).post(
+                "/v1/chat/completions", body | {"max_tokens": 4}
+            )
             assert status == 400, f"{body} is answered with {found}"
         with pytest.raises(TimeoutError):
             trap.accept()
@@ -125,10 +177,14 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
 async def test_what_is_not_supported_is_refused_by_name(make):
     client = Client(make())
     for field, value in (("prompt_logprobs", 1), ("suffix", "b"), ("best_of", 2)):
-        status, found = await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, field: value})
+        status, found = await client.post(
+            "/v1/completions", {"prompt": "a", "max_tokens": 1, field: value}
+        )
         assert (status, found["error"]["param"]) == (400, field), found
         assert found["error"]["message"].startswith(f"{field} is not supported"), found
-    assert (await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "suffix": ""}))[0] == 200
+    assert (
+        await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "suffix": ""})
+    )[0] == 200
 
 
 def likelihoods(model, ids: list[int]) -> torch.Tensor:
@@ -143,8 +199,17 @@ def likelihoods(model, ids: list[int]) -> torch.Tensor:
 async def test_a_prompt_is_scored(make, model, tokenizer, most):
     """As evaluation harnesses ask: token ids, `echo`, log-probabilities, hardly any output."""
     app = make()
-    prompts = [tokenizer.encode(text) for text in ("hello there", "x", "a long prompt of many blocks " * 20)]
-    body = {"prompt": prompts, "echo": True, "logprobs": 2, "max_tokens": most, "temperature": 0}
+    prompts = [
+        tokenizer.encode(text)
+        for text in ("hello there", "x", "a long prompt of many blocks " * 20)
+    ]
+    body = {
+        "prompt": prompts,
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": most,
+        "temperature": 0,
+    }
     for _ in range(2):  # the second time the prefix cache knows them
         status, found = await Client(app).post("/v1/completions", body)
         assert status == 200, found
@@ -157,7 +222,9 @@ async def test_a_prompt_is_scored(make, model, tokenizer, most):
             assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
             expected = likelihoods(model, ids).tolist()
             assert told["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
-            for token, value, top in zip(*(values[1:] for values in list(told.values())[:3]), strict=True):
+            for token, value, top in zip(
+                *(values[1:] for values in list(told.values())[:3]), strict=True
+            ):
                 assert top[token] == value and len(top) in (2, 3)
             assert told["text_offset"][: len(ids)] == list(range(len(ids)))
     assert found["usage"]["completion_tokens"] == 3 * most
@@ -165,22 +232,39 @@ async def test_a_prompt_is_scored(make, model, tokenizer, most):
 
 
 async def test_an_echo_is_the_same_in_a_stream(make):
-    body = {"prompt": ["ab", "cde"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 4, "seed": 3}
+    body = {
+        "prompt": ["ab", "cde"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 4,
+        "seed": 3,
+    }
     client = Client(make())
     whole = (await client.post("/v1/completions", body))[1]["choices"]
-    events = (await client.request("/v1/completions", body | {"stream": True}).run()).events()[:-1]
+    events = (await client.request("/v1/completions", body | {"stream": True}).run()).events()[
+        :-1
+    ]
     for choice in whole:
-        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        mine = [
+            event["choices"][0]
+            for event in events
+            if event["choices"][0]["index"] == choice["index"]
+        ]
         assert "".join(one["text"] for one in mine) == choice["text"]
         for name in ("tokens", "text_offset"):
-            told = [value for one in mine if one["logprobs"] for value in one["logprobs"][name]]
+            told = [
+                value for one in mine if one["logprobs"] for value in one["logprobs"][name]
+            ]
             assert told == choice["logprobs"][name]
 
 
 @pytest.mark.parametrize("what", TAKEN)
 async def test_what_other_servers_take_is_taken(make, what):
     app = make()
-    status, found = await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what])
+    status, found = await Client(app).post(
+        "/v1/completions", {"prompt": "a", "max_tokens": 2} | TAKEN[what]
+    )
     assert status == 200, found
     assert len(found["choices"]) == (TAKEN[what].get("n") or 1)
     await settle(app)
@@ -191,7 +275,9 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     key = {"authorization": "Bearer secret"}
     page = await Client(app).request("/docs", b"", "GET", key).run()
     text = b"".join(page.chunks).decode()
-    assert page.status == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    assert (
+        page.status == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    )
     assert "/openapi.json" in text and "http:" not in text and "https:" not in text
     document = (await Client(app).request("/openapi.json", b"", "GET", key).run()).json()
     assert set(app.routes) == set(document["paths"]), "a route is not in the document"
@@ -200,4 +286,6 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     assert asked <= set(fields["/v1/chat/completions"]["properties"])
     for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat"):
         assert {"seed", "deadline_ms"} <= set(fields[path]["properties"]), path
-    assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, "a watcher needs a key"
+    assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, (
+        "a watcher needs a key"
+    )

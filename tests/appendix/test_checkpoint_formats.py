@@ -55,12 +55,19 @@ def seeded() -> None:
 
 
 def laid_out(
-    kind: str, numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None = None, less: int = 0
+    kind: str,
+    numbers: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    groups: Tensor | None = None,
+    less: int = 0,
 ) -> dict[str, Tensor]:
     """`numbers [N, K]`, `scale` and `zero [N, K / g]` as the three tools lay them out."""
     if kind == "gptq":
         groups = (
-            torch.arange(numbers.shape[1]) * scale.shape[1] // numbers.shape[1] if groups is None else groups
+            torch.arange(numbers.shape[1]) * scale.shape[1] // numbers.shape[1]
+            if groups is None
+            else groups
         )
         return {
             "qweight": pack_words(numbers, 4).t().contiguous(),
@@ -102,7 +109,9 @@ def by_hand(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor) -> Ten
     return (numbers.float() - zero.float()[:, groups]) * scale.float()[:, groups]
 
 
-LAYOUTS: dict[str, tuple[str, bool, bool, int]] = {  # kind, zero points, act-order, stored less
+LAYOUTS: dict[
+    str, tuple[str, bool, bool, int]
+] = {  # kind, zero points, act-order, stored less
     "gptq": ("gptq", False, False, 1),
     "gptq, zeros": ("gptq", True, False, 1),
     "gptq v2, zeros": ("gptq", True, False, 0),
@@ -122,7 +131,9 @@ def test_four_bits(kind: Any, zeros: bool, shuffled: bool, less: int) -> None:
     if shuffled:
         groups = groups[torch.randperm(64, generator=torch.Generator().manual_seed(1))]
     scheme = Scheme(kind, "int4", "group", group=32, zeros=zeros)
-    layout = TensorLayout(kind, scheme, "weight_scale" if kind == "packed" else "scales", one_less=bool(less))
+    layout = TensorLayout(
+        kind, scheme, "weight_scale" if kind == "packed" else "scales", one_less=bool(less)
+    )
     found = laid_out(kind, numbers, scale, zero, groups, less)
     if not zeros:
         found.pop("weight_zero_point", None)
@@ -131,10 +142,14 @@ def test_four_bits(kind: Any, zeros: bool, shuffled: bool, less: int) -> None:
     assert (weight.order is not None) == shuffled and (weight.zero is not None) == zeros
     assert torch.equal(weight.dequantize(), by_hand(numbers, scale, zero, groups))
     x, layer = torch.randn(3, 64), QuantLinear(weight)
-    assert torch.allclose(layer(x), layer.exact(x), atol=1e-4), "the inputs were not put in order"
+    assert torch.allclose(layer(x), layer.exact(x), atol=1e-4), (
+        "the inputs were not put in order"
+    )
 
 
-def expect(layout: TensorLayout, found: Mapping[str, Tensor], n: int = 16, k: int = 64) -> None:
+def expect(
+    layout: TensorLayout, found: Mapping[str, Tensor], n: int = 16, k: int = 64
+) -> None:
     """The layout asks for just the tensors that there are; any float may stand for float32."""
     wanted = layout.tensors(n, k, "w")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
@@ -151,12 +166,19 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
     "no such group": ("gptq", "g_idx", 2, r"w\.g_idx names groups outside of 0 to 1"),
     "a group below 0": ("gptq", "g_idx", -1, r"w\.g_idx names groups outside of 0 to 1"),
     "uneven groups": ("gptq", "g_idx", 0, r"w\.g_idx has groups that are not 32 inputs each"),
-    "another shape": ("packed", "weight_shape", 60, r"w\.weight_shape says \[60, 64\], but the weight is"),
+    "another shape": (
+        "packed",
+        "weight_shape",
+        60,
+        r"w\.weight_shape says \[60, 64\], but the weight is",
+    ),
 }
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "says"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any, says: str) -> None:
+def test_damage_is_refused_by_the_tensors_name(
+    kind: Any, name: str, value: Any, says: str
+) -> None:
     numbers, scale, zero = parts_of()
     scheme = Scheme(kind, "int4", "group", group=32, zeros=True)
     layout = TensorLayout(kind, scheme, "weight_scale" if kind == "packed" else "scales")
@@ -170,21 +192,41 @@ def test_damage_is_refused_by_the_tensors_name(kind: Any, name: str, value: Any,
 def test_what_a_layout_cannot_be() -> None:
     numbers, scale, zero = parts_of()
     layout = TensorLayout("gptq", Scheme("gptq", "int4", "group", group=32), "scales")
-    with pytest.raises(UserError, match=r"w\.qzeros holds zero points, but the configuration says"):
+    with pytest.raises(
+        UserError, match=r"w\.qzeros holds zero points, but the configuration says"
+    ):
         layout.read(laid_out("gptq", numbers, scale, zero), (16, 64), "w")
     data = torch.zeros(4, 16).to(torch.float8_e4m3fn)
     data.view(torch.uint8)[1, 2] = 0x7F
     with pytest.raises(UserError, match=r"w\.weight holds NaN"):
-        TensorLayout("plain", FP8).read({"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w")
-    layout = TensorLayout("awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales")
-    with pytest.raises(UserError, match="w has rows of 576 weights, which groups of 128 do not divide"):
+        TensorLayout("plain", FP8).read(
+            {"weight": data, "weight_scale": torch.ones(4, 1)}, (4, 16), "w"
+        )
+    layout = TensorLayout(
+        "awq", Scheme("awq", "int4", "group", group=128, zeros=True), "scales"
+    )
+    with pytest.raises(
+        UserError, match="w has rows of 576 weights, which groups of 128 do not divide"
+    ):
         layout.tensors(8, 576, "w")
 
 
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 128,
+}
 W8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 F8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+TOKENS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
 
 
 def compressed(
@@ -202,7 +244,13 @@ QWEN = {
     "weight_block_size": [128, 128],
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "GEMM",
+}
 
 KNOWN: dict[str, tuple[dict[str, Any], str, str, int, bool, str | None]] = {
     "Qwen3-8B-FP8": (QWEN, "fp8", "block", 0, False, "fp8"),
@@ -226,7 +274,12 @@ KNOWN: dict[str, tuple[dict[str, Any], str, str, int, bool, str | None]] = {
     ("raw", "weights", "scales", "group", "zeros", "activations"), KNOWN.values(), ids=KNOWN
 )
 def test_known_configurations(
-    raw: dict[str, Any], weights: str, scales: str, group: int, zeros: bool, activations: str | None
+    raw: dict[str, Any],
+    weights: str,
+    scales: str,
+    group: int,
+    zeros: bool,
+    activations: str | None,
 ) -> None:
     found = stored(raw)
     assert found.layout("lm_head") is None, "the head is plain in all of these"
@@ -234,8 +287,12 @@ def test_known_configurations(
     assert layout is not None
     scheme = layout.scheme
     assert (scheme.weights, scheme.scales, scheme.group) == (weights, scales, group)
-    assert scheme.zeros == zeros, f"the file says zero points: {zeros}, but it is read with {scheme.zeros}"
-    assert scheme.activations == activations, f"inputs are {activations}, not {scheme.activations}"
+    assert scheme.zeros == zeros, (
+        f"the file says zero points: {zeros}, but it is read with {scheme.zeros}"
+    )
+    assert scheme.activations == activations, (
+        f"inputs are {activations}, not {scheme.activations}"
+    )
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
@@ -293,7 +350,9 @@ NAMED: dict[str, tuple[dict[str, Any], str, str]] = {  # a layer that is left ou
 
 
 @pytest.mark.parametrize(("raw", "plain", "other"), NAMED.values(), ids=NAMED)
-def test_layers_are_left_out_by_their_names(raw: dict[str, Any], plain: str, other: str) -> None:
+def test_layers_are_left_out_by_their_names(
+    raw: dict[str, Any], plain: str, other: str
+) -> None:
     assert stored(raw).layout(plain) is None and stored(raw).layout(other) is not None
 
 
@@ -301,7 +360,9 @@ def test_named_layers_come_before_all_layers() -> None:
     raw = compressed()
     few = {**WEIGHTS, "group_size": 32}
     raw["config_groups"]["group_1"] = {"targets": ["re:.*q_proj$"], "weights": few}
-    layouts = [stored(raw).layout(f"layers.0.self_attn.{name}") for name in ("q_proj", "k_proj")]
+    layouts = [
+        stored(raw).layout(f"layers.0.self_attn.{name}") for name in ("q_proj", "k_proj")
+    ]
     assert [layout and layout.scheme.group for layout in layouts] == [32, 128]
 
 
@@ -312,9 +373,16 @@ def test_a_checkpoint_goes_out_and_in(
 ) -> None:
     model = quantized(folders[family], SCHEMES[scheme])
     export(model, folders[family], tmp_path / "out")
-    again = load_model(str(tmp_path / "out"), device="cpu", dtype="float32", linears=ReadFormats())
-    assert torch.equal(logits(model), logits(again)), f"{family} in {scheme} is another model when read again"
-    first, wanted = next(x.scheme for x in again.modules() if isinstance(x, QuantLinear)), SCHEMES[scheme]
+    again = load_model(
+        str(tmp_path / "out"), device="cpu", dtype="float32", weight_loader=ReadFormats()
+    )
+    assert torch.equal(logits(model), logits(again)), (
+        f"{family} in {scheme} is another model when read again"
+    )
+    first, wanted = (
+        next(x.scheme for x in again.modules() if isinstance(x, QuantLinear)),
+        SCHEMES[scheme],
+    )
     assert (first.weights, first.activations) == (wanted.weights, wanted.activations)
 
 
@@ -329,7 +397,11 @@ def test_a_written_file_says_whether_the_head_is_stored(
     export(quantized(source, INT4), source, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert written["tie_word_embeddings"] == ("lm_head.weight" not in stored) == (family == "qwen2")
+    assert (
+        written["tie_word_embeddings"]
+        == ("lm_head.weight" not in stored)
+        == (family == "qwen2")
+    )
 
 
 def quantized(folder: Path, scheme: Scheme) -> Model:
@@ -346,7 +418,9 @@ def packed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def test_only_engines_with_the_formats_take_a_quantized_checkpoint(packed: Path, tmp_path: Path) -> None:
+def test_only_engines_with_the_formats_take_a_quantized_checkpoint(
+    packed: Path, tmp_path: Path
+) -> None:
     says = "names the method 'compressed-tensors', but plain weights are all that phases before 10 read"
     for early in (forward.load, paged_cache.load, cuda_graphs.load):
         with pytest.raises(UserError, match=says):
@@ -359,7 +433,9 @@ def test_only_engines_with_the_formats_take_a_quantized_checkpoint(packed: Path,
         load(str(packed), device="cpu", quant=False, checkpoint_formats=True, **SMALL)
     with pytest.raises(UserError, match="which only checkpoint_formats reads: it is off"):
         quant.load(str(packed), device="cpu", **SMALL)
-    with pytest.raises(UserError, match="quantization is 'int8', but the checkpoint is quantized already"):
+    with pytest.raises(
+        UserError, match="quantization is 'int8', but the checkpoint is quantized already"
+    ):
         load(str(packed), device="cpu", quantization="int8", **SMALL)
     tensors = load_file(packed / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight_scale"] *= float("nan")
@@ -380,11 +456,19 @@ def test_fp8_by_tensor(folders: dict[str, Path], tmp_path: Path, form: str) -> N
         tensors[f"{name}_scale"] = scale if form == "scalar" else scale.reshape(1)
         weights[name] = tensors[name].float() * scale
     raw = json.loads((folders["llama"] / "config.json").read_text())
-    eight = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    eight = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
     raw["quantization_config"] = compressed("float-quantized", {**eight, "group_size": None})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file(tensors, tmp_path / "model.safetensors")
-    model = load_model(str(tmp_path), device="cpu", dtype="float32", linears=ReadFormats())
+    model = load_model(
+        str(tmp_path), device="cpu", dtype="float32", weight_loader=ReadFormats()
+    )
     for name, found in weights.items():
         read = model.get_submodule(name.removeprefix("model.").removesuffix(".weight"))
         assert isinstance(read, QuantLinear) and torch.equal(read.weight.dequantize(), found)
@@ -442,10 +526,14 @@ def test_a_gptq_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     import transformers as hf
 
     gptq_checkpoint(folders["llama"], tmp_path / "plain", tmp_path / "packed")
-    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    reference = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32
+    )
     with torch.no_grad():
         want = reference(IDS[None]).logits[0]
-    model = load_model(tmp_path / "packed", device="cpu", dtype="float32", linears=ReadFormats())
+    model = load_model(
+        tmp_path / "packed", device="cpu", dtype="float32", weight_loader=ReadFormats()
+    )
     torch.testing.assert_close(logits(exactly(model)), want, atol=1e-4, rtol=0)
     engine = load(str(tmp_path / "packed"), device="cpu", dtype="float32", **SMALL)
     assert [len(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)] == [6, 5, 4]
@@ -462,7 +550,11 @@ def test_the_command_refuses_before_the_work(
         (tmp_path, [], "is there already"),
         (tmp_path / "mine", [], "is there already"),
         (tmp_path / "out", ["--scheme", "int3"], "scheme is 'int3', but must be one of"),
-        (tmp_path / "out", ["--method", "hqq"], "method is 'hqq', but must be one of rtn, gptq, awq"),
+        (
+            tmp_path / "out",
+            ["--method", "hqq"],
+            "method is 'hqq', but must be one of rtn, gptq, awq",
+        ),
         (tmp_path / "out", ["--group-size", "7"], "group_size is 7, but must be one of 16"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -470,10 +562,22 @@ def test_the_command_refuses_before_the_work(
         assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_command_writes_a_checkpoint(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_a_checkpoint(
+    folders: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as ended:
-        main(["quantize", str(folders["llama"]), str(out), "--scheme", "w8a8", "--device", "cpu"])
+        main(
+            [
+                "quantize",
+                str(folders["llama"]),
+                str(out),
+                "--scheme",
+                "w8a8",
+                "--device",
+                "cpu",
+            ]
+        )
     assert ended.value.code == 0 and capsys.readouterr().out.strip().endswith(out.name)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "int-quantized" and config["ignore"] == ["lm_head"]
@@ -496,10 +600,16 @@ def test_a_full_disk_is_an_error_with_a_name(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_goes_along_and_what_is_refused(folders: dict[str, Path], packed: Path, tmp_path: Path) -> None:
+def test_what_goes_along_and_what_is_refused(
+    folders: dict[str, Path], packed: Path, tmp_path: Path
+) -> None:
     model = quantized(folders["llama"], SCHEMES["int8"])
     source = shutil.copytree(folders["llama"], tmp_path / "source")
-    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
+    names = (
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
+    )
     for name in names:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
@@ -518,7 +628,9 @@ class SecondOfTwo(Part):
 
     def __init__(self) -> None:
         down, up = "layers.0.mlp.down_proj", "layers.0.mlp.up_proj"
-        self.shard, self.config, self.linears = Shard(1, 2), SHAPES["tiny"], None
+        self.shard = Shard(1, 2)
+        self.config = SHAPES["tiny"]
+        self.weight_loader = None
         self.whole_shapes = {f"{name}.scales": (4, 16) for name in (down, up)}
         self.whole_shapes |= {f"{name}.g_idx": (128,) for name in (down, up)}
         self.shapes = {f"{down}.scales": (2, 16), f"{down}.g_idx": (64,)}
@@ -529,7 +641,9 @@ def test_a_rank_counts_groups_from_its_own_first() -> None:
     part, groups = SecondOfTwo(), torch.arange(128) // 32
     assert part.cut("layers.0.mlp.down_proj.g_idx", groups).tolist() == [0] * 32 + [1] * 32
     assert torch.equal(part.cut("layers.0.mlp.up_proj.g_idx", groups), groups)
-    layout = TensorLayout("gptq", Scheme("gptq", "int4", "group", group=32, zeros=True), "scales")
+    layout = TensorLayout(
+        "gptq", Scheme("gptq", "int4", "group", group=32, zeros=True), "scales"
+    )
     found = laid_out("gptq", *parts_of())
     found["g_idx"] = part.cut("layers.0.mlp.down_proj.g_idx", groups.flip(0))
     with pytest.raises(UserError, match="outside of 0 to 1, or of other ranks"):

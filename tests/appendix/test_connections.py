@@ -21,7 +21,9 @@ from serving.http.server import KEEP_ALIVE_SECONDS
 
 LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n"
+)
 
 
 class Clock:
@@ -45,7 +47,9 @@ class Clock:
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
         while due := min(
-            (entry for entry in self.calls if entry[0] <= end), key=lambda e: e[0], default=None
+            (entry for entry in self.calls if entry[0] <= end),
+            key=lambda e: e[0],
+            default=None,
         ):
             self.calls.remove(due)
             self.now = due[0]
@@ -57,7 +61,10 @@ class Wire:
     """A transport that keeps what is written."""
 
     def __init__(self) -> None:
-        self.written, self.closed, self.aborted, self.reading = b"", False, False, True
+        self.written = b""
+        self.closed = False
+        self.aborted = False
+        self.reading = True
 
     def write(self, data: bytes) -> None:
         assert not self.closed, f"{data!r} is written to a connection that is closed"
@@ -132,18 +139,24 @@ def test_no_byte_moves_the_clock(first: str, data: bytes, seconds: float) -> Non
     assert wire.closed, f"after {first} a trickle of {data[:9]!r} keeps the connection"
     assert place.clock.now == pytest.approx(seconds, abs=1.1)
     late = seconds == LIMITS.body_seconds
-    assert wire.written.startswith(b"HTTP/1.1 408") == late, "408 is for one that began, or the first"
+    assert wire.written.startswith(b"HTTP/1.1 408") == late, (
+        "408 is for one that began, or the first"
+    )
 
 
 @pytest.mark.parametrize("first", [b"", GET, POST, POST + b"{", b"no HTTP\r\n\r\n"])
-def test_a_connection_that_closes_is_not_held_by_a_client_that_does_not_read(first: bytes) -> None:
+def test_a_connection_that_closes_is_not_held_by_a_client_that_does_not_read(
+    first: bytes,
+) -> None:
     place = Place()
     connection, wire = place.connect()
     if first:
         connection.data_received(first)
     if connection.owed:
         answer(connection)
-    place.clock.wait(KEEP_ALIVE_SECONDS if first == GET else 0.0 if first else LIMITS.body_seconds)
+    place.clock.wait(
+        KEEP_ALIVE_SECONDS if first == GET else 0.0 if first else LIMITS.body_seconds
+    )
     assert wire.closed and not wire.aborted, "what is written may be read"
     place.clock.wait(LIMITS.slow_seconds)
     assert wire.aborted, "the system keeps what was not read, and the connection, for ever"
@@ -151,7 +164,9 @@ def test_a_connection_that_closes_is_not_held_by_a_client_that_does_not_read(fir
         assert wire.written.startswith(b"HTTP/1.1 400")
 
 
-@pytest.mark.parametrize("pieces", [[GET + GET], [GET, GET], [GET, GET[:9]], [GET + GET[:9], GET[9:]]])
+@pytest.mark.parametrize(
+    "pieces", [[GET + GET], [GET, GET], [GET, GET[:9]], [GET + GET[:9], GET[9:]]]
+)
 def test_a_leaver_is_noticed_whatever_is_pipelined_behind(pieces: list[bytes]) -> None:
     place = Place()
     connection, wire = place.connect()
@@ -162,7 +177,9 @@ def test_a_leaver_is_noticed_whatever_is_pipelined_behind(pieces: list[bytes]) -
     place.clock.wait(10 * LIMITS.body_seconds)
     assert wire.written == b"", f"{wire.written!r} stands in the middle of an answer"
     connection.connection_lost(None)
-    assert running.disconnected and running.message_event.is_set(), "the request runs on for nobody"
+    assert running.disconnected and running.message_event.is_set(), (
+        "the request runs on for nobody"
+    )
 
 
 def test_what_was_kept_aside_is_answered_next() -> None:
@@ -187,7 +204,9 @@ def test_the_longest_waiting_connection_makes_room() -> None:
         wires.append(wire)
     place.clock.wait(1.0)
     newest, newest_wire = place.connect()
-    assert [wire.closed for wire in (*wires, newest_wire)] == [True, False, False], "the idlest was to go"
+    assert [wire.closed for wire in (*wires, newest_wire)] == [True, False, False], (
+        "the idlest was to go"
+    )
     assert not served_wire.closed, "a request that is being answered was cut for a newcomer"
     newest.data_received(GET)
     answer(newest)
@@ -201,7 +220,15 @@ def asked(host: str) -> HttpRequest:
     return HttpRequest({"method": "GET", "path": "/", "headers": headers}, None, None, LIMITS)  # type: ignore[arg-type]
 
 
-OWN = ("", "localhost", "LOCALHOST:8000", "a.localhost:1", "127.0.0.1:8000", "[::1]:8000", "192.168.0.7")
+OWN = (
+    "",
+    "localhost",
+    "LOCALHOST:8000",
+    "a.localhost:1",
+    "127.0.0.1:8000",
+    "[::1]:8000",
+    "192.168.0.7",
+)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +240,9 @@ async def test_other_names_are_not(host: str) -> None:
     with pytest.raises(ApiError, match="--allowed-hosts") as refused:
         await Doors(LOCAL).before(asked(host))
     assert refused.value.status == 421
-    await Doors(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(asked(host))
+    await Doors(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(
+        asked(host)
+    )
     await Doors(names_of("127.0.0.1", (), keys=True)).before(asked(host))  # a page has no key
     with pytest.raises(ApiError):
         await Doors(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))

@@ -32,7 +32,9 @@ CONFIGS = {
     "llama": TINY,
     "qwen2": replace(TINY, family="qwen2", tie_word_embeddings=True),
     "qwen3": replace(TINY, family="qwen3"),
-    "gemma3": replace(SHAPES["tiny-window"], vocab_size=256, attention_soft_cap=None, final_soft_cap=None),
+    "gemma3": replace(
+        SHAPES["tiny-window"], vocab_size=256, attention_soft_cap=None, final_soft_cap=None
+    ),
 }
 BLOCKS = replace(
     TINY,
@@ -83,7 +85,9 @@ def engine_of(model: Model, phase: str = "09", **options: Any) -> PagedEngine:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_are_those_of_the_plain_path(name: str, threads: int, taken: list[int]) -> None:
+def test_greedy_tokens_are_those_of_the_plain_path(
+    name: str, threads: int, taken: list[int]
+) -> None:
     model, params = tiny(CONFIGS[name]), SamplingParams(max_tokens=40, ignore_eos=True)
     plain = generate(engine_of(model, cpu_step=False), PROMPTS, [params] * len(PROMPTS))
     assert not taken
@@ -100,7 +104,10 @@ def test_greedy_tokens_are_those_of_the_plain_path(name: str, threads: int, take
 @pytest.mark.parametrize("batch", [1, 3, MOST])
 def test_greedy_tokens_with_four_bits(batch: int, group: int, taken: list[int]) -> None:
     about = {"quantization": "int4", "group_size": group, "head": "int4", "max_rows": batch}
-    model, params = tiny(BLOCKS, torch.bfloat16), [SamplingParams(max_tokens=24, ignore_eos=True)] * batch
+    model, params = (
+        tiny(BLOCKS, torch.bfloat16),
+        [SamplingParams(max_tokens=24, ignore_eos=True)] * batch,
+    )
     prompts = [[3 + i, 50 + i, 200 - i] for i in range(batch)]
     engine = engine_of(model, "10", **about)
     found = generate(engine, prompts, params)
@@ -126,7 +133,9 @@ def test_zero_points_of_four_bits() -> None:
 def test_preempted_forked_and_sampled_requests(taken: list[int]) -> None:
     model = tiny(TINY)
     params = [
-        SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, seed=i, ignore_eos=True, n=1 + i % 2)
+        SamplingParams(
+            max_tokens=30, temperature=0.9, top_p=0.9, seed=i, ignore_eos=True, n=1 + i % 2
+        )
         for i in range(len(PROMPTS))
     ]
     params[0] = replace(params[0], repetition_penalty=1.3, logprobs=2)
@@ -155,7 +164,9 @@ def assert_near(engine: PagedEngine) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_in_bfloat16_are_those_of_torch_rounded(name: str, quantization: str | None) -> None:
+def test_logits_in_bfloat16_are_those_of_torch_rounded(
+    name: str, quantization: str | None
+) -> None:
     sizes: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 64}
     config = (
         CONFIGS[name]
@@ -179,16 +190,22 @@ def test_logits_in_bfloat16_are_those_of_torch_rounded(name: str, quantization: 
         (TINY, {"kv_cache": "int8"}),
     ],
 )
-def test_what_it_does_not_compute_takes_the_plain_path(config: ModelConfig, options: dict[str, Any]) -> None:
+def test_what_it_does_not_compute_takes_the_plain_path(
+    config: ModelConfig, options: dict[str, Any]
+) -> None:
     engine = engine_of(tiny(config), "10", **options)
     assert not any(isinstance(plan, OneCall) for plan in engine.runner.plans)
-    assert generate(engine, PROMPTS[:1], [SamplingParams(max_tokens=2, ignore_eos=True)])[0].token_ids
+    assert generate(engine, PROMPTS[:1], [SamplingParams(max_tokens=2, ignore_eos=True)])[
+        0
+    ].token_ids
 
 
 def test_steps_with_many_requests_are_left_to_torch(taken: list[int]) -> None:
     engine = engine_of(tiny(TINY), max_rows=MOST + 4)
     every = range(MOST + 4)
-    generate(engine, [[5, 6 + i] for i in every], [SamplingParams(max_tokens=3 + i) for i in every])
+    generate(
+        engine, [[5, 6 + i] for i in every], [SamplingParams(max_tokens=3 + i) for i in every]
+    )
     assert taken and max(taken) <= MOST
 
 
@@ -202,8 +219,12 @@ def test_without_a_compiler_a_line_is_said(
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def test_real_weights(smollm2_folder: Path, gemma3_folder: Path, dtype: str, taken: list[int]) -> None:
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"]
+)
+def test_real_weights(
+    smollm2_folder: Path, gemma3_folder: Path, dtype: str, taken: list[int]
+) -> None:
     prompts = [list(range(1000, 1040)), list(range(300, 320))]
     params = [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
     for folder in (smollm2_folder, gemma3_folder):
@@ -215,4 +236,6 @@ def test_real_weights(smollm2_folder: Path, gemma3_folder: Path, dtype: str, tak
             assert_all_same(model, plain, found)
         for one, other in zip(plain, found, strict=True):
             same = sum(a == b for a, b in zip(one.token_ids, other.token_ids, strict=True))
-            assert same >= 4, "a near tie in bfloat16 may end in another token, but not at once"
+            assert same >= 4, (
+                "a near tie in bfloat16 may end in another token, but not at once"
+            )

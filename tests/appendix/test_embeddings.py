@@ -46,9 +46,15 @@ async def test_they_are_the_means_of_the_hidden_states(make, model, tokenizer):
     assert asked.status == 200 and asked.headers["x-ladder-warning"] == WARNING.decode()
     found = vectors(asked.json())
     assert np.abs(found - means(model, tokenizer, TEXTS)).max() < 1e-4
-    assert asked.json()["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in TEXTS)
-    again = (await Client(app).post("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"}))[1]
-    coded = [np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in again["data"]]
+    assert asked.json()["usage"]["prompt_tokens"] == sum(
+        len(tokenizer.encode(text)) for text in TEXTS
+    )
+    again = (
+        await Client(app).post("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"})
+    )[1]
+    coded = [
+        np.frombuffer(base64.b64decode(one["embedding"]), np.float32) for one in again["data"]
+    ]
     assert np.abs(found - coded).max() < 1e-5, "a prefix that was cached has changed a mean"
     ids = (await Client(app).post("/v1/embeddings", {"input": tokenizer.encode("hello")}))[1]
     assert np.abs(vectors(ids) - found[:1]).max() < 1e-5
@@ -56,14 +62,19 @@ async def test_they_are_the_means_of_the_hidden_states(make, model, tokenizer):
 
 
 async def test_a_mean_survives_preemption(model, tokenizer):
-    engine = load(model, max_rows=4, cache_bytes=blocks(model, 42), step_tokens=64, speculate=False)
+    engine = load(
+        model, max_rows=4, cache_bytes=blocks(model, 42), step_tokens=64, speculate=False
+    )
     app = whole_app(Loopback(engine), tokenizer, "tiny")
     texts = ["y " * 100, "z " * 100, "w " * 100]
     said = {"prompt": "abc", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "n": 2}
     _, (status, found) = await asyncio.gather(
-        Client(app).post("/v1/completions", said), Client(app).post("/v1/embeddings", {"input": texts})
+        Client(app).post("/v1/completions", said),
+        Client(app).post("/v1/embeddings", {"input": texts}),
     )
-    assert status == 200 and np.abs(vectors(found) - means(model, tokenizer, texts)).max() < 1e-4
+    assert (
+        status == 200 and np.abs(vectors(found) - means(model, tokenizer, texts)).max() < 1e-4
+    )
     await settle(app)
 
 
@@ -94,4 +105,6 @@ async def test_who_leaves_is_let_go_and_keys_are_asked(make):
     await task
     app.engine.busy = True
     await settle(app)
-    assert metrics(app).troubles["left"] == 1 and ("/v1/embeddings", 401) in metrics(app).answers
+    assert (
+        metrics(app).troubles["left"] == 1 and ("/v1/embeddings", 401) in metrics(app).answers
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from forward.model import Model
 from paged_cache import PagedEngine
-from phases.appendix.guidance.backend import FEW, GuidanceBackend
+from phases.appendix.guidance.backend import SMALL_BATCH, GuidanceBackend
 from phases.appendix.guidance.drafter import GrammarDrafter
-from speculative.control import Control
+from speculative.control import DraftController
 from speculative.ngram import NGrams
-from speculative.speculation import Speculator
+from speculative.speculation import SpeculativeRunner
 from structured.matcher import Matcher
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, loaded, vocabulary
 from tests.phases.test_12_structured import (  # noqa: F401  the rules of the automata hold here, too
@@ -57,7 +56,7 @@ pytest.importorskip("llguidance")
 @pytest.fixture(autouse=True)
 def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than four masks are left to other threads, as on a GPU's host, even if there is one alone."""
-    monkeypatch.setattr("phases.appendix.guidance.backend.FEW_ALONE", FEW)
+    monkeypatch.setattr("phases.appendix.guidance.backend.FEW_ALONE", SMALL_BATCH)
 
 
 @pytest.fixture
@@ -83,16 +82,32 @@ def schemas() -> Mapping[str, Any]:
     ],
     ids=["lark", "gbnf"],
 )
-def test_grammars_of_other_languages(engine: PagedEngine, grammar: Grammar, pattern: str) -> None:
+def test_grammars_of_other_languages(
+    engine: PagedEngine, grammar: Grammar, pattern: str
+) -> None:
     must_match(engine, grammar, pattern)
 
 
 WRONG = {
-    "a regex": (Grammar.regex("a("), "is refused"),
+    "a regex": (
+        Grammar.regex("a("),
+        r"is refused: regex 'a\(', character 2: a group is not closed$",
+    ),
     "a type": (Grammar.json_schema({"type": "wat"}), "Invalid type: wat"),
     "a keyword": (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
     "a reference": (Grammar.json_schema({"$ref": "#/$defs/none"}), "is refused"),
-    "a grammar": (Grammar.lark("start: nothing"), "is refused"),
+    "a grammar": (
+        Grammar.lark("start: x\nx: nothing"),
+        "is refused: line 2, character 4: unknown name",
+    ),
+    "a regex in a grammar": (
+        Grammar.lark("start: /(/"),
+        r"is refused: regex '\(', character 1: a group is not closed$",
+    ),
+    "a pattern": (
+        Grammar.json_schema({"pattern": "[b", "type": "string"}),
+        r"is refused: #/pattern '\[b', character 2: a class is not closed$",
+    ),
     "an empty language": (Grammar.regex(r"a[^\s\S]"), "is refused: no output satisfies it$"),
     "a circle": (Grammar.json_schema({"$ref": "#"}), "is refused: no output satisfies it$"),
 }
@@ -103,27 +118,32 @@ def test_wrong_grammars(engine: PagedEngine, grammar: Grammar, says: str) -> Non
     must_refuse(engine, grammar, says)
 
 
-def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_cannot_be_made_end_their_own_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "_follow")
 
 
-@pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True])
-def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: Any) -> None:
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "maxLength": 5}, {"enum": ["abc", "the"]}, True]
+)
+def test_masks_do_not_depend_on_the_lexer(schema: Any) -> None:
     known = vocabulary()
-    assert known.source is not None, "a byte-level tokenizer is read by the library itself"
-    rows: list[Matcher] = []
-    for one in (known, replace(known, source=None)):
-        compiled = GuidanceBackend(one).compile(Grammar.json_schema(schema))
-        rows += [compiled.matcher() for _ in range(3)]
-    assert len(rows) > 4, "few are filled one by one"
     backend, rng = GuidanceBackend(known), random.Random(3)
+    compiled = [backend.compile(Grammar.json_schema(schema)) for _ in range(2)]
+    rows: list[Matcher] = [each.matcher() for each in compiled for _ in range(3)]
+    assert len(rows) > 4, "few are filled one by one"
     words = np.zeros((len(rows), known.words), np.int32)
     for step in range(8):
         words[:] = -1
         fill(backend, rows, words)
         for row in range(1, len(rows)):
-            assert (words[row] == words[0]).all(), f"token {step} of the output: mask {row} is another one"
-        assert len({tuple(matcher.forced()) for matcher in rows}) == 1, f"token {step}: forced differs"
+            assert (words[row] == words[0]).all(), (
+                f"token {step} of the output: mask {row} is another one"
+            )
+        assert len({tuple(matcher.forced()) for matcher in rows}) == 1, (
+            f"token {step}: forced differs"
+        )
         token = rng.choice(bits(words[0], SIZE))
         if token == EOS:
             break
@@ -132,38 +152,66 @@ def test_masks_do_not_depend_on_the_lexer_or_on_who_reads_the_tokenizer(schema: 
 
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "several"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
-def test_forced_tokens_save_steps_and_change_nothing(model: Model, overlap: bool, count: int) -> None:
-    parts = {"thename": {"type": "boolean"}, "average": {"type": "null"}, "k": {"enum": ["anthering"]}}
+def test_forced_tokens_save_steps_and_change_nothing(
+    model: Model, overlap: bool, count: int
+) -> None:
+    parts = {
+        "thename": {"type": "boolean"},
+        "average": {"type": "null"},
+        "k": {"enum": ["anthering"]},
+    }
     schema = Grammar.json_schema(
-        {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
+        {
+            "type": "object",
+            "properties": parts,
+            "required": [*parts],
+            "additionalProperties": False,
+        }
     )
-    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=schema) for s in range(count)]
+    params = [
+        SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=schema)
+        for s in range(count)
+    ]
     with_, without = (
-        engine_of(model, overlap=overlap, speculate=False, jump_forward=jump) for jump in (True, False)
+        engine_of(model, overlap=overlap, speculate=False, jump_forward=jump)
+        for jump in (True, False)
     )
     left, right = (engine.generate([PROMPT] * count, params) for engine in (with_, without))
-    assert [c.token_ids for c in left] == [c.token_ids for c in right], "jumping forward changes the text"
+    assert [c.token_ids for c in left] == [c.token_ids for c in right], (
+        "jumping forward changes the text"
+    )
     drafter = with_.scheduler.drafter
-    assert isinstance(drafter, GrammarDrafter) and drafter.forced > 0, "nothing that is forced was drafted"
+    assert isinstance(drafter, GrammarDrafter) and drafter.forced > 0, (
+        "nothing that is forced was drafted"
+    )
     assert sum(drafter.stats.drafted) == sum(drafter.stats.accepted) == drafter.forced, (
         "a forced draft was not counted, or not accepted"
     )
-    assert with_.stats.steps < 0.9 * without.stats.steps, (with_.stats.steps, without.stats.steps)
+    assert with_.stats.steps < 0.9 * without.stats.steps, (
+        with_.stats.steps,
+        without.stats.steps,
+    )
     check(with_)
 
 
 def test_steps_take_turns_on_a_cpu_while_somebody_has_a_grammar(model: Model) -> None:
     engine = loaded(model, speculate=False)
     drafter = engine.scheduler.drafter
-    (free,) = engine.add(PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True))
+    (free,) = engine.add(
+        PROMPT, SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
+    )
     engine.step()
     engine.step()
-    assert not drafter.waits and free.placeholders == 1, "nobody has a grammar, but steps do not overlap"
+    assert not drafter.needs_finished_step and free.placeholders == 1, (
+        "nobody has a grammar, but steps do not overlap"
+    )
     (bound,) = engine.add(PROMPT, SamplingParams(max_tokens=20, grammar=GRAMMARS["person"]))
     while not bound.tokens[bound.prompt_len :]:
         engine.step()
     engine.step()
-    assert drafter.waits, "a grammar may force tokens behind the newest one, which is not waited for"
+    assert drafter.needs_finished_step, (
+        "a grammar may force tokens behind the newest one, which is not waited for"
+    )
     run(engine)
     assert bound.finish_reason in ("stop", "length") and len(free.output_ids) == 40
     check(engine)
@@ -174,23 +222,27 @@ def test_a_certain_token_that_does_not_come_ends_its_own_request(model: Model) -
     word = Grammar.choice(["anthering thename average"])
     (good,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
     (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=40, grammar=word))
-    real = engine.runner.extra.agree
+    real = engine.runner.verifier.agree
     seen = []
 
     def disagree(sampled: Sequence[int], drafts: Sequence[int]) -> int:
         seen.append(drafts)
         return 0 if len(seen) == 2 else real(sampled, drafts)
 
-    engine.runner.extra.agree = disagree
+    engine.runner.verifier.agree = disagree
     run(engine)
     ended = sorted([good.finish_reason, bad.finish_reason])
     assert len(seen) >= 2, "nothing was drafted"
-    assert ended == ["error", "stop"], f"one of two requests was given a wrong token, but they ended {ended}"
+    assert ended == ["error", "stop"], (
+        f"one of two requests was given a wrong token, but they ended {ended}"
+    )
     check(engine)
 
 
 @pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])
-def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model, text: str) -> None:
+def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(
+    model: Model, text: str
+) -> None:
     engine = engine_of(model, overlap=False)
     drafter = engine.scheduler.drafter = GrammarDrafter(Guess(text))
     must_cut_guesses(engine_of(model, overlap=False, jump_forward=False), engine)
@@ -203,7 +255,7 @@ def test_hostile_grammars_harm_nobody(model: Model) -> None:
 
 
 def test_stats_reach_through_grammars() -> None:
-    """`--stats` and `Tint` ask the scheduler's drafter, which here is one around that of phase 11."""
-    speculator = Speculator(NGrams(), Control(4))
+    """`--stats` and `TokenHighlighter` ask the scheduler's drafter, here one around that of phase 11."""
+    speculator = SpeculativeRunner(NGrams(), DraftController(4))
     assert GrammarDrafter(speculator).stats is speculator.stats
     assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]

@@ -46,8 +46,14 @@ def takes(schema: Any, text: str, name: str = "llguidance") -> bool:
         ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, "#/exclusiveMaximum"),
         ({"properties": {"id": {"maximum": BIG}}}, "#/properties/id/maximum"),
         ({"items": {"anyOf": [{"const": -BIG}]}}, "#/items/anyOf/0/const"),
-        ({"type": "integer", "exclusiveMinimum": 2**53}, "#/exclusiveMinimum"),  # 2**53 was taken
-        ({"const": -(2**63)}, "#/const"),  # its magnitude is no 64-bit integer: the library ends the process
+        (
+            {"type": "integer", "exclusiveMinimum": 2**53},
+            "#/exclusiveMinimum",
+        ),  # 2**53 was taken
+        (
+            {"const": -(2**63)},
+            "#/const",
+        ),  # its magnitude is no 64-bit integer: the library ends the process
         ({"enum": [{"a": [-(2**63)]}]}, "#/enum"),
         ({"enum": [2**63]}, "#/enum"),
         ({"type": "object", "minProperties": 2}, "#/minProperties"),
@@ -69,7 +75,9 @@ def test_what_cannot_be_followed_is_refused_by_name(schema: Any, where: str) -> 
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["a", "date", "(?=b)"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -100,9 +108,18 @@ def test_integers_that_doubles_hold_are_taken(number: float) -> None:
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"properties": {"age": {"type": "integer"}}, "required": ["age"]}, '{"age":1,"\\u0061ge":"x"}'),
-        ({"properties": {"é": {"type": "integer"}}, "required": ["é"]}, '{"é":1,"\\u00e9":"x"}'),
-        ({"properties": {"a\n": {"type": "integer"}}, "required": ["a\n"]}, '{"a\\n":1,"a\\u000a":"x"}'),
+        (
+            {"properties": {"age": {"type": "integer"}}, "required": ["age"]},
+            '{"age":1,"\\u0061ge":"x"}',
+        ),
+        (
+            {"properties": {"é": {"type": "integer"}}, "required": ["é"]},
+            '{"é":1,"\\u00e9":"x"}',
+        ),
+        (
+            {"properties": {"a\n": {"type": "integer"}}, "required": ["a\n"]},
+            '{"a\\n":1,"a\\u000a":"x"}',
+        ),
         ({"properties": {"a": False}}, '{"\\u0061":1}'),
         ({"patternProperties": {"^a": {"type": "integer"}}}, '{"\\u0061b":"x"}'),
         ({"required": ["a"], "properties": {"a": {}}, "minProperties": 2}, '{"a":1,"a":2}'),
@@ -111,13 +128,29 @@ def test_integers_that_doubles_hold_are_taken(number: float) -> None:
 def test_no_spelling_of_a_key_escapes_its_schema(schema: Any, text: str) -> None:
     schema = {"type": "object", **schema}
     assert not takes(schema, text)
-    assert takes({"type": "object"}, '{"b\\n":"\\"x\\\\"}'), "the five short escapes are spelled one way"
+    assert takes({"type": "object"}, '{"b\\n":"\\"x\\\\"}'), (
+        "the five short escapes are spelled one way"
+    )
 
 
-DAYS = [(1, 31), (2, 28), (2, 29), (2, 30), (4, 30), (4, 31), (11, 31), (12, 31), (13, 1), (0, 1), (6, 0)]
+DAYS = [
+    (1, 31),
+    (2, 28),
+    (2, 29),
+    (2, 30),
+    (4, 30),
+    (4, 31),
+    (11, 31),
+    (12, 31),
+    (13, 1),
+    (0, 1),
+    (6, 0),
+]
 
 
-@pytest.mark.parametrize("year", [1, 4, 100, 400, 1600, 1900, 1996, 2000, 2023, 2024, 2100, 9999])
+@pytest.mark.parametrize(
+    "year", [1, 4, 100, 400, 1600, 1900, 1996, 2000, 2023, 2024, 2100, 9999]
+)
 def test_dates_are_those_of_the_calendar(year: int) -> None:
     for month, day in DAYS:
         there = 1 <= month <= 12 and 1 <= day <= calendar.monthrange(year, month)[1]
@@ -127,15 +160,27 @@ def test_dates_are_those_of_the_calendar(year: int) -> None:
             assert takes({"type": "string", "format": "date"}, f'"{text}"') == there, text
             both = {"type": "string", "format": "date", "pattern": "^2"}
             assert takes(both, f'"{text}"') == (there and year >= 2000), text
-            assert takes({"type": "string", "format": "date-time"}, f'"{text}T10:00:00Z"') == there, text
+            assert (
+                takes({"type": "string", "format": "date-time"}, f'"{text}T10:00:00Z"')
+                == there
+            ), text
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "object", "properties": {"const": {"type": "integer"}, "format": {"const": "date"}}},
-        {"properties": {"x-guidance": {"const": 1}, "pattern": {}}, "required": ["x-guidance"]},
-        {"pattern": r"^[^\x00-\x1f]+[\x00-\x08a]?\n\t\x20$", "enum": ['\b\f\n\r\t"\\']},
+        {
+            "type": "object",
+            "properties": {"const": {"type": "integer"}, "format": {"const": "date"}},
+        },
+        {
+            "properties": {"x-guidance": {"const": 1}, "pattern": {}},
+            "required": ["x-guidance"],
+        },
+        {
+            "pattern": r"^[^\u0000-\u001F]+[\u0000-\u0008a]?\u000A\u0020$",
+            "enum": ['\b\f\n\r\t"\\'],
+        },
     ],
     ids=["keywords", "options", "control characters"],
 )
@@ -149,7 +194,10 @@ EDGES = [0, 1, 2**53 - 1, 2**53, 2**53 + 1, 2**53 + 2, 2**63 - 1, 2**63, -(2**63
 numbers = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 2))
 bounds = st.fixed_dictionaries(
     {"type": st.just("integer")},
-    optional={name: numbers for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")},
+    optional={
+        name: numbers
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    },
 )
 schemas = st.one_of(
     bounds,

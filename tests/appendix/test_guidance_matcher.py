@@ -56,7 +56,9 @@ def test_drafts_are_counted_taken_and_given_back_alike(grammar: str, data: Any) 
     begun = one_by_one(oracle, tokens[: data.draw(st.integers(0, len(tokens)))])
     assert one_by_one(matcher, tokens[:begun]) == begun, f"a beginning of {text} is refused"
     rest = tokens[begun:]
-    inked = [token for token in tokens if tokenizer().decode([token]).strip()]  # blanks count differently
+    inked = [
+        token for token in tokens if tokenizer().decode([token]).strip()
+    ]  # blanks count differently
     drafts = rest[: data.draw(st.integers(0, len(rest)))]
     drafts += data.draw(st.lists(st.sampled_from([EOS, *inked]), max_size=4))
     before = mask(matcher)
@@ -64,10 +66,14 @@ def test_drafts_are_counted_taken_and_given_back_alike(grammar: str, data: Any) 
     assert mask(matcher) == before, f"looking at {drafts} has moved the matcher"
     taken = one_by_one(matcher, drafts)
     assert agreed == taken, f"of {drafts} {agreed} agree, but {taken} are taken"
-    assert taken == one_by_one(oracle, drafts), f"{taken} of {drafts} are taken, but not by the automata"
+    assert taken == one_by_one(oracle, drafts), (
+        f"{taken} of {drafts} are taken, but not by the automata"
+    )
     matcher.rollback(taken)
     assert mask(matcher) == before, f"rollback({taken}) is not where {drafts} began"
-    assert matcher.advance(drafts) == taken, f"all at once, another number of {drafts} is taken"
+    assert matcher.advance(drafts) == taken, (
+        f"all at once, another number of {drafts} is taken"
+    )
     assert matcher.problem == ""
 
 
@@ -87,8 +93,23 @@ def test_drafts_that_end_an_output_leave_it_where_it_was() -> None:
 
 # Each is the other's oracle.
 
-GUIDED = ["(ab|c)+d", "[a-c]{2,4}", "x?y?z?", "(a|b)*abb", "[0-9]+([.][0-9]+)?", "(true|false|null)", "[^a]b"]
-GUIDED += ['"[^"]*"', "é+|[à-ü]{2}", "(in|an|the|ing)*", "[a-z]{3,6}(,[a-z]{1,3})*", ".{2}x", "(a|ab)(c|bc)?"]
+GUIDED = [
+    "(ab|c)+d",
+    "[a-c]{2,4}",
+    "x?y?z?",
+    "(a|b)*abb",
+    "[0-9]+([.][0-9]+)?",
+    "(true|false|null)",
+    "[^a]b",
+]
+GUIDED += [
+    '"[^"]*"',
+    "é+|[à-ü]{2}",
+    "(in|an|the|ing)*",
+    "[a-z]{3,6}(,[a-z]{1,3})*",
+    ".{2}x",
+    "(a|ab)(c|bc)?",
+]
 
 
 @pytest.mark.parametrize("pattern", GUIDED)
@@ -109,7 +130,9 @@ def test_masks_are_those_of_the_automata_in_every_state(pattern: str) -> None:
         if right.forced():  # the library leaves one spelling of what it forces
             assert set(expected) <= set(found), said
         else:
-            assert found == expected, f"{said}: {set(found) ^ set(expected)} are in one mask only"
+            assert found == expected, (
+                f"{said}: {set(found) ^ set(expected)} are in one mask only"
+            )
         for token in found:
             if token != EOS:
                 after = mine.matcher()
@@ -134,10 +157,14 @@ def real() -> Spelling:
     return Spelling.of(known, known.vocab_size, (2,))
 
 
-def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[list[str], list[float]]:
+def follow(
+    backend: Any, outputs: int, grammar: Grammar, tokens: int
+) -> tuple[list[str], list[float]]:
     """What ends each of some outputs of the cheapest tokens, and the seconds of each step's masks."""
     matchers = [backend.compile(grammar).matcher() for _ in range(outputs)]
-    running, seconds, ended = list(matchers), list[float](), list[str]()
+    running = list(matchers)
+    seconds = list[float]()
+    ended = list[str]()
     words = np.zeros((outputs, real().words), np.int32)
     for step in range(tokens):
         if not running:
@@ -146,7 +173,11 @@ def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[l
         fill(backend, running, words)
         moves = []
         for row, matcher in enumerate(running):
-            found = [token for token in bits(words[row], len(real().tokens)) if token not in real().eos]
+            found = [
+                token
+                for token in bits(words[row], len(real().tokens))
+                if token not in real().eos
+            ]
             moves.append((matcher, found[step % 2 : step % 2 + 1] or found[:1]))
         backend.advance(moves)
         seconds.append(time.process_time() - begun)
@@ -158,7 +189,15 @@ def follow(backend: Any, outputs: int, grammar: Grammar, tokens: int) -> tuple[l
 @pytest.mark.weights
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "outputs"), [("ambiguous", 1), ("ambiguous, longer", 8)])
-def test_a_grammar_that_is_dear_to_follow_ends_its_own_outputs(name: str, outputs: int) -> None:
-    ended, seconds = follow(backend_named("llguidance")(real()), outputs, Grammar("lark", BOMBS[name]), 400)
-    assert len(ended) == outputs, f"{outputs - len(ended)} outputs of {name!r} were never stopped"
-    assert sum(seconds) < outputs * 3.0, f"{name!r} has taken {sum(seconds):.1f} s of {outputs} outputs"
+def test_a_grammar_that_is_dear_to_follow_ends_its_own_outputs(
+    name: str, outputs: int
+) -> None:
+    ended, seconds = follow(
+        backend_named("llguidance")(real()), outputs, Grammar("lark", BOMBS[name]), 400
+    )
+    assert len(ended) == outputs, (
+        f"{outputs - len(ended)} outputs of {name!r} were never stopped"
+    )
+    assert sum(seconds) < outputs * 3.0, (
+        f"{name!r} has taken {sum(seconds):.1f} s of {outputs} outputs"
+    )

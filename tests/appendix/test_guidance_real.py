@@ -45,7 +45,9 @@ def question(person: tuple[str, int, str]) -> str:
 PEOPLE = [("Boris", 51, "Sofia"), ("Fatima", 27, "Paris")]
 
 
-@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)]
+)
 def folder(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(f"{request.param}_folder")
     return found
@@ -74,7 +76,12 @@ def engine_of(folder: Path, **options: Any) -> PagedEngine:
 
 def test_bytes_of_tokens_spell_texts(folder: Path) -> None:
     tokenizer, vocabulary = vocabulary_of(folder)
-    for text in ('{"a": [1, "é 🎉"]}', "  two  spaces\n", "中文 and more", "def f(x):\n\treturn x"):
+    for text in (
+        '{"a": [1, "é 🎉"]}',
+        "  two  spaces\n",
+        "中文 and more",
+        "def f(x):\n\treturn x",
+    ):
         ids = list(vocabulary.encode(text))
         assert b"".join(vocabulary.tokens[token] for token in ids).decode() == text, text
     for token in (*tokenizer.special_ids, *ModelConfig.from_folder(folder).eos_token_ids):

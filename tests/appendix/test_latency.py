@@ -21,11 +21,11 @@ from paged_cache import LayerBlocks, PagedEngine
 from phases import phase_named, registry
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
-from phases.appendix.latency.lone import LoneInputs, attend_lone
-from phases.appendix.latency.lone_few import attend_few
-from phases.appendix.latency.tables import LoneConfig
-from phases.appendix.latency.ways import LatencyBlock, add_way
-from phases.appendix.latency.ways import install as latency
+from phases.appendix.latency.layers import LatencyBlock, add_kernel
+from phases.appendix.latency.layers import install as latency
+from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
+from phases.appendix.latency.small_batch import attend_small_batch
+from phases.appendix.latency.tables import SingleRequestConfig
 from tests.compiling import spilled
 from tests.head_sizes import HEADS, KV_HEADS, angles, by_torch, each_size
 from tests.paged_batches import (
@@ -57,17 +57,27 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
     return made
 
 
-@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.parametrize(
+    "wait_for_all_splits",
+    [False, True],
+    ids=["combined in the projection", "combined by the last"],
+)
 @pytest.mark.parametrize(
     ("feature", "heads", "context"),
     [
         *(("plain", (6, 2), context) for context in (0, 1, 15, 16, 17, 101)),
-        *((feature, (6, 2), context) for feature in ("window", "cap") for context in (17, 101)),
+        *(
+            (feature, (6, 2), context)
+            for feature in ("window", "cap")
+            for context in (17, 101)
+        ),
         *(("plain", (3, 3), context) for context in (16, 101)),
     ],
 )
 @pytest.mark.slow
-def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature: str, meet: bool) -> None:
+def test_attention_of_a_lone_token(
+    context: int, heads: tuple[int, int], feature: str, wait_for_all_splits: bool
+) -> None:
     """From the QKV projection to the residual, against the kernels apart, with poison all around."""
     d, size = 32, 24
     batch = make([max(context, 1)], heads=heads, d=d)
@@ -82,33 +92,52 @@ def test_attention_of_a_lone_token(context: int, heads: tuple[int, int], feature
     newest = max(context - 1, 0)
     slot = int(batch.tables[0, newest // 16]) * 16 + newest % 16 if context else -1
     slots = torch.tensor([slot], device=DEVICE)
-    weight, residual = torch.randn(size, heads[0] * d, device=DEVICE), torch.randn(1, size, device=DEVICE)
+    weight, residual = (
+        torch.randn(size, heads[0] * d, device=DEVICE),
+        torch.randn(1, size, device=DEVICE),
+    )
     bias = torch.randn(size, device=DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
     q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
     attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
     wanted = attended.flatten(1) @ weight.t() + bias + residual
     workspace = Workspace(400, d, DEVICE)
-    config = LoneConfig(block_n=16, splits=4)
-    given = LoneInputs(qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots)
-    parts = attend_lone(given, workspace=workspace, config=config, meet=meet)
-    if meet:
+    config = SingleRequestConfig(block_n=16, splits=4)
+    given = SingleRequestInputs(
+        qkv, (cos, sin), norms, layer, cache, batch.tables, batch.context_lens, slots
+    )
+    parts = attend_single_request(
+        given, workspace=workspace, config=config, wait_for_all_splits=wait_for_all_splits
+    )
+    if wait_for_all_splits:
         got = parts.out @ weight.t() + bias + residual
-        assert (workspace.arrived == 0).all(), f"counters are left at {workspace.arrived[:8].tolist()}"
+        assert (workspace.arrived == 0).all(), (
+            f"counters are left at {workspace.arrived[:8].tolist()}"
+        )
     else:
         got = project_heads(residual, weight, bias, parts, rows=4, chunk=2)
-    assert_near(got, wanted, 1e-5, f"{context} keys, {heads} heads, {feature}: output [token, number]")
+    assert_near(
+        got, wanted, 1e-5, f"{context} keys, {heads} heads, {feature}: output [token, number]"
+    )
     for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
         wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
         slots = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
         what = f"{context} keys, {heads} heads, {feature}: {name} in slots"
-        assert not slots, f"{what} {slots} are wrong; the newest belongs in slot {slot}, padding nowhere"
+        assert not slots, (
+            f"{what} {slots} are wrong; the newest belongs in slot {slot}, padding nowhere"
+        )
 
 
 @each_size
-@pytest.mark.parametrize("meet", [False, True], ids=["combined in the projection", "combined by the last"])
+@pytest.mark.parametrize(
+    "wait_for_all_splits",
+    [False, True],
+    ids=["combined in the projection", "combined by the last"],
+)
 @pytest.mark.slow
-def test_a_lone_token_with_heads_of_each_size(meet: bool, d: int, dtype: torch.dtype) -> None:
+def test_a_lone_token_with_heads_of_each_size(
+    wait_for_all_splits: bool, d: int, dtype: torch.dtype
+) -> None:
     """From the QKV projection through attention to the residual, 40 keys in three of four splits."""
     context, size = 40, 24
     batch = make([context], heads=(HEADS, KV_HEADS), d=d, dtype=dtype)
@@ -122,31 +151,63 @@ def test_a_lone_token_with_heads_of_each_size(meet: bool, d: int, dtype: torch.d
 
     workspace = Workspace(4 * HEADS * 2, max(16, 1 << (d - 1).bit_length()), DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
-    inside = HeadNorms(walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus)
-    given = LoneInputs(
-        walled(qkv), (walled(cos), walled(sin)), inside, layer, cache, batch.tables, batch.context_lens, slots
+    inside = HeadNorms(
+        walled(norms.q_weight), walled(norms.k_weight), norms.eps, norms.one_plus
     )
-    config = LoneConfig(block_n=16, splits=4)
-    parts = attend_lone(given, workspace=workspace, config=config, meet=meet)
+    given = SingleRequestInputs(
+        walled(qkv),
+        (walled(cos), walled(sin)),
+        inside,
+        layer,
+        cache,
+        batch.tables,
+        batch.context_lens,
+        slots,
+    )
+    config = SingleRequestConfig(block_n=16, splits=4)
+    parts = attend_single_request(
+        given, workspace=workspace, config=config, wait_for_all_splits=wait_for_all_splits
+    )
 
     batch.q, k, v = by_torch(qkv, cos, sin, d, norms)
     for name, mine, stored, new in zip("kv", cache, batch.cache, (k, v), strict=False):
         at = batch.tables[0, (context - 1) // 16], (context - 1) % 16
         stored[at] = new[0]
-        assert_near(mine[at], stored[at], TOLERANCE[dtype], f"heads of {d}: the newest {name} in the cache")
+        assert_near(
+            mine[at],
+            stored[at],
+            TOLERANCE[dtype],
+            f"heads of {d}: the newest {name} in the cache",
+        )
     attended = expected(batch)
     limit = 1e-5 if dtype == torch.float32 else 3e-2
-    if meet:
+    if wait_for_all_splits:
         assert_near(
-            parts.out.view_as(attended), attended, limit, f"heads of {d}: attention [token, head, number]"
+            parts.out.view_as(attended),
+            attended,
+            limit,
+            f"heads of {d}: attention [token, head, number]",
         )
         return
     got = project_heads(walled(residual), walled(weight), walled(bias[0]), parts, chunk=2)
-    product = attended.to(dtype).float().flatten(1) @ weight.float().t() + bias.float() + residual.float()
+    product = (
+        attended.to(dtype).float().flatten(1) @ weight.float().t()
+        + bias.float()
+        + residual.float()
+    )
     assert_near(got, product, limit, f"heads of {d}: projection [token, number]")
 
 
-ALL = ((0, 0, 3), (3, 3, 0), (4, 2, 1), (17, 5, 0), (19, 2, 0), (37, 8, 0), (101, 3, 1), (130, 7, 0))
+ALL = (
+    (0, 0, 3),
+    (3, 3, 0),
+    (4, 2, 1),
+    (17, 5, 0),
+    (19, 2, 0),
+    (37, 8, 0),
+    (101, 3, 1),
+    (130, 7, 0),
+)
 """Keys, tokens and padding."""
 
 
@@ -158,10 +219,15 @@ ALL = ((0, 0, 3), (3, 3, 0), (4, 2, 1), (17, 5, 0), (19, 2, 0), (37, 8, 0), (101
         *(("plain", (3, 3), *case) for case in ALL[-3:]),
     ],
 )
-@pytest.mark.parametrize("meet", [True, False])
+@pytest.mark.parametrize("wait_for_all_splits", [True, False])
 @pytest.mark.slow
 def test_attention_of_a_few_tokens_of_a_lone_request(
-    context: int, tokens: int, padding: int, heads: tuple[int, int], feature: str, meet: bool
+    context: int,
+    tokens: int,
+    padding: int,
+    heads: tuple[int, int],
+    feature: str,
+    wait_for_all_splits: bool,
 ) -> None:
     """Against the kernels apart: behind nothing, one key, and keys of several splits, the last one full."""
     d = 32
@@ -189,17 +255,22 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     workspace = Workspace(400, d, DEVICE)
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
-    given = LoneInputs(
-        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables, batch.context_lens,
+    given = SingleRequestInputs(
+        walled(qkv), (walled(cos), walled(sin)), norms, layer, cache, batch.tables,
+        batch.context_lens,
         slots, batch.query_starts,
     )  # fmt: skip
-    config = LoneConfig(block_n=16, num_stages=2, splits=4)
-    parts = attend_few(given, workspace=workspace, config=config, meet=meet)
+    config = SingleRequestConfig(block_n=16, num_stages=2, splits=4)
+    parts = attend_small_batch(
+        given, workspace=workspace, config=config, wait_for_all_splits=wait_for_all_splits
+    )
     what = f"{tokens} tokens of {context} keys, {heads} heads, {feature}"
-    assert (workspace.arrived == 0).all(), f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
+    assert (workspace.arrived == 0).all(), (
+        f"{what}: counters are left at {workspace.arrived[:8].tolist()}"
+    )
     if tokens:
         out = parts.out[:tokens].view_as(batch.q)
-        if not meet:
+        if not wait_for_all_splits:
             room = 1 << (every - 1).bit_length()
             partial = workspace.partial[: 4 * room * heads[0] * d].view(4, room, heads[0], d)
             logs = workspace.lse[: 4 * room * heads[0]].view(4, room, heads[0])
@@ -208,7 +279,9 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     for name, mine, theirs in zip(("keys", "values"), cache[:2], batch.cache[:2], strict=True):
         wrong = ~torch.isclose(mine, theirs, equal_nan=True, atol=1e-5, rtol=1e-5)
         places = wrong.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
-        assert not places, f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
+        assert not places, (
+            f"{what}: {name} in slots {places} are wrong; new ones belong in {slots.tolist()}"
+        )
 
 
 @pytest.mark.parametrize("size", [48, 512, 1536])
@@ -218,27 +291,45 @@ def test_gemv_with_norm_bias_residual_and_gate(size: int, gate: str | None) -> N
     weight = torch.randn(2 * 20, size, device=DEVICE) / size**0.5
     bias, residual = torch.randn(40, device=DEVICE), torch.randn(1, 40, device=DEVICE)
     product = F.rms_norm(x, (size,), norm[0] + 1, 1e-5) @ weight.t()
-    x, weight, weights = walled(x), walled(weight), NormWeights(walled(norm[0]), 1e-5, True)
+    x = walled(x)
+    weight = walled(weight)
+    weights = NormWeights(walled(norm[0]), 1e-5, True)
     if gate is None:
         got = gemv(x, weight, norm=weights, bias=walled(bias), residual=walled(residual))
-        assert_near(got, product + bias + residual, 1e-5, f"{size} inputs: norm, product, bias and residual")
+        assert_near(
+            got,
+            product + bias + residual,
+            1e-5,
+            f"{size} inputs: norm, product, bias and residual",
+        )
         assert_near(gemv(x, weight), x @ weight.t(), 1e-5, f"{size} inputs: the product alone")
     else:
         got = gemv(x, weight, norm=weights, gate=gate)
-        assert_near(got, F.silu(product[:, :20]) * product[:, 20:], 1e-5, f"{size} inputs: act(gate) * up")
+        assert_near(
+            got,
+            F.silu(product[:, :20]) * product[:, 20:],
+            1e-5,
+            f"{size} inputs: act(gate) * up",
+        )
 
 
 @torch.inference_mode()
 def test_a_gate_with_biases_is_applied_behind_them() -> None:
     """The kernels add a bias last, so a gated layer that has one takes the way of many tokens."""
-    weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(1, 48)
+    weight = torch.randn(40, 48)
+    bias = torch.randn(40)
+    x = torch.randn(1, 48)
     plain = torch.nn.Linear(48, 40, device=DEVICE)
-    plain.weight, plain.bias = (torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias))
+    plain.weight, plain.bias = (
+        torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias)
+    )
     layer = FusedLinear(plain)
-    assert add_way(layer) is not None
+    assert add_kernel(layer) is not None
     out = F.linear(x, weight, bias)
     got = layer(x.to(DEVICE), gate="silu").cpu()
-    assert_near(got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)")
+    assert_near(
+        got, F.silu(out[:, :20]) * out[:, 20:], 1e-5, "act(gate + its bias) * (up + its bias)"
+    )
 
 
 def test_which_layers_of_a_block_have_ways() -> None:
@@ -249,13 +340,17 @@ def test_which_layers_of_a_block_have_ways() -> None:
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
     assert len(blocks) == model.config.num_layers
     for block in blocks:
-        (direct,) = block.ways
+        (direct,) = block.kernels
         assert isinstance(direct, LatencyBlock)
-        linears = [(name, part) for name, part in block.named_modules() if isinstance(part, FusedLinear)]
-        ways = {name: way for name, part in linears for way in part.ways}
-        assert len(ways) == 4, f"layers with a direct way: {list(ways)}"
+        weight_loader = [
+            (name, part)
+            for name, part in block.named_modules()
+            if isinstance(part, FusedLinear)
+        ]
+        kernels = {name: way for name, part in weight_loader for way in part.kernels}
+        assert len(kernels) == 4, f"layers with a direct way: {list(kernels)}"
         assert not direct.few, "a few tokens have ways in another entry only"
-        waits = [name for name, way in ways.items() if not way.run_ahead]
+        waits = [name for name, way in kernels.items() if not way.run_ahead]
         index = block.self_attn.spec.index
         wanted = ["self_attn.qkv_proj"] if index == 0 else []
         assert waits == wanted, f"layer {index}: the next kernel may not run ahead of {waits}"
@@ -267,9 +362,13 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     before = generate(paged_cache.load(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
     calls, single = [], LatencyBlock.__call__
-    monkeypatch.setattr(LatencyBlock, "__call__", lambda self, *a: calls.append(1) or single(self, *a))
+    monkeypatch.setattr(
+        LatencyBlock, "__call__", lambda self, *a: calls.append(1) or single(self, *a)
+    )
     after = generate(engine_of(model, max_len=64, max_rows=1), [[5, 6, 7]], params)
-    assert [c.token_ids for c in after] == [c.token_ids for c in before], "not the tokens of phase 05"
+    assert [c.token_ids for c in after] == [c.token_ids for c in before], (
+        "not the tokens of phase 05"
+    )
     assert len(calls) == 2 * model.config.num_layers
 
 
@@ -278,4 +377,6 @@ def test_a_step_of_one_token_takes_the_direct_way(monkeypatch: pytest.MonkeyPatc
 def test_kernels_for_few_tokens_compile_for_a_gpu(capability: int) -> None:
     """And keep what they hold in registers, but for a few bytes: versions of the compiler differ by these."""
     found = spilled(capability)
-    assert len(found) == 4 and max(found) <= 16, f"bytes that do not fit into registers: {found}"
+    assert len(found) == 4 and max(found) <= 16, (
+        f"bytes that do not fit into registers: {found}"
+    )

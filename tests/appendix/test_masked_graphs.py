@@ -19,11 +19,11 @@ from common.request import Request
 from common.sampling import ops
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import TORCH, Allowed
+from common.sampling.sampler import TORCH, TokenBitmask
 from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedEngine
-from phases.appendix.guidance.loop import EarlyHalves
+from phases.appendix.guidance.loop import EarlyMaskLoop
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, must_obey
 from tests.schedules import check
 from tests.structured_kit import PROMPT, SMALL, text_of
@@ -52,25 +52,33 @@ def test_the_kernel_masks_what_torch_masks() -> None:
     device = kernels_run_on()
     made = torch.Generator().manual_seed(3)
     for vocab in (257, 32, 4096, 9001):
-        words = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), generator=made, dtype=torch.int32)
-        allowed = Allowed(words.to(device), torch.tensor([0, 2, 4], device=device))
+        words = torch.randint(
+            -(2**31), 2**31 - 1, (3, -(-vocab // 32)), generator=made, dtype=torch.int32
+        )
+        allowed = TokenBitmask(words.to(device), torch.tensor([0, 2, 4], device=device))
         for dtype in (torch.float32, torch.bfloat16):
             logits = torch.randn(6, vocab, generator=made).to(device, dtype)
             expected = ops.forbid(logits.clone(), allowed.words, allowed.places)
             forbid(logits, allowed)
             assert torch.equal(logits, expected), f"{vocab} tokens in {dtype}"
             forbid(wide := logits.new_zeros(vocab, 6).T, allowed)
-            assert torch.equal(wide == 0, expected > -math.inf), f"{vocab} tokens in columns, {dtype}"
-            padded = Allowed(allowed.words, torch.tensor([0, -1, -1], device=device))
+            assert torch.equal(wide == 0, expected > -math.inf), (
+                f"{vocab} tokens in columns, {dtype}"
+            )
+            padded = TokenBitmask(allowed.words, torch.tensor([0, -1, -1], device=device))
             room = logits.new_zeros(8, vocab)
             forbid(room[2:], padded)
             touched = room.any(1).nonzero().flatten().tolist()
-            assert touched in ([], [2]), f"padding masks places {[place - 2 for place in touched]}"
+            assert touched in ([], [2]), (
+                f"padding masks places {[place - 2 for place in touched]}"
+            )
     assert with_kernel(TORCH).forbid is not TORCH.forbid
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model, size: int) -> None:
+def test_a_first_half_leaves_the_logits_where_the_second_reads_them(
+    model: Model, size: int
+) -> None:
     """By a product that writes them there, where the output head is no more than that."""
     pytest.importorskip("triton")
     from cuda_graphs.capture import Capturer
@@ -85,13 +93,18 @@ def test_a_first_half_leaves_the_logits_where_the_second_reads_them(model: Model
         asked = list[object]()
         handle = kind.register_forward_hook(lambda *_, asked=asked: asked.append(_))
         masks, hidden = MaskInputs(16, model), torch.randn(size, model.config.hidden_size)
-        half = SimpleNamespace(size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64))
+        half = SimpleNamespace(
+            size=size, hidden=hidden, inputs=torch.ones(3, size, dtype=torch.int64)
+        )
         half.machine, half.pad = SimpleNamespace(model=model), lambda: None
         made = LogitsGraph(cast(Any, half), masks, Capturer(model.device))
         handle.remove()
         assert bool(asked) == (kind is not head), "logits are made somewhere, and copied"
         torch.testing.assert_close(made.logits, model.logits(hidden))
-        assert masks.logits[:size].data_ptr() == made.logits.data_ptr() and not masks.logits[size:].any()
+        assert (
+            masks.logits[:size].data_ptr() == made.logits.data_ptr()
+            and not masks.logits[size:].any()
+        )
 
 
 def obey_beside_free_rows(model: Model, **options: Any) -> None:
@@ -104,7 +117,9 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
     free = [SamplingParams(max_tokens=20, ignore_eos=True)] * 2
     done = engine.generate([PROMPT] * (len(bound) + 2), [*free, *bound])
     alone = engine.generate([PROMPT] * 2, free)
-    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], "a neighbour changes tokens"
+    assert [c.token_ids for c in done[:2]] == [c.token_ids for c in alone], (
+        "a neighbour changes tokens"
+    )
     for completion, name in zip(done[2:], names, strict=True):
         must_obey(completion, name)
     check(engine)
@@ -116,10 +131,10 @@ PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 
 def plan_of(engine: PagedEngine) -> Any:
     from cuda_graphs.runner import GraphRunner
-    from phases.appendix.masked_graphs.graphs import MaskedPlan
+    from phases.appendix.masked_graphs.graphs import MaskedGraphExecutor
 
     assert isinstance(engine.runner, GraphRunner)
-    return engine.runner.plan(MaskedPlan)
+    return engine.runner.plan(MaskedGraphExecutor)
 
 
 @pytest.fixture
@@ -134,7 +149,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def capture(self: Capturer, function: Any) -> Any:
         of = function.__self__
-        if isinstance(of, LogitsGraph | MaskedGraph) or (isinstance(of, DecodeGraph) and of.plan is None):
+        if isinstance(of, LogitsGraph | MaskedGraph) or (
+            isinstance(of, DecodeGraph) and of.plan is None
+        ):
             function()
         return function
 
@@ -158,30 +175,46 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
     first, rest = LogitsGraph.compute, MaskedGraph.compute
     with monkeypatch.context() as patch:
         patch.setattr(
-            LogitsGraph, "compute", lambda self: captured.append(self.half.at.tolist()) or first(self)
+            LogitsGraph,
+            "compute",
+            lambda self: captured.append(self.half.at.tolist()) or first(self),
         )
         patch.setattr(
-            MaskedGraph, "compute", lambda self: captured.append(self.first.inputs[1].tolist()) or rest(self)
+            MaskedGraph,
+            "compute",
+            lambda self: captured.append(self.first.inputs[1].tolist()) or rest(self),
         )
         engine = engine_of(model, **PLAIN, max_rows=4)
-    assert captured and all(set(at) == {-1} for at in captured), f"captured with somebody at {captured}"
+    assert captured and all(set(at) == {-1} for at in captured), (
+        f"captured with somebody at {captured}"
+    )
     graphs = plan_of(engine).graphs
-    assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], f"masked graphs: {sorted(graphs)}"
+    assert sorted(size for size, _ in graphs) == [1, 1, 2, 2, 4, 4], (
+        f"masked graphs: {sorted(graphs)}"
+    )
     replayed: Counter[tuple[int, Any]] = Counter()
     for key, graph in graphs.items():
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: replayed.update([key]) or replay()
     found = engine.generate([PROMPT] * 4, params)
-    assert sum(replayed.values()) == 4, f"of four masked decode steps {dict(replayed)} were graphs"
+    assert sum(replayed.values()) == 4, (
+        f"of four masked decode steps {dict(replayed)} were graphs"
+    )
     graphs.clear()
     eager = engine.generate([PROMPT] * 4, params)
     free = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 2, [params[0], params[3]])
-    for one, other in (*zip(found, eager, strict=True), (found[0], free[0]), (found[3], free[1])):
+    for one, other in (
+        *zip(found, eager, strict=True),
+        (found[0], free[0]),
+        (found[3], free[1]),
+    ):
         assert one.token_ids == other.token_ids, (
             f"prompt {one.index}: {one.token_ids} from graphs, {other.token_ids} without or alone"
         )
     for completion, allowed in zip(found[1:3], ("xyz", "0123456789"), strict=True):
-        assert set(text_of(completion)) <= set(allowed), f"{allowed} allow {text_of(completion)!r}"
+        assert set(text_of(completion)) <= set(allowed), (
+            f"{allowed} allow {text_of(completion)!r}"
+        )
     check(engine)
 
 
@@ -189,7 +222,12 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("calls")
 def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
     """With rows that become free, get new owners with nothing but one token to compute, and fail."""
-    options: dict[str, Any] = {**PLAIN, "max_rows": 7, "jump_forward": False, "speculate": False}
+    options: dict[str, Any] = {
+        **PLAIN,
+        "max_rows": 7,
+        "jump_forward": False,
+        "speculate": False,
+    }
     grammars = [Grammar.regex("[xyz]{30}"), Grammar.regex("[0-9]{30}")]
     lengths = [7, 3, 6, 7, 5, 7, 7]
     prompts, late = [[10 + n, 20 + n] for n in range(len(lengths))], [[40], [41]]
@@ -201,7 +239,7 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
         if not staging:
             plan.graphs.clear()
         else:
-            assert isinstance(engine.loop, EarlyHalves)
+            assert isinstance(engine.loop, EarlyMaskLoop)
 
             def noted(works: Sequence[Work]) -> None:
                 plan.stage(works)
@@ -212,32 +250,41 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
         requests = []
         for number, (prompt, most) in enumerate(zip(prompts, lengths, strict=True)):
             params = SamplingParams(
-                max_tokens=most, temperature=number % 2, seed=number, grammar=grammars[number % 2]
+                max_tokens=most,
+                temperature=number % 2,
+                seed=number,
+                grammar=grammars[number % 2],
             )
-            masks.settle(params)
+            masks.wait_until_compiled(params)
             requests += engine.add(prompt, params)
-        take_failed = masks.take_failed
+        take_failed = masks.pop_failed_requests
 
         def failed() -> list[tuple[Request, Exception]]:
             if len(requests[4].output_ids) == 2 and requests[4].finish_reason is None:
                 return [*take_failed(), (requests[4], RuntimeError("this one"))]
             return take_failed()
 
-        masks.take_failed = failed  # type: ignore[method-assign]
+        masks.pop_failed_requests = failed  # type: ignore[method-assign]
         waiting = list(late)
         while not engine.idle:
             engine.step()
             if requests[1].finish_reason is not None and waiting:
-                params = SamplingParams(max_tokens=3, temperature=1.0, seed=5, grammar=grammars[0])
+                params = SamplingParams(
+                    max_tokens=3, temperature=1.0, seed=5, grammar=grammars[0]
+                )
                 requests += [one for prompt in waiting for one in engine.add(prompt, params)]
                 waiting.clear()
         check(engine)
-        assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] + ["length"] * 4
+        assert [r.finish_reason for r in requests] == ["length"] * 4 + ["error"] + [
+            "length"
+        ] * 4
         return [request.output_ids for request in requests], staged
 
     (found, staged), (wanted, _) = outputs(True), outputs(False)
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert one == other, f"request {number}: {one} where steps are staged early, else {other}"
+        assert one == other, (
+            f"request {number}: {one} where steps are staged early, else {other}"
+        )
     assert len(staged) >= 3, f"steps that were staged early, by requests: {staged}"
 
 
@@ -245,4 +292,6 @@ def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
 def test_on_a_gpu(overlap: bool) -> None:
     model = forward.load_model("random:tiny", device="cuda", dtype="float32")
-    obey_beside_free_rows(model, overlap=overlap, kernels=True, graphs=True, max_rows=16, cache_bytes=1 << 22)
+    obey_beside_free_rows(
+        model, overlap=overlap, kernels=True, graphs=True, max_rows=16, cache_bytes=1 << 22
+    )

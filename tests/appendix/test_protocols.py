@@ -17,16 +17,20 @@ from tests.serving_kit import metrics, settle
 from tests.serving_kit import tokenizer as tokenizer
 
 SAID = [{"role": "user", "content": "How is it in Rome?"}]
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+}
 CITY |= {"additionalProperties": False}
 FLAT = {"type": "function", "name": "weather", "description": "", "parameters": CITY}
 THEIRS = {"name": "weather", "description": "", "input_schema": CITY}
-FEW = {"num_predict": 8, "temperature": 0}
+SMALL_BATCH = {"num_predict": 8, "temperature": 0}
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": SAID, "max_output_tokens": 8, "temperature": 0},
     "/v1/messages": {"messages": SAID, "max_tokens": 8, "temperature": 0},
-    "/api/chat": {"messages": SAID, "options": FEW, "stream": False},
-    "/api/generate": {"prompt": SAID[0]["content"], "options": FEW, "stream": False},
+    "/api/chat": {"messages": SAID, "options": SMALL_BATCH, "stream": False},
+    "/api/generate": {"prompt": SAID[0]["content"], "options": SMALL_BATCH, "stream": False},
 }
 WITH_TOOLS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": SAID, "tools": [FLAT], "tool_choice": "required",
@@ -36,7 +40,12 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-LONG = {"options": {"num_predict": 900}, "max_output_tokens": 900, "max_tokens": 900, "ignore_eos": True}
+LONG = {
+    "options": {"num_predict": 900},
+    "max_output_tokens": 900,
+    "max_tokens": 900,
+    "ignore_eos": True,
+}
 
 
 def events_of(asked: Asked) -> list[dict[str, Any]]:
@@ -67,9 +76,13 @@ def text_of(path: str, answer: dict[str, Any]) -> str:
 def streamed_text(path: str, events: list[dict[str, Any]]) -> str:
     match path:
         case "/v1/responses":
-            return "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+            return "".join(
+                e["delta"] for e in events if e["type"] == "response.output_text.delta"
+            )
         case "/v1/messages":
-            return "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
+            return "".join(
+                e["delta"]["text"] for e in events if e["type"] == "content_block_delta"
+            )
     return "".join(text_of(path, event) for event in events)
 
 
@@ -113,25 +126,38 @@ async def test_calls_and_their_answers(make, path):
     app = make()
     status, whole = await Client(app).post(path, WITH_TOOLS[path] | {"seed": 1})
     assert status == 200, whole
-    streamed = await Client(app).request(path, WITH_TOOLS[path] | {"seed": 1, "stream": True}).run()
+    streamed = (
+        await Client(app).request(path, WITH_TOOLS[path] | {"seed": 1, "stream": True}).run()
+    )
     events = events_of(streamed)
     if path == "/v1/responses":
         (call,) = whole["output"]
         arguments = json.loads(call["arguments"])
-        pieces = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
+        pieces = [
+            e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"
+        ]
         assert json.loads("".join(pieces)) == arguments and call["type"] == "function_call"
-        answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+        answer = {
+            "type": "function_call_output",
+            "call_id": call["call_id"],
+            "output": "sunny",
+        }
         more = {"input": [*SAID, call, answer], "max_output_tokens": 2}
         kept = {"input": [answer], "previous_response_id": whole["id"], "max_output_tokens": 2}
         assert (await Client(app).post(path, kept))[1]["usage"]["input_tokens"] > 0
     else:
         (call,) = whole["content"]
         arguments = call["input"]
-        pieces = [e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"]
+        pieces = [
+            e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"
+        ]
         assert json.loads("".join(pieces)) == arguments and whole["stop_reason"] == "tool_use"
         result = {"type": "tool_result", "tool_use_id": call["id"]}
         result |= {"content": [{"type": "text", "text": "sunny"}]}
-        turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        turns = [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
         more = {"messages": SAID + turns, "max_tokens": 2}
     assert arguments["city"] in ("Rome", "Oslo") and call["name"] == "weather"
     status, after = await Client(app).post(path, more | {"tools": WITH_TOOLS[path]["tools"]})
@@ -139,10 +165,19 @@ async def test_calls_and_their_answers(make, path):
 
 
 async def test_each_block_of_a_message_ends_once(make):
-    body = {"messages": SAID, "max_tokens": 400, "tools": [THEIRS], "tool_choice": {"type": "any"}}
+    body = {
+        "messages": SAID,
+        "max_tokens": 400,
+        "tools": [THEIRS],
+        "tool_choice": {"type": "any"},
+    }
     app, most = make(), 0
     for seed in range(8):
-        streamed = await Client(app).request("/v1/messages", body | {"seed": seed, "stream": True}).run()
+        streamed = (
+            await Client(app)
+            .request("/v1/messages", body | {"seed": seed, "stream": True})
+            .run()
+        )
         events = [(event["type"], event.get("index")) for event in events_of(streamed)]
         begun = [index for kind, index in events if kind == "content_block_start"]
         ended = [index for kind, index in events if kind == "content_block_stop"]
@@ -152,7 +187,9 @@ async def test_each_block_of_a_message_ends_once(make):
 
 
 async def test_what_is_no_object_is_no_format(make):
-    status, said = await Client(make()).post("/v1/responses", {"input": "a", "text": {"format": 5}})
+    status, said = await Client(make()).post(
+        "/v1/responses", {"input": "a", "text": {"format": 5}}
+    )
     assert (status, said["error"]["param"]) == (400, "text.format")
 
 
@@ -176,13 +213,24 @@ async def test_a_conversation_goes_on_from_a_response_within_a_bound(make):
     app = make()
     body = REQUESTS["/v1/responses"] | {"instructions": "Be brief."}
     first = (await Client(app).post("/v1/responses", body))[1]
-    more = {"input": "And in Oslo?", "max_output_tokens": 2, "previous_response_id": first["id"]}
+    more = {
+        "input": "And in Oslo?",
+        "max_output_tokens": 2,
+        "previous_response_id": first["id"],
+    }
     kept = (await Client(app).post("/v1/responses", more))[1]["usage"]["input_tokens"]
     said = [*SAID, {"role": "assistant", "content": text_of("/v1/responses", first)}]
-    whole = {"input": [*said, {"role": "user", "content": "And in Oslo?"}], "max_output_tokens": 2}
+    whole = {
+        "input": [*said, {"role": "user", "content": "And in Oslo?"}],
+        "max_output_tokens": 2,
+    }
     assert (await Client(app).post("/v1/responses", whole))[1]["usage"]["input_tokens"] == kept
-    unkept = (await Client(app).post("/v1/responses", REQUESTS["/v1/responses"] | {"store": False}))[1]
-    status, error = await Client(app).post("/v1/responses", more | {"previous_response_id": unkept["id"]})
+    unkept = (
+        await Client(app).post("/v1/responses", REQUESTS["/v1/responses"] | {"store": False})
+    )[1]
+    status, error = await Client(app).post(
+        "/v1/responses", more | {"previous_response_id": unkept["id"]}
+    )
     assert (status, error["error"]["param"]) == (404, "previous_response_id")
 
 
@@ -203,7 +251,9 @@ def test_one_client_cannot_push_out_the_conversations_of_others():
     for number in range(3 * MOST_KEPT):
         kept.keep(str(number), said, b"another")
     for number in range(40):
-        kept.keep(f"large {number}", [{"role": "user", "content": "x" * (2 << 20)}], b"another")
+        kept.keep(
+            f"large {number}", [{"role": "user", "content": "x" * (2 << 20)}], b"another"
+        )
     assert kept.find("mine") == said and kept.size <= MOST_BYTES // SHARE + 100
 
 
@@ -212,6 +262,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an image": ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "input"),
     "several": ("/v1/responses", {"n": 2}, "n"),
     "temperature": ("/v1/responses", {"temperature": -1}, "temperature"),
+    "a high temperature": ("/v1/responses", {"temperature": 2.1}, "temperature"),
+    "a role": ("/v1/messages", {"messages": [{"role": "boss", "content": "hi"}]}, "messages"),
+    "a role of Ollama's": ("/api/chat", {"messages": [{"role": "boss", "content": "hi"}]}, "messages"),
     "a schema that is none": ("/v1/responses", {"text": {"format": {"type": "x"}}}, "text.format"),
     "no messages": ("/v1/messages", {"messages": []}, "messages"),
     "another part": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -237,19 +290,55 @@ async def test_what_is_wrong_is_named_in_the_form_of_the_route(make, path, body,
     if path.startswith("/api/"):
         assert isinstance(found["error"], str) and found["param"] == field, found
     else:
-        assert found["error"]["param"] == field and found["error"]["type"] == "invalid_request_error", found
+        assert (
+            found["error"]["param"] == field
+            and found["error"]["type"] == "invalid_request_error"
+        ), found
         assert (found.get("type") == "error") == (path == "/v1/messages")
+    await settle(app)
+
+
+@pytest.mark.parametrize("seed", [-1, -2])
+async def test_of_ollama_s_seeds_minus_one_is_none(make, seed):
+    """And its temperatures go beyond OpenAI's 2, at which a tiny model's texts are all different."""
+    app, texts = make(), set()
+    options = {"num_predict": 30, "temperature": 3, "seed": seed}
+    for _ in range(3):
+        status, answer = await Client(app).post(
+            "/api/chat", REQUESTS["/api/chat"] | {"options": options}
+        )
+        assert status == 200, answer
+        texts.add(answer["message"]["content"])
+    assert len(texts) == (3 if seed == -1 else 1)
+    await settle(app)
+
+
+@pytest.mark.parametrize("most", [-1, -2, -9])
+async def test_ollama_s_num_predict_below_zero_is_as_many_as_there_is_room_for(make, most):
+    app = make()
+    body = REQUESTS["/api/generate"] | {
+        "options": {"num_predict": most, "temperature": 0, "ignore_eos": True}
+    }
+    status, answer = await Client(app).post("/api/generate", body)
+    assert status == 200 and answer["done_reason"] == "length", answer
+    assert answer["eval_count"] > 100
     await settle(app)
 
 
 @pytest.mark.parametrize("path", REQUESTS)
 async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
-    app = make(keys=("secret",), limits=Limits(max_queue=1, max_requests=1, max_body_bytes=2000))
+    app = make(
+        keys=("secret",), limits=Limits(max_queue=1, max_requests=1, max_body_bytes=2000)
+    )
     assert (await Client(app).post(path, REQUESTS[path]))[0] == 401
     for headers in ({"authorization": "Bearer secret"}, {"x_api_key": "secret"}):
         assert (await Client(app).post(path, REQUESTS[path], **headers))[0] == 200
-    assert (await Client(app).post(path, REQUESTS[path] | {"x": "y" * 2000}, **headers))[0] == 413
-    assert (await Client(app).post(path, REQUESTS[path] | {"model": "other"}, **headers))[0] == 404
+    assert (await Client(app).post(path, REQUESTS[path] | {"x": "y" * 2000}, **headers))[
+        0
+    ] == 413
+    assert (await Client(app).post(path, REQUESTS[path] | {"model": "other"}, **headers))[
+        0
+    ] == 404
     key = {"x-api-key": "secret"}
     running = Client(app).request(path, REQUESTS[path] | LONG | {"stream": True}, headers=key)
     task = asyncio.ensure_future(running.run())
@@ -258,7 +347,9 @@ async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
     assert (await Client(app).post(path, REQUESTS[path], **headers))[0] == 429
     running.leave()
     await task
-    assert {(path, 200), (path, 401), (path, 413), (path, 404), (path, 429)} <= set(metrics(app).answers)
+    assert {(path, 200), (path, 401), (path, 413), (path, 404), (path, 429)} <= set(
+        metrics(app).answers
+    )
     assert metrics(app).generated > 0 and metrics(app).prompted > 0
     await settle(app)
 
@@ -273,12 +364,16 @@ async def test_an_error_ends_a_stream_in_its_form(make, path):
     app.engine.die()
     await task
     last = b"".join(asked.chunks).decode().rstrip("\n").splitlines()[-1]
-    assert "the engine has ended" in str(json.loads(last.removeprefix("data: "))["error"]), last
+    assert "the engine has ended" in str(json.loads(last.removeprefix("data: "))["error"]), (
+        last
+    )
 
 
 async def test_stop_sequences_are_named(make):
     app = make()
-    text = text_of("/v1/messages", (await Client(app).post("/v1/messages", REQUESTS["/v1/messages"]))[1])
+    text = text_of(
+        "/v1/messages", (await Client(app).post("/v1/messages", REQUESTS["/v1/messages"]))[1]
+    )
     stop = text[3:5]
     body = REQUESTS["/v1/messages"] | {"stop_sequences": ["never", stop]}
     found = (await Client(app).post("/v1/messages", body))[1]
@@ -295,7 +390,11 @@ async def test_a_whole_call_is_why_a_message_ends_whatever_stops_it(make):
 
 async def test_tokens_are_counted_as_a_message_takes_them(make):
     app = make()
-    body = {"messages": SAID, "system": [{"type": "text", "text": "Be brief."}], "tools": [THEIRS]}
+    body = {
+        "messages": SAID,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [THEIRS],
+    }
     counted = (await Client(app).post("/v1/messages/count_tokens", body))[1]["input_tokens"]
     used = (await Client(app).post("/v1/messages", body | {"max_tokens": 1}))[1]["usage"]
     assert counted == used["input_tokens"] + used["cache_read_input_tokens"] > 20
@@ -305,16 +404,25 @@ async def test_the_model_is_shown_to_ollamas_clients(make):
     app = make()
     (model,) = (await Client(app).request("/api/tags", b"", "GET").run()).json()["models"]
     shown = (await Client(app).post("/api/show", {"model": model["name"]}))[1]
-    assert (await Client(app).post("/api/chat", REQUESTS["/api/chat"] | {"model": model["name"]}))[0] == 200
-    assert "completion" in shown["capabilities"] and shown["model_info"]["ladder.context_length"] > 0
+    assert (
+        await Client(app).post("/api/chat", REQUESTS["/api/chat"] | {"model": model["name"]})
+    )[0] == 200
+    assert (
+        "completion" in shown["capabilities"]
+        and shown["model_info"]["ladder.context_length"] > 0
+    )
     assert (await Client(app).request("/api/version", b"", "GET").run()).json()["version"]
 
 
-@pytest.mark.parametrize(("more", "status"), [({}, 200), ({"origin": "https://example.org"}, 415)])
+@pytest.mark.parametrize(
+    ("more", "status"), [({}, 200), ({"origin": "https://example.org"}, 415)]
+)
 async def test_curl_without_a_content_type_is_taken_and_a_page_is_not(make, more, status):
     headers = {"content-type": "application/x-www-form-urlencoded"} | more
     body = {"prompt": "a", "max_tokens": 1}
     asked = await Client(make()).request("/v1/completions", body, headers=headers).run()
     assert asked.status == status
     plain = headers | {"content-type": "text/plain"}
-    assert (await Client(make()).request("/v1/completions", body, headers=plain).run()).status == 415
+    assert (
+        await Client(make()).request("/v1/completions", body, headers=plain).run()
+    ).status == 415

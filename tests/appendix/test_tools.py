@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
 from forward.loading import random_model
 from forward.shapes import SHAPES
@@ -33,7 +34,10 @@ from tests.structured_kit import mask
 DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": DAYS}}
 CITY |= {"required": ["city", "days"], "additionalProperties": False}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "", "parameters": CITY}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "", "parameters": CITY},
+}
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 NOW = {"type": "function", "function": {"name": "now"}}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -44,7 +48,9 @@ def templated(folder: Path, template: Any) -> Tokenizer:
     """A tokenizer with this chat template."""
     tokenizer_for(folder, 257)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": template})
+    )
     return Tokenizer(folder)
 
 
@@ -65,9 +71,13 @@ def test_the_format_is_read_off_the_template_or_described(tmp_path, template):
 
 def written(format: CallFormat, calls: list[tuple[str, str]], text: str = "") -> str:
     """What a model writes, by hand: independent of the grammar."""
-    each = [f'{{"name": "{name}", "{format.arguments}": {arguments}}}' for name, arguments in calls]
+    each = [
+        f'{{"name": "{name}", "{format.arguments}": {arguments}}}' for name, arguments in calls
+    ]
     before = format.trigger + format.before
-    return text + before + f"{format.after}\n{before}".join(each) + format.after if each else text
+    return (
+        text + before + f"{format.after}\n{before}".join(each) + format.after if each else text
+    )
 
 
 GOOD = [
@@ -99,7 +109,9 @@ def test_grammars_take_calls_that_follow_their_schema_and_no_others(backend, tok
         grammar = format.grammar(tools, **{"must": False, "several": True, **how})
         matcher, ids = backend.compile(grammar).matcher(), tokenizer.encode(text)
         found = matcher.advance(ids) == len(ids) and 0 in mask(matcher, 257)
-        assert found is expected, f"{name}, {how}: the output {text!r} is {'taken' if found else 'refused'}"
+        assert found is expected, (
+            f"{name}, {how}: the output {text!r} is {'taken' if found else 'refused'}"
+        )
 
     for calls in GOOD:
         single = len(calls) == 1
@@ -132,7 +144,9 @@ def test_calls_are_found_however_the_text_is_cut(name, size):
     tricky = '{"city": "a\\"}}]</tool_call><tool_call>", "days": {"x": ["]", {}]}}'
     calls = [("weather", tricky)] if name == "llama" else [("weather", tricky), ("now", "{}")]
     text = written(format, calls, "" if name == "llama" else "One < two <tool.\n\n")
-    reader, content, pieces = CallReader(format), "", dict[int, str]()
+    reader = CallReader(format)
+    content = ""
+    pieces = dict[int, str]()
     for at in range(0, len(text), size):
         for delta in reader.read(text[at : at + size], at + size >= len(text)):
             content += delta.get("content", "")
@@ -148,7 +162,9 @@ def test_calls_are_found_however_the_text_is_cut(name, size):
     found = [tuple(call["function"].values()) for call in reader.calls]
     assert found == calls, f"{where}: the calls were read as {found}"
     for place, (_, arguments) in enumerate(calls):
-        assert pieces[place] == arguments, f"{where}: arguments {place} were told as {pieces[place]!r}"
+        assert pieces[place] == arguments, (
+            f"{where}: arguments {place} were told as {pieces[place]!r}"
+        )
     assert reader.complete, f"{where}: the last call is not taken for whole"
     assert len({call["id"] for call in reader.calls}) == len(calls)
 
@@ -159,9 +175,15 @@ def test_text_without_calls_is_left_as_it_is(name):
         for size in (1, 3, 100):
             reader = CallReader(FORMATS[name])
             pieces = [text[at : at + size] for at in range(0, max(1, len(text)), size)]
-            deltas = [delta for n, p in enumerate(pieces) for delta in reader.read(p, n == len(pieces) - 1)]
+            deltas = [
+                delta
+                for n, p in enumerate(pieces)
+                for delta in reader.read(p, n == len(pieces) - 1)
+            ]
             found = "".join(delta["content"] for delta in deltas)
-            assert found == text and not reader.calls, f"{text!r} in pieces of {size} became {found!r}"
+            assert found == text and not reader.calls, (
+                f"{text!r} in pieces of {size} became {found!r}"
+            )
 
 
 def test_a_call_that_was_cut_off_is_not_complete():
@@ -192,15 +214,27 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize(("fields", "param", "words"), WRONG.values(), ids=WRONG)
 async def test_what_is_wrong_with_tools_is_named(make, fields, param, words):
     status, found = await Client(make()).post("/v1/chat/completions", SAID | fields)
-    assert (status, found["error"]["param"]) == (400, param) and words in found["error"]["message"], found
+    assert (status, found["error"]["param"]) == (400, param) and words in found["error"][
+        "message"
+    ], found
 
 
 def test_conversations_with_calls(tokenizer):
     """What OpenAI's client sends back of an answer: nulls, and arguments as a text of JSON."""
-    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": [1]}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "now", "arguments": '{"a": [1]}'},
+    }
     said = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [call]},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "annotations": [],
+            "tool_calls": [call],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
         {"role": "assistant", "content": "noon", "tool_calls": None, "audio": None},
     ]
@@ -208,15 +242,34 @@ def test_conversations_with_calls(tokenizer):
     shown = tokenizer.chat_template.conversation(made)
     assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
     for place, field in ((1, "refusal"), (1, "annotations"), (3, "tool_calls"), (3, "audio")):
-        assert field not in shown[place], f"messages[{place}].{field} was null, and the template gets it"
+        assert field not in shown[place], (
+            f"messages[{place}].{field} was null, and the template gets it"
+        )
     text = tokenizer.decode(tokenizer.chat(made, tools=[NOW]))
     assert '<tool_call>\n{"name": "now", "arguments": {"a": [1]}}\n</tool_call>' in text
     assert "tool: 12:00" in text and text.startswith("tools: [")
-    for arguments in ("{", '{"a": ', "[]", "7", "", None):  # what a model has written, or was cut off at
-        broken = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    for arguments in (
+        "{",
+        '{"a": ',
+        "[]",
+        "7",
+        "",
+        None,
+    ):  # what a model has written, or was cut off at
+        broken = [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+            }
+        ]
         assert conversation(broken)[0]["tool_calls"][0]["function"]["arguments"] == {}
     for arguments in (5, ["a"]):  # what no client means
-        broken = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+        broken = [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+            }
+        ]
         with pytest.raises(ApiError, match="arguments must be an object"):
             conversation(broken)
     with pytest.raises(ApiError, match="has a name"):
@@ -226,11 +279,15 @@ def test_conversations_with_calls(tokenizer):
 def test_a_tool_that_cannot_be_compiled_is_named(backend):
     bad = {"type": "object", "not": {}}
     for name, format in FORMATS.items():
-        grammar = format.grammar([("now", NOTHING), ("wea-ther", bad)], must=True, several=True)
+        grammar = format.grammar(
+            [("now", NOTHING), ("wea-ther", bad)], must=True, several=True
+        )
         with pytest.raises(UserError) as said:
             backend.compile(grammar)
         found = refusal(str(said.value), grammar)
-        assert found.startswith("tools: the parameters of 'wea-ther' are refused: "), f"{name}: {found}"
+        assert found.startswith("tools: the parameters of 'wea-ther' are refused: "), (
+            f"{name}: {found}"
+        )
         assert "not" in found and "llguidance" not in found, f"{name}: {found}"
     assert refusal("(x) takes longer", grammar) == "tools cannot be compiled: (x) takes longer"
 
@@ -265,10 +322,14 @@ def test_what_was_valid_stays_valid_and_what_is_left_out_is_named(name: str) -> 
     left = list[str]()
     made = exact(schema, left=left)
     assert left == [f"#/{name}" for name in names]
-    strict = jsonschema.Draft202012Validator({k: v for k, v in schema.items() if v is not None})
+    strict = jsonschema.Draft202012Validator(
+        {k: v for k, v in schema.items() if v is not None}
+    )
     loose = jsonschema.Draft202012Validator(made)
     for value in GIVEN:
-        assert loose.is_valid(value) or not strict.is_valid(value), f"{value} is valid, and no longer taken"
+        assert loose.is_valid(value) or not strict.is_valid(value), (
+            f"{value} is valid, and no longer taken"
+        )
 
 
 def test_nothing_of_an_ordinary_schema_is_lost_and_nonsense_breaks_nothing() -> None:
@@ -289,22 +350,37 @@ async def streamed_deltas(app: Any, body: dict[str, Any]) -> list[dict[str, Any]
 @pytest.mark.parametrize("most", [1, 16, 30, 45])
 async def test_a_call_that_is_cut_is_told_alike_at_once_and_in_pieces(make, most):
     app = make()
-    body = SAID | {"tools": [WEATHER], "tool_choice": "required", "max_tokens": most, "seed": 1}
+    body = SAID | {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_tokens": most,
+        "seed": 1,
+    }
     (whole,) = (await Client(app).post("/v1/chat/completions", body))[1]["choices"]
     deltas = await streamed_deltas(app, body)
     content = "".join(delta.get("content", "") for delta in deltas)
     said = whole["message"]["content"] or ""
-    assert said == content, f"after {most} tokens the content is {said!r}, and in a stream {content!r}"
-    assert not said or most == 1, f"after {most} tokens of a call its beginning is content: {said!r}"
+    assert said == content, (
+        f"after {most} tokens the content is {said!r}, and in a stream {content!r}"
+    )
+    assert not said or most == 1, (
+        f"after {most} tokens of a call its beginning is content: {said!r}"
+    )
     called = sum("id" in one for delta in deltas for one in delta.get("tool_calls", []))
     assert len(whole["message"].get("tool_calls", [])) == called
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
 async def test_calls_are_made_where_they_must_be(make, choice):
     """At a high temperature, with random weights: only the grammar can make these calls."""
     app = make()
-    body = SAID | {"tools": [WEATHER, NOW], "tool_choice": choice, "parallel_tool_calls": False}
+    body = SAID | {
+        "tools": [WEATHER, NOW],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
     body |= {"max_tokens": 400, "return_token_ids": True}
     for seed in range(3):
         more = body | {"seed": seed}
@@ -312,20 +388,34 @@ async def test_calls_are_made_where_they_must_be(make, choice):
         assert status == 200, whole
         (answer,) = whole["choices"]
         made = answer["message"].get("tool_calls", [])
-        assert len(made) == 1, f"seed {seed}, tool_choice {choice}: {len(made)} calls were made, not one"
+        assert len(made) == 1, (
+            f"seed {seed}, tool_choice {choice}: {len(made)} calls were made, not one"
+        )
         (call,) = made
-        assert answer["finish_reason"] == "tool_calls", f"a call was made, and the end is {answer}"
+        assert answer["finish_reason"] == "tool_calls", (
+            f"a call was made, and the end is {answer}"
+        )
         assert answer["message"]["content"] is None
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         jsonschema.validate(arguments, {"weather": CITY, "now": NOTHING}[name])
-        assert choice == "required" or name == "weather", "another function was called than the named one"
+        assert choice == "required" or name == "weather", (
+            "another function was called than the named one"
+        )
 
-        streamed = await Client(app).request("/v1/chat/completions", more | {"stream": True}).run()
+        streamed = (
+            await Client(app).request("/v1/chat/completions", more | {"stream": True}).run()
+        )
         pieces = [event["choices"][0] for event in streamed.events()[:-1]]
         calls = [c for piece in pieces for c in piece["delta"].get("tool_calls", [])]
-        assert calls[0]["function"]["name"] == name and calls[0]["id"] and calls[0]["type"] == "function"
+        assert (
+            calls[0]["function"]["name"] == name
+            and calls[0]["id"]
+            and calls[0]["type"] == "function"
+        )
         assert all(set(c) == {"index", "function"} and c["index"] == 0 for c in calls[1:])
-        assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
+        assert (
+            "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
+        )
         assert pieces[-1]["finish_reason"] == "tool_calls"
         ids = [token for piece in pieces for token in piece.get("token_ids", [])]
         assert ids == answer["token_ids"], "tokens are missing, or told twice"
@@ -337,7 +427,9 @@ LLAMAS = """{{ tools | tojson }}{{ messages[0].content }}{# ipython '{"name": "'
 async def test_other_families_call_as_they_were_taught(tmp_path):
     made = templated(tmp_path, LLAMAS)
     wide = replace(SHAPES["tiny"], vocab_size=300, eos_token_ids=(0,))
-    engine = load(random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made)
+    engine = load(
+        random_model(wide, device="cpu", dtype=torch.float32), max_rows=2, tokenizer=made
+    )
     app = whole_app(Loopback(engine), made, "tiny")
     body = SAID | {"tools": [WEATHER], "max_tokens": 400}
     body |= {"tool_choice": "required", "parallel_tool_calls": False}
@@ -359,7 +451,9 @@ async def test_either_a_call_or_the_format(make):
     body = SAID | {"tools": [NOW], "response_format": form}
     kinds = set()
     more = [body | {"seed": seed, "max_tokens": 300, "temperature": 2.0} for seed in range(12)]
-    answers = await asyncio.gather(*(Client(app).post("/v1/chat/completions", one) for one in more))
+    answers = await asyncio.gather(
+        *(Client(app).post("/v1/chat/completions", one) for one in more)
+    )
     for status, found in answers:
         assert status == 200, found
         (answer,) = found["choices"]
@@ -371,4 +465,20 @@ async def test_either_a_call_or_the_format(make):
     assert {"stop", "tool_calls"} <= kinds, f"only {kinds} came in {len(answers)} tries"
     other = SAID | {"tools": [NOW], "guided_regex": "a+"}
     status, found = await Client(app).post("/v1/chat/completions", other)
-    assert (status, found["error"]["param"]) == (400, "guided_regex"), "a call or another grammar"
+    assert (status, found["error"]["param"]) == (400, "guided_regex"), (
+        "a call or another grammar"
+    )
+
+
+@pytest.mark.parametrize("said", [{"content": None}, {}, {"content": ""}, {"content": "so"}])
+def test_a_content_beside_calls_reaches_the_template_as_it_was_sent(said) -> None:
+    """Templates of DeepSeek's kind write calls in another form where the content is none."""
+    source = (
+        "{% for m in messages if m.tool_calls %}{% if m['content'] is none %}only{% else %}"
+        "{{ m['content'] }} and{% endif %} {{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = conversation([{"role": "assistant", "tool_calls": [call], **said}])
+    template = ChatTemplate(source, {})
+    found = template.render(template.conversation(messages), add_generation_prompt=True)
+    assert found == ("only f" if said.get("content") is None else f"{said['content']} and f")

@@ -21,7 +21,9 @@ HERE = device_folder("cpu", device_name(CPU))
 def evidence(rate: float) -> Evidence:
     metrics = {"output_tokens_per_s": Metric((rate,))}
     return collect(
-        "01_forward", [Run("01_forward", "a-work", "0" * 64, "m", "real", "float32", metrics)], CPU
+        "01_forward",
+        [Run("01_forward", "a-work", "0" * 64, "m", "real", "float32", metrics)],
+        CPU,
     )
 
 
@@ -36,7 +38,9 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     monkeypatch.setattr(benches, "cache_home", lambda: cache)
     recorded = replace(evidence(10.0), seconds=300.0)
     monkeypatch.setattr(benches, "results", lambda: {HERE: {"01_forward": recorded}})
-    module = SimpleNamespace(run=lambda options: evidence(20.0), draw=lambda _, out: out.write_bytes(b"png"))
+    module = SimpleNamespace(
+        run=lambda options: evidence(20.0), draw=lambda _, out: out.write_bytes(b"png")
+    )
     monkeypatch.setattr(benches, "_module", lambda name: module)
     return checkout, cache
 
@@ -64,7 +68,9 @@ def test_a_benchmark_leaves_the_checkout_alone(
     shown = capsys.readouterr()
     assert "recorded run took 5 min" in shown.err, "how long it takes is said before it starts"
     row = next(line for line in shown.out.splitlines() if line.startswith("01_forward "))
-    assert row.split()[1:] == ["20", "10", "2.00×"], "the result stands beside the recorded one"
+    assert row.split()[1:] == ["20", "10", "2.00×"], (
+        "the result stands beside the recorded one"
+    )
 
 
 def test_only_record_replaces_evidence(homes: tuple[Path, Path]) -> None:

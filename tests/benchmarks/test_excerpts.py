@@ -38,7 +38,9 @@ def folder(tmp_path: Path) -> Path:
 
 def shown(words: str, folder: Path) -> str:
     """What stands between the two comments after filling in."""
-    filled = fill(f"Text.\n<!-- code: {words} -->\nold\n<!-- /code -->\n".replace("old\n", ""), folder)
+    filled = fill(
+        f"Text.\n<!-- code: {words} -->\nold\n<!-- /code -->\n".replace("old\n", ""), folder
+    )
     assert fill(filled, folder) == filled, "filling in twice changes something"
     return filled.split("-->\n", 1)[1].split("<!-- /code")[0]
 
@@ -55,7 +57,9 @@ def test_the_places_of_a_request_are_fresh() -> None:
     text = page.read_text(encoding="utf-8")
     assert fill(text, page.parent) == text, "run `python -m benchmarks.tables`"
     classes = re.findall(r"<!-- at: \S+ (\w+)", text)
-    assert len(classes) >= 15, "the page follows a request through fewer stations than there are"
+    assert len(classes) >= 15, (
+        "the page follows a request through fewer stations than there are"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,4 +84,6 @@ def test_a_lesson_shows_the_lines_that_carry_its_idea(phase: Phase) -> None:
     lines = sum(len(block.splitlines()) - 5 for block in blocks)
     assert 10 <= lines <= 40, f"the lesson of {phase.name} shows {lines} lines of its code"
     section = re.search(r"^## 3\..*?^## 4\.", lesson, re.M | re.DOTALL)
-    assert section is not None and EXCERPT.search(section[0]), f"{phase.name}: no code in section 3"
+    assert section is not None and EXCERPT.search(section[0]), (
+        f"{phase.name}: no code in section 3"
+    )

@@ -16,13 +16,19 @@ from phases.commands import benches
 pytestmark = pytest.mark.slow
 
 RECORDED = {
-    f"{folder}/{name}": found for folder, all_of in results().items() for name, found in all_of.items()
+    f"{folder}/{name}": found
+    for folder, all_of in results().items()
+    for name, found in all_of.items()
 }
-DRAWN = [name for name, found in RECORDED.items() if hasattr(benches._module(found.phase), "draw")]
+DRAWN = [
+    name for name, found in RECORDED.items() if hasattr(benches._module(found.phase), "draw")
+]
 
 
 @pytest.fixture
-def figure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path) -> Figure:
+def figure(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path
+) -> Figure:
     """What `ladder plot` saves, with warnings as errors: an empty legend is one."""
     saved: list[Figure] = []
     original = Figure.savefig
@@ -43,7 +49,10 @@ def figure(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_
 
 @pytest.mark.parametrize(
     "figure",
-    [pytest.param(name, marks=pytest.mark.long) if name.startswith("cpu/") else name for name in DRAWN],
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.startswith("cpu/") else name
+        for name in DRAWN
+    ],
     indirect=True,
 )
 def test_titles_say_something_and_nothing_is_cut_or_covered(figure: Figure) -> None:
@@ -51,7 +60,9 @@ def test_titles_say_something_and_nothing_is_cut_or_covered(figure: Figure) -> N
     titles = [axes.title if axes.get_title() else axes._left_title for axes in figure.axes]
     for axes, title in zip(figure.axes, titles, strict=True):
         assert title.get_text(), "a panel has no title"
-        assert axes.lines or axes.patches or axes.collections, f"{title.get_text()!r}: the panel is empty"
+        assert axes.lines or axes.patches or axes.collections, (
+            f"{title.get_text()!r}: the panel is empty"
+        )
         if legend := axes.get_legend():
             box = legend.get_window_extent()
             covered = [bar for bar in axes.patches if bar.get_window_extent().overlaps(box)]
@@ -68,10 +79,15 @@ def test_titles_say_something_and_nothing_is_cut_or_covered(figure: Figure) -> N
         if low <= label.get_position()[at] <= high  # others are not drawn
     ]
     texts = [*titles, *(text for axes in figure.axes for text in axes.texts), *ticks]
-    for text in (*(text for text in texts if text.get_text() and text.get_visible()), *legends):
+    for text in (
+        *(text for text in texts if text.get_text() and text.get_visible()),
+        *legends,
+    ):
         box = text.get_window_extent()
         name = text.get_text() if isinstance(text, Text) else "the legend"
-        inside = box.x0 >= -1 and box.x1 <= whole.x1 + 1 and box.y0 >= -1 and box.y1 <= whole.y1 + 1
+        inside = (
+            box.x0 >= -1 and box.x1 <= whole.x1 + 1 and box.y0 >= -1 and box.y1 <= whole.y1 + 1
+        )
         assert inside, f"{name!r} is cut: it spans {box} of {whole}"
     for one, other in combinations(titles, 2):
         assert not one.get_window_extent().overlaps(other.get_window_extent()), (
@@ -87,4 +103,6 @@ def test_every_figure_is_a_click_from_a_document() -> None:
 
 def test_every_figure_in_the_repository_is_of_evidence() -> None:
     found = {f"{path.parent.name}/{path.stem}" for path in FIGURES.glob("*/*.png")}
-    assert found == set(DRAWN), "run `ladder plot`, and remove the figures of evidence that is gone"
+    assert found == set(DRAWN), (
+        "run `ladder plot`, and remove the figures of evidence that is gone"
+    )

@@ -24,14 +24,22 @@ def engine() -> Iterator[PagedEngine]:
     made = loaded(model, max_rows=16, max_len=64, speculate=False)
     hostile_grammars.alone(hostile_grammars.schemas(1, distinct=False)["known 0"], made)
     yield made
-    assert made.idle and not made.scheduler.running, "a hostile grammar has left something behind"
+    assert made.idle and not made.scheduler.running, (
+        "a hostile grammar has left something behind"
+    )
 
 
 @pytest.mark.parametrize("name", GIVEN)
 @pytest.mark.slow
-def test_a_hostile_grammar_is_refused_or_served_at_once(name: str, engine: PagedEngine) -> None:
-    begun = time.process_time()  # what the machine's other work takes is not the grammar's fault
+def test_a_hostile_grammar_is_refused_or_served_at_once(
+    name: str, engine: PagedEngine
+) -> None:
+    begun = (
+        time.process_time()
+    )  # what the machine's other work takes is not the grammar's fault
     _, grown = hostile_grammars.alone(GIVEN[name], engine)
     seconds = time.process_time() - begun
-    assert seconds < MOST_SECONDS, f"{name}: {seconds:.2f} s of processor, but at most {MOST_SECONDS}"
+    assert seconds < MOST_SECONDS, (
+        f"{name}: {seconds:.2f} s of processor, but at most {MOST_SECONDS}"
+    )
     assert grown < MOST_BYTES, f"{name}: the process has grown by {grown / 1e6:.0f} MB"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.loadtest import command as load
-from benchmarks.loadtest.loops import Plan, poisson, run
+from benchmarks.loadtest.loops import LoadPlan, poisson, run
 from benchmarks.loadtest.report import Goal, summarize
 from benchmarks.loadtest.user import Outcome, Target, ask
 from common.errors import UserError
@@ -28,7 +28,9 @@ def server() -> Iterator[Running]:
 
 
 def outcome(started: float, times: list[float], tokens: int = 0, status: int = 200) -> Outcome:
-    return Outcome(started, times, tokens or len(times), times[-1] if times else started, status)
+    return Outcome(
+        started, times, tokens or len(times), times[-1] if times else started, status
+    )
 
 
 def test_percentiles_and_goodput():
@@ -39,7 +41,9 @@ def test_percentiles_and_goodput():
     found = summarize([good, late, rough, failed], Goal(first_ms=500, gap_ms=200))
     assert (found["requests"], found["failed"], found["output_tokens"]) == (4, 1, 7)
     assert found["seconds"] == pytest.approx(3.1)
-    assert found["ttft_ms_p50"] == pytest.approx(100) and found["e2e_ms_p99"] == pytest.approx(3058, abs=1)
+    assert found["ttft_ms_p50"] == pytest.approx(100) and found["e2e_ms_p99"] == pytest.approx(
+        3058, abs=1
+    )
     assert found["itl_ms_p50"] == pytest.approx(100)
     assert found["goodput_requests_per_s"] == pytest.approx(1 / 3.1), "only the first is good"
     assert summarize([failed]) == {"requests": 1, "failed": 1}
@@ -56,13 +60,20 @@ def test_addresses():
 @pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.slow
 def test_every_request_is_asked_once_and_read_to_its_end(server, closed):
-    bodies = [{"prompt": [1 + n, 5], "max_tokens": 3 + n, "ignore_eos": True} for n in range(10)]
+    bodies = [
+        {"prompt": [1 + n, 5], "max_tokens": 3 + n, "ignore_eos": True} for n in range(10)
+    ]
     before = server.metric("vllm:generation_tokens_total")
-    plan = Plan(bodies, 10, users=4 if closed else 0, arrivals=[] if closed else poisson(100.0, 10))
+    plan = LoadPlan(
+        bodies, 10, users=4 if closed else 0, arrivals=[] if closed else poisson(100.0, 10)
+    )
     outcomes = run(Target.of(server.url), plan, processes=2)
     assert all(one.ok for one in outcomes), [one.error for one in outcomes if not one.ok]
     assert sorted(one.tokens for one in outcomes) == [3 + n for n in range(10)]
-    assert all(1 <= len(one.times) <= one.tokens and one.times == sorted(one.times) for one in outcomes)
+    assert all(
+        1 <= len(one.times) <= one.tokens and one.times == sorted(one.times)
+        for one in outcomes
+    )
     assert server.metric("vllm:generation_tokens_total") - before == sum(range(3, 13))
 
 
@@ -82,7 +93,12 @@ def test_what_goes_wrong_is_an_outcome(server):
 @pytest.mark.slow
 def test_the_command(server, tmp_path: Path, capsys):
     numbers = tmp_path / "l.json"
-    settings = {"workload": "paged_attention-small", "requests": 6, "vocab": 200, "processes": 2}
+    settings = {
+        "workload": "paged_attention-small",
+        "requests": 6,
+        "vocab": 200,
+        "processes": 2,
+    }
     settings |= {"api_key": "", "first_ms": 9e3, "gap_ms": 9e3, "json": numbers}
     assert load.run(SimpleNamespace(url=server.url, users=["1,3"], rate=None, **settings)) == 0
     runs = json.loads(numbers.read_text())["runs"]
@@ -96,7 +112,9 @@ def test_the_command(server, tmp_path: Path, capsys):
 
 
 def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:9 \(Connection refused\)"):
+    with pytest.raises(
+        UserError, match=r"no server answers at http://127\.0\.0\.1:9 \(Connection refused\)"
+    ):
         reach("http://127.0.0.1:9")
     with socket.create_server(("127.0.0.1", 0)) as server:
         reach(f"http://127.0.0.1:{server.getsockname()[1]}/v1")

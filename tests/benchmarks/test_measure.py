@@ -10,7 +10,9 @@ from benchmarks.measure import Noise, Sample, alternate, kept_out, request_metri
 from common.collector import SELDOM
 from common.events import Completion, TokenEvent
 
-CLEAN, DIRTY, WORSE = Noise(), Noise(other_cpu=0.5), Noise(other_cpu=0.9)
+CLEAN = Noise()
+DIRTY = Noise(other_cpu=0.5)
+WORSE = Noise(other_cpu=0.9)
 
 
 class Noises:
@@ -34,7 +36,9 @@ class Noises:
 def noises(monkeypatch):
     def use(*values: Noise) -> None:
         monkeypatch.setattr("benchmarks.measure.Watch", Noises(*values))
-        monkeypatch.setattr("benchmarks.measure.TRIES", 4)  # a quick benchmark here may have lowered it
+        monkeypatch.setattr(
+            "benchmarks.measure.TRIES", 4
+        )  # a quick benchmark here may have lowered it
 
     return use
 
@@ -61,14 +65,18 @@ def test_no_call_gets_a_number_twice(noises):
     calls: list[tuple[str, int]] = []
     alternate({name: recorder(calls, name) for name in "ab"}, repeats=2, settle=0.0)
     numbers = [number for _, number in calls]
-    assert len(numbers) == 8 and numbers == sorted(set(numbers)), f"a number came twice: {calls}"
+    assert len(numbers) == 8 and numbers == sorted(set(numbers)), (
+        f"a number came twice: {calls}"
+    )
 
 
 def test_a_dirty_sample_is_taken_again(noises):
     noises(DIRTY, WORSE, CLEAN)
     calls: list[tuple[str, int]] = []
     lines: list[str] = []
-    samples = alternate({"a": recorder(calls, "a")}, repeats=2, warm={}, settle=0.0, log=lines.append)["a"]
+    samples = alternate(
+        {"a": recorder(calls, "a")}, repeats=2, warm={}, settle=0.0, log=lines.append
+    )["a"]
     assert [sample["seconds"] for sample in samples.kept] == [3.0, 4.0]
     assert samples.discarded == 2
     assert samples.noise() == {"other_cpu": 0.0, "switches_per_s": 0.0, "discarded": 2}
@@ -78,7 +86,9 @@ def test_a_dirty_sample_is_taken_again(noises):
 def test_a_program_that_the_bench_started_makes_no_sample_dirty(noises):
     switched = Noise(switches_per_s=1000.0)
     noises(switched, Noise(0.5, 1000.0), CLEAN)
-    samples = alternate({"a": recorder([], "a")}, repeats=2, warm={}, settle=0.0, beside=True)["a"]
+    samples = alternate({"a": recorder([], "a")}, repeats=2, warm={}, settle=0.0, beside=True)[
+        "a"
+    ]
     assert [sample["seconds"] for sample in samples.kept] == [1.0, 3.0]
     assert samples.discarded == 1
     assert samples.noise()["switches_per_s"] == switched.switches_per_s
@@ -87,7 +97,9 @@ def test_a_program_that_the_bench_started_makes_no_sample_dirty(noises):
 def test_after_the_last_try_the_least_dirty_is_kept(noises):
     noises(WORSE, DIRTY, WORSE)
     calls: list[tuple[str, int]] = []
-    samples = alternate({"a": recorder(calls, "a")}, repeats=1, warm={}, tries=3, settle=0.0)["a"]
+    samples = alternate({"a": recorder(calls, "a")}, repeats=1, warm={}, tries=3, settle=0.0)[
+        "a"
+    ]
     assert [sample["seconds"] for sample in samples.kept] == [2.0]
     assert samples.noise()["other_cpu"] == 0.5
     assert samples.discarded == 2
@@ -128,7 +140,9 @@ def test_the_collector_is_kept_out_for_a_while_and_no_longer() -> None:
     before = gc.get_threshold()
     with pytest.raises(KeyError), kept_out():
         assert gc.get_freeze_count() > 1000, "what is there is looked at again"
-        assert gc.get_threshold() == (*before[:2], SELDOM), "everything is looked through as often as ever"
+        assert gc.get_threshold() == (*before[:2], SELDOM), (
+            "everything is looked through as often as ever"
+        )
         raise KeyError
     assert gc.get_freeze_count() == 0, "objects stay out of the collector's sight for ever"
     assert gc.get_threshold() == before

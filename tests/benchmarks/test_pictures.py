@@ -31,13 +31,18 @@ def flaws(picture: Picture) -> Iterator[str]:
         size = float(text.get("font-size", "12"))
         long = LETTER * size * len(text.text or "")
         x, y = float(text.get("x", "0")), float(text.get("y", "0"))
-        begin = x - {"start": 0.0, "middle": long / 2, "end": long}[text.get("text-anchor", "start")]
+        begin = (
+            x
+            - {"start": 0.0, "middle": long / 2, "end": long}[text.get("text-anchor", "start")]
+        )
         if size < 11:
             yield f"{text.text!r} is written in size {size}"
         if begin < 0 or begin + long > width or not size <= y <= height:
             yield f"{text.text!r} leaves the panel: from {begin:.0f} to {begin + long:.0f}, at {y:.0f}"
     for rect in root.iter(SVG + "rect"):
-        x, y, wide, high = (float(rect.get(name, "0")) for name in ("x", "y", "width", "height"))
+        x, y, wide, high = (
+            float(rect.get(name, "0")) for name in ("x", "y", "width", "height")
+        )
         if x < 0 or y < 0 or x + wide > width or y + high > height:
             yield f"a rectangle at {x:.0f}, {y:.0f} leaves the panel"
 
@@ -53,7 +58,9 @@ def test_pictures_are_what_the_engine_does(phase: Phase) -> None:
             f"{phase.name}: the engine does not do what {name}.svg shows; "
             f"python -m benchmarks.pictures {phase.number:02} draws it again"
         )
-        assert f"]({name}.svg)" in lesson, f"the lesson of {phase.name} does not show {name}.svg"
+        assert f"]({name}.svg)" in lesson, (
+            f"the lesson of {phase.name} does not show {name}.svg"
+        )
         assert list(flaws(picture)) == [], f"{phase.name}: {name}.svg"
     left = {file.stem for file in phase.folder.glob("*.svg")} - set(drawn) - BY_OTHERS
     assert not left, f"{phase.name}: nobody draws {sorted(left)}"

@@ -57,7 +57,11 @@ def test_a_package_that_differs_is_dirty_and_named(checkout: Path) -> None:
         "sources": sources(checkout),
     }
     assert list(state["sources"]) == ["common", "phases/01_forward"]
-    for harmless in ("benchmarks/results/e.json", "phases/01_forward/README.md", "common/__pycache__/a.py"):
+    for harmless in (
+        "benchmarks/results/e.json",
+        "phases/01_forward/README.md",
+        "common/__pycache__/a.py",
+    ):
         (checkout / harmless).parent.mkdir(parents=True, exist_ok=True)
         (checkout / harmless).write_text("new", encoding="utf-8")
     clean(checkout)
@@ -82,11 +86,15 @@ def test_a_copy_has_the_hashes_of_its_commit(
     monkeypatch.setenv("LADDER_GIT_COMMIT", commit)
     state = git_state(copied)
     assert state["dirty"] is None, "by a commit alone a copy cannot tell"
-    assert differing(state["sources"], committed(checkout, commit)) == ["common"], "but its history can"
+    assert differing(state["sources"], committed(checkout, commit)) == ["common"], (
+        "but its history can"
+    )
 
 
 @pytest.mark.parametrize("text", ["main", "f" * 39, f"{'f' * 40}:1", f"{'f' * 40} "])
-def test_what_is_no_commit_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_what_is_no_commit_is_refused(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("LADDER_GIT_COMMIT", text)
     with pytest.raises(
         UserError, match=r"LADDER_GIT_COMMIT is .* not what `python -m benchmarks.provenance`"
@@ -95,7 +103,11 @@ def test_what_is_no_commit_is_refused(copied: Path, monkeypatch: pytest.MonkeyPa
 
 
 def recorded() -> dict[str, Evidence]:
-    return {f"{device}/{name}": found for device, files in results().items() for name, found in files.items()}
+    return {
+        f"{device}/{name}": found
+        for device, files in results().items()
+        for name, found in files.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +158,9 @@ def test_a_headline_has_three_samples_a_side() -> None:
         phase = next((phase for phase in PHASES if phase.name == evidence.phase), None)
         found = gain(phase, evidence) if phase else None
         if found is not None:
-            counts = [len(run.metrics[found.metric].samples) for run in (found.before, found.after)]
+            counts = [
+                len(run.metrics[found.metric].samples) for run in (found.before, found.after)
+            ]
             if min(counts) < 3:
                 few.add(name)
     assert not few, "a headline of fewer than three samples"

@@ -17,9 +17,17 @@ from common.errors import UserError
 H200 = RESULTS / "h200" / PEERS_FILE
 
 
-def write(folder: Path, *peers: tuple[str, str, str, dict[str, list[float]]], **more: object) -> None:
+def write(
+    folder: Path, *peers: tuple[str, str, str, dict[str, list[float]]], **more: object
+) -> None:
     """A file of peers: engine, version, workload, samples."""
-    about = {"when": "2026-11-26", "machine": {"name": "x"}, "flags": "", "log": "a.log", **more}
+    about = {
+        "when": "2026-11-26",
+        "machine": {"name": "x"},
+        "flags": "",
+        "log": "a.log",
+        **more,
+    }
     run = {"beside": "02_kv_cache", "model": "m", "weights": "random", "dtype": "bfloat16"}
     found = [
         {"engine": engine, "version": version, **about}
@@ -33,11 +41,15 @@ def write(folder: Path, *peers: tuple[str, str, str, dict[str, list[float]]], **
 def test_the_file_is_what_the_engines_printed() -> None:
     for device in ("cpu", "h200"):
         written = (RESULTS / device / PEERS_FILE).read_text(encoding="utf-8")
-        assert written == record.text(device), "run `python -m benchmarks.other_engines.record`"
+        assert written == record.text(device), (
+            "run `python -m benchmarks.other_engines.record`"
+        )
     for device in results():
         for peer in load(device):
             assert peer.when and peer.flags and peer.machine
-            assert peer.runs and all(run.workload_sha256 == "" and run.noise is None for run in peer.runs)
+            assert peer.runs and all(
+                run.workload_sha256 == "" and run.noise is None for run in peer.runs
+            )
             assert (record.RECORDED / peer.log).is_file(), f"{peer.name}: its log is not kept"
 
 

@@ -53,7 +53,9 @@ def test_states_are_read_and_written():
     one = decode_work(config, BF16, batch=1, context=0)
     assert one.kv_bytes == 36 << 20
     assert one.weight_bytes == pytest.approx(2 * 752_393_024, rel=1e-3)
-    assert decode_work(config, BF16, batch=1, context=10).kv_bytes - one.kv_bytes == 10 * 12_288
+    assert (
+        decode_work(config, BF16, batch=1, context=10).kv_bytes - one.kv_bytes == 10 * 12_288
+    )
 
 
 @pytest.mark.parametrize("config", [small(), SHAPES["tiny-delta"]], ids=["keys", "states"])

@@ -11,7 +11,11 @@ def event(category: str, name: str, start: float, duration: float) -> dict[str, 
 
 
 def test_waiting_is_no_work() -> None:
-    assert without([(0, 10), (12, 20)], [(2, 4), (8, 13), (19, 30)]) == [(0, 2), (4, 8), (13, 19)]
+    assert without([(0, 10), (12, 20)], [(2, 4), (8, 13), (19, 30)]) == [
+        (0, 2),
+        (4, 8),
+        (13, 19),
+    ]
     assert without([(0, 10)], [(0, 10)]) == []
 
 
@@ -29,4 +33,6 @@ def test_each_lane_has_its_own_work_of_the_steps_in_the_middle() -> None:
     lanes = middle(events)
     for lane, begin, end in (("host", 0, 40), ("device", 40, 90)):
         rounded = [(round(1000 * low), round(1000 * high)) for low, high in lanes[lane]]
-        assert rounded == [(100 * step + begin, 100 * step + end) for step in range(SHOWN)], lane
+        assert rounded == [(100 * step + begin, 100 * step + end) for step in range(SHOWN)], (
+            lane
+        )

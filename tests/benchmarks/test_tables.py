@@ -32,7 +32,9 @@ def evidence(*runs: Run):
 
 
 def test_tables_in_the_repository_are_up_to_date():
-    assert [str(path) for path in fill_all(write=False)] == [], "run `python -m benchmarks.tables`"
+    assert [str(path) for path in fill_all(write=False)] == [], (
+        "run `python -m benchmarks.tables`"
+    )
 
 
 def test_evidence_in_the_repository_is_complete():
@@ -65,7 +67,9 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
     assert fill(filled, tmp_path) == filled
     example = f"```\n{marks.format(words, '')}\n```\n"
     assert fill(example, tmp_path) == example
-    assert "| 01_forward | 10 |" in fill(marks.format('"workload=w" "variant=01_forward"', ""), tmp_path)
+    assert "| 01_forward | 10 |" in fill(
+        marks.format('"workload=w" "variant=01_forward"', ""), tmp_path
+    )
     for wrong, says in (
         ('"variant=a variant"', "variant=a"),
         ("batch=3", "no run of the evidence matches"),
@@ -78,9 +82,14 @@ def test_a_table_is_made_from_the_evidence(tmp_path):
 def test_gain_compares_the_same_work_with_the_phase_below():
     phase = find_phase("02")
     other_model = replace(run("01_forward", 1.0), model="other")
-    found = evidence(other_model, run("01_forward", 10.0, batch=1), run("02_kv_cache", 52.0, batch=1))
+    found = evidence(
+        other_model, run("01_forward", 10.0, batch=1), run("02_kv_cache", 52.0, batch=1)
+    )
     known = gain(phase, found)
-    assert (factor_text(known), gain_words(known.metric)) == ("5.2×", "output tokens per second")
+    assert (factor_text(known), gain_words(known.metric)) == (
+        "5.2×",
+        "output tokens per second",
+    )
     assert gain(phase, evidence(other_model, run("02_kv_cache", 52.0))) is None
     assert gain(phase, None) is None
     assert factor_text(None) == ""
@@ -97,7 +106,9 @@ def test_no_number_of_the_front_page_is_typed_by_hand() -> None:
 
 
 def test_a_number_is_read_again_whatever_stood_there() -> None:
-    said = [numbers.fill(f"<!--n:17.single-->{text}<!--/n-->") for text in ("1", "2,000.5", "-15")]
+    said = [
+        numbers.fill(f"<!--n:17.single-->{text}<!--/n-->") for text in ("1", "2,000.5", "-15")
+    ]
     assert len(set(said)) == 1 and "-15" not in said[0]
 
 
@@ -109,10 +120,20 @@ def test_the_bars_are_the_tables_rates(tmp_path: Path) -> None:
         others = beside(evidence, model=front.MODEL, workload=workload)
         ours = evidence.one(evidence.phase, workload, model=front.MODEL).median(metric)
         best = max(run.median(metric) for run in others)
-        (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {workload} | {front.MODEL} |")]
+        (row,) = [
+            line
+            for line in PAGE.splitlines()
+            if line.startswith(f"| {workload} | {front.MODEL} |")
+        ]
         assert row.endswith(f"| {ours:,.0f} | {versus(ours, best)} |")
     small = front._small_print(evidence, [run.variant for run in others])
-    for said in ("NVIDIA H200", front.MODEL, evidence.git["commit"][:8], evidence.when[:10], "2026-11-21"):
+    for said in (
+        "NVIDIA H200",
+        front.MODEL,
+        evidence.git["commit"][:8],
+        evidence.when[:10],
+        "2026-11-21",
+    ):
         assert said in small, f"the picture does not say {said}"
 
 
@@ -122,7 +143,9 @@ LESSONS = [phase.folder / "README.md" for phase in PHASES]
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.parent.name)
 def test_what_others_published_has_its_source(lesson: Path) -> None:
     for paragraph in lesson.read_text(encoding="utf-8").split("\n\n"):
-        if re.search(r"[Pp]ublished (for|a|by|\d)|[Pp]ublished (comparison|number|table)", paragraph):
+        if re.search(
+            r"[Pp]ublished (for|a|by|\d)|[Pp]ublished (comparison|number|table)", paragraph
+        ):
             assert "](http" in paragraph, f"no source: {paragraph}"
 
 
@@ -135,17 +158,36 @@ def test_a_machine_has_one_ceiling() -> None:
     On a CPU they are those of so many threads.
     """
     for folder, found in results().items():
-        with_ceilings = [evidence for evidence in found.values() if evidence.machine["ceilings"]]
+        with_ceilings = [
+            evidence for evidence in found.values() if evidence.machine["ceilings"]
+        ]
         for one, other in combinations(with_ceilings, 2):
-            if all(one.machine.get(fact) == other.machine.get(fact) for fact in ("name", "threads")):
+            if all(
+                one.machine.get(fact) == other.machine.get(fact)
+                for fact in ("name", "threads")
+            ):
                 for name in CEILINGS:
-                    pair = sorted(evidence.machine["ceilings"][name] for evidence in (one, other))
-                    assert pair[1] <= 1.1 * pair[0], f"{folder}: {one.phase} and {other.phase}: {name} {pair}"
+                    pair = sorted(
+                        evidence.machine["ceilings"][name] for evidence in (one, other)
+                    )
+                    assert pair[1] <= 1.1 * pair[0], (
+                        f"{folder}: {one.phase} and {other.phase}: {name} {pair}"
+                    )
 
 
 def test_reading_gives_back_what_was_written(tmp_path):
     metrics, roofline = {"output_tokens_per_s": Metric((10.0, 14.0, 11.0))}, Roofline(2.0, 0.5)
-    run = Run("02_kv_cache", "single-512", "abc", "m", "real", "float32", metrics, {"batch": 2}, roofline)
+    run = Run(
+        "02_kv_cache",
+        "single-512",
+        "abc",
+        "m",
+        "real",
+        "float32",
+        metrics,
+        {"batch": 2},
+        roofline,
+    )
     evidence = collect("02_kv_cache", [run], torch.device("cpu"))
     path = evidence.write(tmp_path / "cpu" / "02_kv_cache.json")
     assert Evidence.load(path) == evidence

@@ -48,7 +48,9 @@ def test_hash_has_not_changed(name):
 def test_offline_256_is_the_published_benchmark():
     """The token counts that nano-vLLM's benchmark has, drawn in its order."""
     rng = random.Random(0)
-    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    prompts = [
+        [rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)
+    ]
     outputs = [rng.randint(100, 1024) for _ in range(256)]
     work = workload("offline-256")
     assert work.prompts == prompts
@@ -62,7 +64,9 @@ def test_cold_repeats_are_distinct_and_keep_what_is_shared():
     work = workload("prefix_caching-small")
     again = work.cold(1)
     assert again.prompt_lens == work.prompt_lens
-    assert not {tuple(prompt) for prompt in work.prompts} & {tuple(prompt) for prompt in again.prompts}
+    assert not {tuple(prompt) for prompt in work.prompts} & {
+        tuple(prompt) for prompt in again.prompts
+    }
     assert len({tuple(prompt[:256]) for prompt in again.prompts}) == 1
     assert again.sha256 != work.sha256
     assert work.cold(0).sha256 == work.sha256

@@ -15,7 +15,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import UserError
 from common.text.chat_template import ChatTemplate
-from common.text.template_sandbox import MEMORY_BYTES, OUTPUT_CHARACTERS, SECONDS, SOURCE_CHARACTERS
+from common.text.template_sandbox import (
+    MEMORY_BYTES,
+    OUTPUT_CHARACTERS,
+    SECONDS,
+    SOURCE_CHARACTERS,
+)
 
 USER = {"role": "user", "content": "hello"}
 DOUBLED = "{% set ns = namespace(a='x') %}{% for i in range(60) %}"
@@ -86,7 +91,10 @@ def test_a_template_that_fails_says_why(source: str, reason: str) -> None:
 def test_no_template_runs_long_or_takes_much_memory(name: str) -> None:
     message = attempt(BOUNDED[name])
     assert "chat template" in message
-    assert ChatTemplate("{{ messages | length }}", {}).render([USER], add_generation_prompt=True) == "1"
+    assert (
+        ChatTemplate("{{ messages | length }}", {}).render([USER], add_generation_prompt=True)
+        == "1"
+    )
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -94,16 +102,24 @@ def test_a_template_that_cannot_be_compiled_is_not_valid(name: str) -> None:
     assert "chat template is not valid" in attempt(INVALID[name])
 
 
+def test_a_mistake_in_a_template_is_told_with_its_line() -> None:
+    assert "chat template is not valid (line 3: " in attempt("a\n\n{% if %}")
+
+
 def test_output_has_a_limit() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     long = "x" * OUTPUT_CHARACTERS
     assert template.render([{**USER, "content": long}], add_generation_prompt=True) == long
-    with pytest.raises(UserError, match=r"writes 4,194,305 characters, but may write 4,194,304"):
+    with pytest.raises(
+        UserError, match=r"writes 4,194,305 characters, but may write 4,194,304"
+    ):
         template.render([{**USER, "content": long + "x"}], add_generation_prompt=True)
 
 
 def test_threads_render_at_the_same_time_and_get_their_own_texts() -> None:
-    template = ChatTemplate("{% for i in range(9999) %}{% endfor %}{{ messages[0].content }}", {})
+    template = ChatTemplate(
+        "{% for i in range(9999) %}{% endfor %}{{ messages[0].content }}", {}
+    )
 
     def rendered(number: int) -> str:
         message = {"role": "user", "content": str(number)}
@@ -162,8 +178,13 @@ PLAIN = [
 
 @pytest.mark.parametrize("source", PLAIN)
 def test_what_is_written_is_what_transformers_writes(source: str) -> None:
-    messages = [{"role": "system", "content": " be brief"}, {"role": "user", "content": "hi\nyou"}]
-    (expected,), _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
+    messages = [
+        {"role": "system", "content": " be brief"},
+        {"role": "user", "content": "hi\nyou"},
+    ]
+    (expected,), _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True
+    )
     assert ChatTemplate(source, {}).render(messages, add_generation_prompt=True) == expected
 
 
@@ -186,6 +207,22 @@ def test_all_of_jinja_is_there(kind: str) -> None:
         (["hi"], r"messages\[0\] is 'hi', but must be an object"),
         ([{"content": "hi"}], r"messages\[0\] has no role"),
         ([{**USER, "role": 1}], r"messages\[0\].role is 1, but must be a string"),
+        (
+            [{**USER, "role": "boss"}],
+            r"messages\[0\].role is 'boss', but must be one of system, .*, function$",
+        ),
+        (
+            [{**USER, "role": "User"}],
+            r"role is 'User', but must be one of .* \(did you mean 'user'\?\)",
+        ),
+        (
+            [USER, {**USER, "role": "x" * 100_000}],
+            r"messages\[1\].role is 'x.{,80}, but must be one of",
+        ),
+        (
+            [{**USER, "content": [{"type": ["x"] * 100_000}]}],
+            r"content\[0\].type is .{,80}, but must be 'text'",
+        ),
         ([USER, {"role": "user"}], r"messages\[1\] has no content"),
         ([{**USER, "content": None}], r"messages\[0\] has no content"),
         ([{**USER, "content": 3}], r"messages\[0\].content is 3, but must be a string"),
@@ -195,11 +232,26 @@ def test_all_of_jinja_is_there(kind: str) -> None:
             [{**USER, "content": [{"type": "image_url"}]}],
             r"content\[0\].type is 'image_url', but must be 'text'",
         ),
-        ([{**USER, "content": [{"type": "text"}]}], r"content\[0\].text is None, but must be a string"),
-        ([USER, {**USER, "audio": {"id": "a"}}], r"messages\[1\] has 'audio', but this model takes texts"),
-        ([USER, {**USER, "images": ["x"]}], r"messages\[1\] has 'images', but this model takes texts"),
-        ([{**USER, "content": [{"type": "input_audio"}]}], r"content\[0\].type is 'input_audio'"),
-        ([{**USER, "tool_calls": "x"}], r"messages\[0\].tool_calls is 'x', but must be a list"),
+        (
+            [{**USER, "content": [{"type": "text"}]}],
+            r"content\[0\].text is None, but must be a string",
+        ),
+        (
+            [USER, {**USER, "audio": {"id": "a"}}],
+            r"messages\[1\] has 'audio', but this model takes texts",
+        ),
+        (
+            [USER, {**USER, "images": ["x"]}],
+            r"messages\[1\] has 'images', but this model takes texts",
+        ),
+        (
+            [{**USER, "content": [{"type": "input_audio"}]}],
+            r"content\[0\].type is 'input_audio'",
+        ),
+        (
+            [{**USER, "tool_calls": "x"}],
+            r"messages\[0\].tool_calls is 'x', but must be a list",
+        ),
     ],
 )
 def test_a_bad_message_is_named(messages, reason: str) -> None:
@@ -207,7 +259,10 @@ def test_a_bad_message_is_named(messages, reason: str) -> None:
         ChatTemplate("", {}).conversation(messages)
 
 
-PARTS = {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
+}
 READS_PARTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
@@ -218,7 +273,10 @@ def test_parts_of_text_are_written_as_they_are_or_as_lines() -> None:
     """As they are by a template that reads parts, as lines by one that takes texts."""
     for source, text in ((READS_PARTS, "a b"), ("{{ messages[0].content }}", "a \nb")):
         template = ChatTemplate(source, {})
-        assert template.render(template.conversation([PARTS]), add_generation_prompt=False) == text
+        assert (
+            template.render(template.conversation([PARTS]), add_generation_prompt=False)
+            == text
+        )
 
 
 ASSISTANT = {"role": "assistant", "content": "yes"}
@@ -229,11 +287,20 @@ ASSISTANT = {"role": "assistant", "content": "yes"}
     [
         {**ASSISTANT, "refusal": None, "reasoning": None, "annotations": [], "audio": None},
         {**ASSISTANT, "function_call": None, "tool_calls": [], "provider_specific_fields": {}},
-        {**ASSISTANT, "id": "msg_1", "weight": 0, "cache_control": {"type": "ephemeral"}, "parsed": {"a": 1}},
+        {
+            **ASSISTANT,
+            "id": "msg_1",
+            "weight": 0,
+            "cache_control": {"type": "ephemeral"},
+            "parsed": {"a": 1},
+        },
         {**ASSISTANT, "reasoning": "thought", "reasoning_details": [{"text": "thought"}]},
         {"role": "assistant", "content": None, "refusal": "yes"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "yes"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "yes", "annotations": []}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "yes", "annotations": []}],
+        },
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant"},
     ],
@@ -248,17 +315,159 @@ def test_what_other_servers_and_clients_write_changes_nothing(message) -> None:
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_reaches_the_template_under_its_name(field: str) -> None:
-    template = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", {})
+    template = ChatTemplate(
+        "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}", {}
+    )
     message = {**ASSISTANT, field: "hm "}
-    assert template.render(template.conversation([message]), add_generation_prompt=False) == "hm hm "
-    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "annotations": []}
+    assert (
+        template.render(template.conversation([message]), add_generation_prompt=False)
+        == "hm hm "
+    )
+    part = {
+        "type": "text",
+        "text": "a",
+        "cache_control": {"type": "ephemeral"},
+        "annotations": [],
+    }
     assert template.ignored([message, {**USER, "content": [part]}]) == {"cache_control"}
 
 
 def test_a_message_may_have_what_the_template_names() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.mood }}{{ m['colour'] }}{% endfor %}", {})
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.mood }}{{ m['colour'] }}{% endfor %}", {}
+    )
     message = {**USER, "mood": "glad", "colour": "red"}
-    assert template.render(template.conversation([message]), add_generation_prompt=True) == "gladred"
+    assert (
+        template.render(template.conversation([message]), add_generation_prompt=True)
+        == "gladred"
+    )
     assert template.ignored([{**message, "weight": 1, "id": None}]) == {"weight"}
     calls = {"role": "assistant", "content": None, "tool_calls": [{}]}
     assert template.conversation([calls]) == [calls]
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"a": None}}}]
+CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
+ASKS = [
+    "{{ m.content }}|{{ m['content'] }}|{{ m.content ~ '.' }}|{{ m.content or 'or' }}",
+    "{% if m.content %}yes{% else %}no{% endif %}{{ m.content if m.content else 'none' }}",
+    "{{ m.content is defined }}{{ m.content is undefined }}{{ 'content' in m }}{{ m.content is string }}",
+    "{{ m.content is mapping }}{{ m.content is iterable }}{{ m.content is sequence }}{{ m.content is number }}",
+    "{{ m.content | length }}{{ m.content | trim }}{{ m.content | default('d') }}{{ m.content | default('e', true) }}",
+    "{% for part in m.content %}{{ part }}{% endfor %}{{ 'x' in m.content }}{{ m.content | list }}",
+    "{{ m | tojson }}{{ m.items() | list }}{{ m | length }}{% for key in m %}{{ key }}{% endfor %}",
+    "{{ m.get('content', '') }}{{ m.get('content') or '' }}{{ m.content == '' }}{{ m.content != '' }}",
+    "{{ messages | map(attribute='content') | join('-') }}{{ messages | selectattr('content') | list | length }}",
+    "{{ messages | selectattr('content', 'defined') | list | length }}{{ [m.content, 'b'] | join }}",
+    "{% set c = m.content %}{% if c is string %}{{ c }}{% elif c %}{{ c[0].text }}{% endif %}{{ m == messages[0] }}",
+    "{{ m.content | string | upper }}{{ '%s' % m.content }}{{ '{}'.format(m.content) }}{{ m.content | replace('a', 'b') }}",
+]
+"""What templates do with a content."""
+SILENT = {
+    "null beside calls": [USER, CALLING],
+    "missing beside calls": [
+        USER,
+        {field: CALLING[field] for field in ("role", "tool_calls")},
+    ],
+    "empty beside calls": [USER, CALLING | {"content": ""}],
+    "a text beside calls": [USER, CALLING | {"content": "so"}],
+    "a tool's null": [USER, CALLING, {"role": "tool", "content": None, "tool_call_id": "1"}],
+    "a tool's missing": [USER, CALLING, {"role": "tool"}],
+    "a system's null": [USER, {"role": "system", "content": None}],
+    "a developer's null": [USER, {"role": "developer", "content": None}],
+    "an empty text": [USER, {"role": "assistant", "content": ""}],
+}
+
+
+@pytest.mark.parametrize("source", ASKS)
+@pytest.mark.parametrize("name", SILENT)
+def test_a_content_that_says_nothing_is_to_a_template_what_it_is_with_transformers(
+    source, name
+) -> None:
+    """Which leaves fields out that are null, before it renders."""
+    source, messages = "{% set m = messages[-1] %}" + source, SILENT[name]
+    plain = [
+        {field: value for field, value in each.items() if value is not None}
+        for each in messages
+    ]
+    (expected,), _ = render_jinja_template(
+        [plain], chat_template=source, add_generation_prompt=True
+    )
+    template = ChatTemplate(source, {})
+    assert (
+        template.render(template.conversation(messages), add_generation_prompt=True)
+        == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{{ m.content is none }}{{ m['content'] is not none }}{{ m.get('content') is none }}",
+            "TrueFalseTrue",
+        ),
+        (
+            "{{ m.content == none }}{{ m.content != none }}{{ m.content in [none] }}",
+            "TrueFalseTrue",
+        ),
+        ("{{ messages | selectattr('content', 'none') | list | length }}", "1"),
+        ("{{ m.get('content') }}.", "."),
+        ("{{ m.content + 'a' }}{{ 'b' + m.content }}{{ 'c' + m.content + 'd' }}", "abcd"),
+        (
+            "{{ m.content.split('</think>')[-1].lstrip() }}{{ m.content.startswith('a') }}",
+            "False",
+        ),
+        ("{{ m.content[:2] }}{{ m.content.strip() }}{{ m.content.format() }}.", "."),
+        ("{{ m.content | tojson }}{{ [m.content] | tojson }}", "null[null]"),
+        ("{{ m.content.nothing }}{{ m.content[0] }}{{ m.contents }}.", "."),
+    ],
+)
+def test_a_content_of_calls_alone_is_none_and_writes_nothing(
+    source: str, expected: str
+) -> None:
+    """So templates that ask get their answer, and those that take any content for a text do not fail."""
+    template = ChatTemplate("{% set m = messages[-1] %}" + source, {})
+    assert (
+        template.render(template.conversation([USER, CALLING]), add_generation_prompt=True)
+        == expected
+    )
+
+
+def test_a_content_of_calls_alone_opens_no_door() -> None:
+    for source in (
+        "{{ messages[1].content.__class__.__mro__ }}",
+        "{{ messages[1].content._undefined_obj.role }}",
+    ):
+        template = ChatTemplate(source, {})
+        with pytest.raises(UserError, match="unsafe"):
+            template.render([USER, CALLING], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "true",
+        "none",
+        "false, 2",
+        "true, none, (',', ':')",
+        "false, none, none, true",
+        "sort_keys=true, indent=1",
+    ],
+)
+def test_to_json_takes_its_arguments_as_with_transformers(arguments: str) -> None:
+    messages, source = (
+        [USER | {"content": "<é>"}],
+        "{{ messages | tojson(" + arguments + ") }}",
+    )
+    (expected,), _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True
+    )
+    assert ChatTemplate(source, {}).render(messages, add_generation_prompt=True) == expected
+
+
+def test_a_template_may_name_roles_of_its_own() -> None:
+    source = "{% for m in messages if m.role in ('user', 'document') %}{{ m.role }}:{{ m.content }} {% endfor %}"
+    template = ChatTemplate(source, {})
+    messages = template.conversation([{"role": "document", "content": "d"}, USER])
+    assert template.render(messages, add_generation_prompt=True) == "document:d user:hello "

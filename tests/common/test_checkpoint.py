@@ -72,10 +72,14 @@ def test_tied_tensors_are_stored_under_either_name_or_under_both(tmp_path):
         save_file({**stored, **{name: embedding.clone() for name in names}}, path)
         assert stores_once(tmp_path, TIED)
         net = load(tmp_path, tied=TIED)
-        assert net.head.weight is net.embed.weight and torch.equal(net.embed.weight, embedding), names
+        assert net.head.weight is net.embed.weight and torch.equal(
+            net.embed.weight, embedding
+        ), names
 
 
-@pytest.mark.parametrize("head", [torch.zeros(5, 3), torch.zeros(9, 9), tensors()["embed.weight"].half()])
+@pytest.mark.parametrize(
+    "head", [torch.zeros(5, 3), torch.zeros(9, 9), tensors()["embed.weight"].half()]
+)
 def test_another_matrix_is_not_tied(tmp_path, head):
     save_file({**tensors(), "head.weight": head}, tmp_path / "model.safetensors")
     assert not stores_once(tmp_path, TIED)
@@ -89,7 +93,9 @@ def shard(folder: Path) -> None:
         weight_map[name] = f"model-{index % 2}.safetensors"
     for index, part in enumerate(parts):
         save_file(part, folder / f"model-{index}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
 
 
 def test_one_error_names_everything_that_does_not_fit(tmp_path):
@@ -119,7 +125,9 @@ NO_FIT: dict[str, tuple[dict[str, Tensor], str]] = {
 
 @pytest.mark.parametrize(("more", "says"), NO_FIT.values(), ids=NO_FIT.keys())
 def test_what_does_not_fit_is_named_in_one_line(tmp_path, more, says):
-    save_file({**tensors(), "embed.bias": torch.zeros(3), **more}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors(), "embed.bias": torch.zeros(3), **more}, tmp_path / "model.safetensors"
+    )
     net, options = meta_net(), {"tied": TIED, "rename": lambda name: name.removeprefix("x.")}
     with pytest.raises(UserError, match=says) as caught:
         load_weights(net, tmp_path, device="cpu", dtype=torch.float32, **options)
@@ -129,7 +137,13 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path, more, says):
 
 NO_NAMES = [1, None, [], "", "..", "m" * 300, "a\0b", "/etc/passwd", "../other.safetensors"]
 INDICES = [{"weight_map": dict.fromkeys(tensors(), name)} for name in NO_NAMES]
-INDICES += [[], {}, {"weight_map": None}, {"weight_map": []}, {"weight_map": "model.safetensors"}]
+INDICES += [
+    [],
+    {},
+    {"weight_map": None},
+    {"weight_map": []},
+    {"weight_map": "model.safetensors"},
+]
 
 
 @pytest.mark.parametrize("index", INDICES, ids=lambda index: repr(index)[:60])
@@ -179,13 +193,23 @@ def test_packed_weights_keep_their_format_and_take_no_other(tmp_path, kind):
     save_file(stored, tmp_path / "model.safetensors")
     load_weights(net, tmp_path, device="cpu", dtype=torch.bfloat16)
     assert isinstance(net.weight, nn.Parameter)
-    assert net.scale.dtype == torch.float32 and torch.equal(net.scale, stored["scale"]), "scales were rounded"
+    assert net.scale.dtype == torch.float32 and torch.equal(net.scale, stored["scale"]), (
+        "scales were rounded"
+    )
     for name in ("weight", "packed"):
         assert net.state_dict()[name].dtype == kind
-        assert torch.equal(net.state_dict()[name].view(torch.uint8), stored[name].view(torch.uint8)), name
-    for other in {torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn, torch.float32} - {kind}:
-        save_file({**stored, "packed": stored["packed"].to(other)}, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=rf"misshapen: packed of type \w+ instead of {kind}"):
+        assert torch.equal(
+            net.state_dict()[name].view(torch.uint8), stored[name].view(torch.uint8)
+        ), name
+    for other in {torch.int8, torch.uint8, torch.int16, torch.float8_e4m3fn, torch.float32} - {
+        kind
+    }:
+        save_file(
+            {**stored, "packed": stored["packed"].to(other)}, tmp_path / "model.safetensors"
+        )
+        with pytest.raises(
+            UserError, match=rf"misshapen: packed of type \w+ instead of {kind}"
+        ):
             load_weights(net, tmp_path, device="cpu", dtype=torch.bfloat16)
 
 
@@ -196,7 +220,9 @@ def test_a_refused_checkpoint_is_closed(tmp_path):
     with pytest.raises(UserError):
         load(tmp_path, tied=TIED)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(fd.resolve())]
+    assert not [
+        fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(fd.resolve())
+    ]
 
 
 def test_damaged_and_missing_files(tmp_path):

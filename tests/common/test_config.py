@@ -29,7 +29,9 @@ LLAMA = {
 
 def folder(path: Path, **files: object) -> Path:
     for name, content in files.items():
-        (path / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        (path / f"{name}.json").write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
     return path
 
 
@@ -40,12 +42,23 @@ def test_generation_config_names_the_ends_of_a_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "heads", "layers"), [(2560, 8, 34), (5376, 32, 62)])
-def test_googles_files_of_gemma_leave_out_the_defaults(hidden: int, heads: int, layers: int) -> None:
+def test_googles_files_of_gemma_leave_out_the_defaults(
+    hidden: int, heads: int, layers: int
+) -> None:
     """As those of the sizes 4B and 27B do."""
-    inner = {"model_type": "gemma3_text", "hidden_size": hidden, "intermediate_size": 4 * hidden}
-    inner |= {"num_hidden_layers": layers, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    inner = {
+        "model_type": "gemma3_text",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+    }
+    inner |= {
+        "num_hidden_layers": layers,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
     inner |= {"sliding_window": 1024} | ({"num_attention_heads": heads} if heads != 8 else {})
-    found = ModelConfig.from_hf({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner})
+    found = ModelConfig.from_hf(
+        {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": inner}
+    )
     expected = transformers.Gemma3TextConfig(**inner)
     assert (found.vocab_size, found.head_dim) == (expected.vocab_size, expected.head_dim)
     assert found.num_heads == expected.num_attention_heads
@@ -78,7 +91,9 @@ def test_kv_bytes() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+def test_broken_files_are_named(
+    tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
     if name == "generation_config.json" and content is None:
         pytest.skip("a model needs none")
     folder(tmp_path, config=LLAMA)
@@ -90,12 +105,24 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: bytes | None
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 GEMMA_ROPE: dict[str, Any] = {"full_attention": {}, "sliding_attention": {"rope_theta": 9}}
 GEMMA = {**LLAMA, "model_type": "gemma3_text"}
 MISTRAL = {**LLAMA, "model_type": "mistral"}
 QWEN = {**LLAMA, "model_type": "qwen2", "sliding_window": 4}
-GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 10,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +199,9 @@ def test_what_would_be_computed_wrongly_is_refused(
 
 
 def test_a_field_of_another_family_says_nothing() -> None:
-    assert ModelConfig.from_hf({**LLAMA, "attn_output_gate": False}) == ModelConfig.from_hf(LLAMA)
+    assert ModelConfig.from_hf({**LLAMA, "attn_output_gate": False}) == ModelConfig.from_hf(
+        LLAMA
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,21 +214,33 @@ def test_a_field_of_another_family_says_nothing() -> None:
         (MISTRAL, {"sliding_window": None}, (None,) * 3),
     ],
 )
-def test_windows(base: dict[str, Any], change: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_windows(
+    base: dict[str, Any], change: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
     assert ModelConfig.from_hf({**base, **change}).sliding_windows == windows
 
 
 def test_a_text_model_inside_a_wrapper() -> None:
     """The ends of a turn are the wrapper's. Its other fields belong to it, as in `transformers`."""
     inner = {**GEMMA, "rms_norm_eps": None, "hidden_size": 12}
-    outer = {"model_type": "gemma3", "text_config": inner, "rms_norm_eps": 0.5, "rope_theta": 7.0}
+    outer = {
+        "model_type": "gemma3",
+        "text_config": inner,
+        "rms_norm_eps": 0.5,
+        "rope_theta": 7.0,
+    }
     found = ModelConfig.from_hf({**outer, "eos_token_id": [5, 6]})
-    assert found == replace(ModelConfig.from_hf(inner), eos_token_ids=(5, 6)) and found.family == "gemma3"
+    assert (
+        found == replace(ModelConfig.from_hf(inner), eos_token_ids=(5, 6))
+        and found.family == "gemma3"
+    )
 
 
 def test_a_refused_field_names_its_file(tmp_path: Path) -> None:
     folder(tmp_path, config=LLAMA, generation_config={"eos_token_id": [1, "2"]})
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is '2', but must be an"):
+    with pytest.raises(
+        UserError, match=r"generation_config\.json: eos_token_id is '2', but must be an"
+    ):
         ModelConfig.from_folder(tmp_path)
     folder(tmp_path, config={**LLAMA, "vocab_size": 0})
     with pytest.raises(UserError, match=r"/config\.json: vocab_size is 0, but"):
@@ -207,8 +248,17 @@ def test_a_refused_field_names_its_file(tmp_path: Path) -> None:
 
 
 def test_nothing_is_said_by_null_and_no_token_by_minus_one() -> None:
-    nothing = ["head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "hidden_act", "quantization_config"]
-    assert ModelConfig.from_hf({**LLAMA, **dict.fromkeys(nothing)}) == ModelConfig.from_hf(LLAMA)
+    nothing = [
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "rms_norm_eps",
+        "hidden_act",
+        "quantization_config",
+    ]
+    assert ModelConfig.from_hf({**LLAMA, **dict.fromkeys(nothing)}) == ModelConfig.from_hf(
+        LLAMA
+    )
     config = ModelConfig.from_hf({**LLAMA, "bos_token_id": -1, "eos_token_id": [-1, 3]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (3,))
     assert ModelConfig.from_hf({**LLAMA, "eos_token_id": -1}).eos_token_ids == ()

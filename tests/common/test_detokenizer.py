@@ -16,9 +16,26 @@ from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import Tokenizer
 from tests.common.tiny_gguf import byte_alphabet
 
-WORDS = ["a", "b", "é", "日本", "▁", "▁a", "▁▁b", "▁the", "##ly", "##ed", ".", "n't", "x</w>", "</w>"]
+WORDS = [
+    "a",
+    "b",
+    "é",
+    "日本",
+    "▁",
+    "▁a",
+    "▁▁b",
+    "▁the",
+    "##ly",
+    "##ed",
+    ".",
+    "n't",
+    "x</w>",
+    "</w>",
+]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+REPLACE = decoders.Replace("▁", " ")
+FALLBACK = decoders.ByteFallback()
+FUSE = decoders.Fuse()
 KINDS = {
     "byte-level": decoders.ByteLevel(),
     "gemma": decoders.Sequence([REPLACE, FALLBACK, FUSE]),
@@ -32,7 +49,9 @@ KINDS = {
 def made(folder: Path, kind: str) -> Tokenizer:
     """A small tokenizer of this kind, with two special tokens and two that are only added."""
     words = byte_alphabet() if kind == "byte-level" else BYTES + WORDS
-    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a")
+    )
     backend.add_special_tokens(["<|start|>", "<|end|>"])
     backend.add_tokens(["<think>", "two words ü"])
     if KINDS[kind] is not None:
@@ -54,7 +73,9 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 def ids_of(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """The tokens of single bytes."""
     ours = tokenizer.token_bytes
-    by_byte = {ours[i]: i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
+    by_byte = {
+        ours[i]: i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids
+    }
     return [by_byte[bytes([byte])] for byte in data]
 
 
@@ -101,7 +122,13 @@ def test_cost_is_linear_in_the_number_of_tokens(tmp_path, kind, run):
     tokenizer = made(tmp_path, kind)
     size = tokenizer.vocab_size
     generator = random.Random(0)
-    token = {"invalid byte": 0x80, "beginning": 0xF0, "special": size - 4, "unknown": size, "word": size - 5}
+    token = {
+        "invalid byte": 0x80,
+        "beginning": 0xF0,
+        "special": size - 4,
+        "unknown": size,
+        "word": size - 5,
+    }
     count = 16_000
     ids = [token.get(run, generator.randrange(size)) for _ in range(count)]
     detokenizer = Detokenizer(tokenizer)

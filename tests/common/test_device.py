@@ -27,7 +27,9 @@ def test_without_a_gpu(monkeypatch):
 
 
 def test_with_two_gpus(two_gpus):
-    assert {pick_device(name) for name in ("auto", "cuda", "cuda:1")} == {torch.device("cuda", 1)}
+    assert {pick_device(name) for name in ("auto", "cuda", "cuda:1")} == {
+        torch.device("cuda", 1)
+    }
     with pytest.raises(UserError, match="'cuda:2', but PyTorch finds 2 CUDA devices"):
         pick_device("cuda:2")
 
@@ -38,7 +40,9 @@ def test_unknown_devices_are_named(name):
         pick_device(name)
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+)
 def test_auto_dtype_knows_which_gpus_compute_in_bfloat16(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert pick_dtype("auto", "cuda") is dtype
@@ -49,6 +53,7 @@ def test_dtypes_by_name():
     assert pick_dtype("auto", torch.device("mps")) is torch.float16
     assert pick_dtype("bfloat16", "cpu") is torch.bfloat16
     with pytest.raises(
-        UserError, match="dtype is 'int8', but it must be one of auto, float32, bfloat16, float16"
+        UserError,
+        match="dtype is 'int8', but it must be one of auto, float32, bfloat16, float16",
     ):
         pick_dtype("int8", "cpu")

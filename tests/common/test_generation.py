@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import UserError
-from common.events import FinishReason, Params, TextStream, TokenEvent, generate, params_per_prompt
+from common.events import (
+    FinishReason,
+    Params,
+    TextStream,
+    TokenEvent,
+    generate,
+    params_per_prompt,
+)
 from common.rules import check_prompt, finish_reason
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -31,7 +38,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     assert len(vocabulary) == EOS
     space = "\u0120"  # how byte-level vocabularies write a space
     merges = [("a", "b"), ("c", "d"), (space, "a"), ("d", "a")]
-    vocabulary |= {"<eos>": EOS} | {a + b: EOS + 1 + rank for rank, (a, b) in enumerate(merges)}
+    vocabulary |= {"<eos>": EOS} | {
+        a + b: EOS + 1 + rank for rank, (a, b) in enumerate(merges)
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -70,7 +79,9 @@ def test_generate_collects_in_prompt_and_sample_order() -> None:
     engine = Script(events)
     found = generate(engine, [[1, 2], [3]], each)
     assert engine.seen == each
-    assert [(c.index, c.sample, c.prompt_ids, c.token_ids, c.finish_reason) for c in found] == [
+    assert [
+        (c.index, c.sample, c.prompt_ids, c.token_ids, c.finish_reason) for c in found
+    ] == [
         (0, 0, [1, 2], [30], "stop"),
         (0, 1, [1, 2], [20], "abort"),
         (1, 0, [3], [10, 11], "length"),
@@ -93,14 +104,20 @@ def test_one_params_for_all_or_one_for_each() -> None:
         ([1] * 8, SamplingParams(), "the prompt has 8 tokens, but must have at most 7"),
         ([1, 100, 2], SamplingParams(), "token id 100, but ids must be between 0 and 99"),
         ([1, -3], SamplingParams(), "token id -3, but ids must be between 0 and 99"),
-        ([1, 2.5], SamplingParams(), "a token id of the prompt is 2.5, but must be an integer"),
+        (
+            [1, 2.5],
+            SamplingParams(),
+            "a token id of the prompt is 2.5, but must be an integer",
+        ),
         (["a"], SamplingParams(), "a token id of the prompt is 'a', but must be an integer"),
         ([1], SamplingParams(stop_token_ids=(5, 100)), "stop_token_ids holds token id 100"),
         ([1], SamplingParams(logit_bias={123: 1.0}), "logit_bias holds token id 123"),
         ([1], SamplingParams(stop=("END",)), "stop is .*END.*, but must be empty"),
     ],
 )
-def test_requests_that_cannot_be_served(prompt: list[int], params: SamplingParams, sentence: str) -> None:
+def test_requests_that_cannot_be_served(
+    prompt: list[int], params: SamplingParams, sentence: str
+) -> None:
     with pytest.raises(UserError, match=sentence):
         check_prompt(prompt, 100, 8, params, has_tokenizer=False)
 
@@ -132,7 +149,11 @@ def test_prompts_may_hold_the_integers_of_numpy_and_must_be_lists() -> None:
     ],
 )
 def test_the_finish_rule(
-    token: int, output_len: int, settings_: dict[str, object], limit: int | None, reason: str | None
+    token: int,
+    output_len: int,
+    settings_: dict[str, object],
+    limit: int | None,
+    reason: str | None,
 ) -> None:
     params = SamplingParams(**settings_)  # type: ignore[arg-type]
     assert finish_reason(token, output_len, params, {EOS}, limit) == reason
@@ -172,7 +193,9 @@ def test_the_cut_into_tokens_does_not_matter(
         known = tokenizer.decode(tokens[:read]).rstrip("\ufffd")
         held = known.removeprefix(stream.text)
         assert stream.text + held == known
-        assert not held or any(stop.startswith(held) for stop in stops), f"{held!r} is held back"
+        assert not held or any(stop.startswith(held) for stop in stops), (
+            f"{held!r} is held back"
+        )
     # The text of the first tokens, without a character that they leave incomplete, is not searched.
     start = len(tokenizer.decode(tokens[:exempt]).rstrip("\ufffd"))
     end = first_stop(text, stops, start)
@@ -192,7 +215,9 @@ def test_the_cut_into_tokens_does_not_matter(
     ],
     ids=["one long", "many long", "short", "none"],
 )
-def test_cost_does_not_grow_with_the_text(tokenizer: Tokenizer, stops: tuple[str, ...], letter: str) -> None:
+def test_cost_does_not_grow_with_the_text(
+    tokenizer: Tokenizer, stops: tuple[str, ...], letter: str
+) -> None:
     """30,000 tokens; reading the text of the stream again for each of them would take a minute."""
     token, count = tokenizer.encode(letter)[0], 30_000
     stream = TextStream(tokenizer, SamplingParams(stop=stops))
@@ -204,7 +229,9 @@ def test_cost_does_not_grow_with_the_text(tokenizer: Tokenizer, stops: tuple[str
     assert seconds < 4, f"{seconds / count * 1e6:.0f} us a token"
 
 
-def collect(tokenizer: Tokenizer, params: SamplingParams, events: Sequence[TokenEvent]) -> list[str]:
+def collect(
+    tokenizer: Tokenizer, params: SamplingParams, events: Sequence[TokenEvent]
+) -> list[str]:
     stream = TextStream(tokenizer, params)
     pieces = [stream.push(item) for item in events]
     assert "".join(pieces) == stream.text
@@ -214,9 +241,16 @@ def collect(tokenizer: Tokenizer, params: SamplingParams, events: Sequence[Token
 def test_text_leaves_out_the_token_that_ended_it(tokenizer: Tokenizer) -> None:
     a, b, x = (tokenizer.encode(letter)[0] for letter in "abx")
     params = SamplingParams(stop_token_ids=(x,), stop=("bq",))
-    assert collect(tokenizer, params, [event(a), event(b), event(EOS, "stop")]) == ["a", "", "b"]
+    assert collect(tokenizer, params, [event(a), event(b), event(EOS, "stop")]) == [
+        "a",
+        "",
+        "b",
+    ]
     assert collect(tokenizer, params, [event(a), event(b), event(x, "stop")]) == ["a", "", "b"]
-    assert collect(tokenizer, params, [event(x), event(a, "length")]) == ["x", "a"]  # it ended nothing
+    assert collect(tokenizer, params, [event(x), event(a, "length")]) == [
+        "x",
+        "a",
+    ]  # it ended nothing
 
 
 def test_text_of_an_interrupted_character_is_left_out(tokenizer: Tokenizer) -> None:
@@ -224,14 +258,25 @@ def test_text_of_an_interrupted_character_is_left_out(tokenizer: Tokenizer) -> N
     assert len(tokens) == 5
     cut = [*map(event, tokens[:3]), event(None, "abort")]
     assert collect(tokenizer, SamplingParams(), cut) == ["a", "", "", ""]
-    assert collect(tokenizer, SamplingParams(), list(map(event, tokens))) == ["a", "", "", "", "🙂"]
+    assert collect(tokenizer, SamplingParams(), list(map(event, tokens))) == [
+        "a",
+        "",
+        "",
+        "",
+        "🙂",
+    ]
 
 
 def test_generate_fills_in_texts(tokenizer: Tokenizer) -> None:
     hello, other = tokenizer.encode("hello"), tokenizer.encode("dogs")
-    events = [TokenEvent(0, token, None, 1.0) for token in hello] + [TokenEvent(0, EOS, "stop", 2.0)]
+    events = [TokenEvent(0, token, None, 1.0) for token in hello] + [
+        TokenEvent(0, EOS, "stop", 2.0)
+    ]
     events += [TokenEvent(1, token, None, 1.0, sample=1) for token in other]
-    events += [TokenEvent(1, other[0], "length", 1.0, sample=1), TokenEvent(1, None, "abort", 1.0)]
+    events += [
+        TokenEvent(1, other[0], "length", 1.0, sample=1),
+        TokenEvent(1, None, "abort", 1.0),
+    ]
     each = [SamplingParams(), SamplingParams(n=2)]
     found = generate(Script(events), [[1], [2]], each, tokenizer=tokenizer)
     assert [completion.text for completion in found] == ["hello", "", "dogsd"]

@@ -40,7 +40,9 @@ def test_float_weights_and_logits_come_back_under_their_own_names(tmp_path, arch
 
 
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_1", "Q5_0"])
-def test_quantized_projections_are_dequantized_before_the_permutation_is_undone(tmp_path, quantization):
+def test_quantized_projections_are_dequantized_before_the_permutation_is_undone(
+    tmp_path, quantization
+):
     model, folder = imported(tmp_path, "llama", quantization)
     stored = load_file(folder / "model.safetensors")
     bits = int(quantization[1])

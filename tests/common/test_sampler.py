@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.sampling import ops
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed, Sampled, Sampler
+from common.sampling.sampler import Sampled, Sampler, TokenBitmask
 from tests.dispatch import Operations
 
 Floats = NDArray[np.float64]
@@ -114,7 +114,9 @@ def sampler_for(
     return sampler
 
 
-def choose(sampler: Sampler, logits: Tensor, rows: Sequence[int], steps: Sequence[int] | int = 0) -> Sampled:
+def choose(
+    sampler: Sampler, logits: Tensor, rows: Sequence[int], steps: Sequence[int] | int = 0
+) -> Sampled:
     step = [steps] * len(rows) if isinstance(steps, int) else steps
     return sampler.sample(logits, torch.tensor(rows), list(rows), torch.tensor(step))
 
@@ -167,7 +169,12 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> dict[str, Any]:
 
 
 def test_splitmix64_is_the_published_one() -> None:
-    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    known = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+    ]
     assert splitmix64_stream(1234567, 4) == known
     assert ops.splitmix64(1234567) == known[0]
 
@@ -175,7 +182,9 @@ def test_splitmix64_is_the_published_one() -> None:
 def test_noise_is_the_defined_one() -> None:
     for seed, step in ((0, 0), (1, 0), (5, 1000), ((1 << 64) - 1, 7)):
         keys, steps = torch.tensor([ops.stream_key(seed)]), torch.tensor([step])
-        found = -(-ops.negative_exponentials(keys, steps, torch.arange(3000, dtype=torch.int32))[0]).log()
+        found = -(
+            -ops.negative_exponentials(keys, steps, torch.arange(3000, dtype=torch.int32))[0]
+        ).log()
         expected = gumbel(seed, step, 3000)
         # 1 - v is a multiple of 2**-24, which shows only where it is small: where the noise is lowest.
         exponential = np.exp(-expected)
@@ -209,19 +218,29 @@ def test_noise_of_neighbouring_tokens_steps_and_seeds_is_independent() -> None:
 
 def test_tokens_are_those_of_the_reference() -> None:
     """The same noise on the reference's distribution; only near ties may go another way."""
-    rng, vocab_size, ties = np.random.default_rng(2), 97, 0
+    rng = np.random.default_rng(2)
+    vocab_size = 97
+    ties = 0
     for _ in range(40):
         requests = [random_request(rng, vocab_size) for _ in range(25)]
         logits = torch.tensor(rng.normal(size=(25, vocab_size)) * 4, dtype=torch.float32)
         steps = [len(request["output_ids"]) for request in requests]
-        tokens = choose(sampler_for(requests, vocab_size), logits, range(25), steps).tokens.tolist()
+        tokens = choose(
+            sampler_for(requests, vocab_size), logits, range(25), steps
+        ).tokens.tolist()
         for row, request in enumerate(requests):
             params = request["params"]
             p = reference(
-                logits[row].numpy(), params, request["prompt_ids"], request["output_ids"], request["eos_ids"]
+                logits[row].numpy(),
+                params,
+                request["prompt_ids"],
+                request["output_ids"],
+                request["eos_ids"],
             )
             with np.errstate(divide="ignore"):
-                perturbed = np.log(p) + (0 if params.greedy else gumbel(params.seed, steps[row], vocab_size))
+                perturbed = np.log(p) + (
+                    0 if params.greedy else gumbel(params.seed, steps[row], vocab_size)
+                )
             second, first = np.sort(perturbed)[-2:]
             if first - second > 1e-5:
                 assert tokens[row] == int(np.argmax(perturbed)), (row, params)
@@ -245,7 +264,9 @@ def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
     for probability, rare in ((1e-4, 200), (1e-5, 200), (1e-6, 500)):
         logits = [0.0] + [math.log(probability / (1 - rare * probability))] * rare
         sampler = sampler_for([{"params": SamplingParams(temperature=1.0, seed=17)}], rare + 1)
-        tokens = choose(sampler, torch.tensor(logits).expand(draws, -1), [0] * draws, range(draws)).tokens
+        tokens = choose(
+            sampler, torch.tensor(logits).expand(draws, -1), [0] * draws, range(draws)
+        ).tokens
         expected = draws * rare * probability
         assert abs(int((tokens > 0).sum()) - expected) < 4 * math.sqrt(expected), probability
 
@@ -277,7 +298,7 @@ def test_only_allowed_tokens_are_chosen_whatever_else_is_asked_for(vocab_size: i
     rows, host = torch.arange(5), list(range(5))
     for step in range(30):
         steps = torch.full((5,), step)
-        sampled = sampler.sample(logits, rows, host, steps, allowed=Allowed(mask, rows))
+        sampled = sampler.sample(logits, rows, host, steps, allowed=TokenBitmask(mask, rows))
         for token, choices in zip(sampled.tokens.tolist(), allowed, strict=True):
             assert token in choices
         assert sampled.logprobs is not None
@@ -314,7 +335,9 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size: int) -> None:
     for member in range(count):
         assert run([member], [0]) == [[tokens[member]] for tokens in together]
     order = rng.permutation(count).tolist()
-    assert run(order, range(count)) == [[tokens[member] for member in order] for tokens in together]
+    assert run(order, range(count)) == [
+        [tokens[member] for member in order] for tokens in together
+    ]
     some, rows = [3, 7, 11], [5, 0, 2]
     assert run(some, rows) == [[tokens[member] for member in some] for tokens in together]
 
@@ -340,7 +363,10 @@ def test_penalties_follow_the_output_as_it_grows_and_survive_a_preemption() -> N
     sampler = sampler_for([{"params": params, "prompt_ids": prompt}] * 2, vocab_size)
     output: list[int] = []
     for step in range(60):
-        logits = rng.normal(size=vocab_size).astype(np.float32) + np.arange(vocab_size, dtype=np.float32) / 8
+        logits = (
+            rng.normal(size=vocab_size).astype(np.float32)
+            + np.arange(vocab_size, dtype=np.float32) / 8
+        )
         if step == 30:  # comes back in row 1
             sampler.set_row(0, SamplingParams())
             sampler.set_row(1, params, prompt, output)
@@ -368,17 +394,25 @@ def test_a_row_does_not_inherit_the_penalties_of_the_request_before() -> None:
 def test_logit_bias_can_force_and_forbid() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 9] = 30
-    requests = [{"params": SamplingParams(logit_bias=bias)} for bias in ({4: 100}, {9: -100, 30: 0.5}, {})]
+    requests = [
+        {"params": SamplingParams(logit_bias=bias)}
+        for bias in ({4: 100}, {9: -100, 30: 0.5}, {})
+    ]
     sampler = sampler_for(requests, 50)
     assert choose(sampler, logits, [0, 1, 2], 10_000).tokens.tolist() == [4, 30, 9]
-    sampler.set_row(0, SamplingParams(logit_bias=dict.fromkeys(range(40), -50.0)))  # more than the array held
+    sampler.set_row(
+        0, SamplingParams(logit_bias=dict.fromkeys(range(40), -50.0))
+    )  # more than the array held
     assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 30, 9]
     sampler.set_row(1, SamplingParams())  # and the bias of the request before is gone
     assert choose(sampler, logits, [0, 1, 2]).tokens.tolist() == [40, 9, 9]
 
 
 def test_only_rows_with_edits_are_edited() -> None:
-    few, many = SamplingParams(logit_bias={3: 1.0}), SamplingParams(logit_bias=dict.fromkeys(range(40), -9.0))
+    few, many = (
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(logit_bias=dict.fromkeys(range(40), -9.0)),
+    )
     sampler = sampler_for([{"params": one} for one in (few, SamplingParams(), many, few)], 50)
     assert sampler.plan([1]).edits is None
     edits = sampler.plan([0, 1, 2, 3]).edits
@@ -388,14 +422,20 @@ def test_only_rows_with_edits_are_edited() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_min_tokens_holds_back_every_way_to_stop(temperature: float) -> None:
-    eos, stop, other = 7, 3, 5
+    eos = 7
+    stop = 3
+    other = 5
     logits = torch.full((1, 10), -50.0)
     logits[0, [eos, stop, other]] = torch.tensor([50.0, 40.0, 30.0])
     params = SamplingParams(min_tokens=3, stop_token_ids=(stop,), temperature=temperature)
     sampler = sampler_for([{"params": params, "eos_ids": [eos, 10_000]}], 10)
-    assert [int(choose(sampler, logits, [0], step).tokens) for step in range(5)] == [other] * 3 + [eos] * 2
+    assert [int(choose(sampler, logits, [0], step).tokens) for step in range(5)] == [
+        other
+    ] * 3 + [eos] * 2
     sampler.set_row(0, SamplingParams(min_tokens=3, ignore_eos=True), eos_ids=[eos])
-    assert int(choose(sampler, logits, [0]).tokens) == eos  # it stops nothing, so it is not held back
+    assert (
+        int(choose(sampler, logits, [0]).tokens) == eos
+    )  # it stops nothing, so it is not held back
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -403,7 +443,10 @@ def test_logprobs_are_the_models_own() -> None:
     logits = torch.tensor(rng.normal(size=(4, vocab_size)) * 5, dtype=torch.float32)
     busy = {"temperature": 0.7, "repetition_penalty": 1.5, "logit_bias": {2: 5.0}, "top_k": 3}
     wanted = [None, 0, 3, 20]
-    requests = [{"params": SamplingParams(logprobs=count, **busy), "prompt_ids": [1, 2]} for count in wanted]  # type: ignore[arg-type]
+    requests = [
+        {"params": SamplingParams(logprobs=count, **busy), "prompt_ids": [1, 2]}
+        for count in wanted
+    ]  # type: ignore[arg-type]
     sampled = choose(sampler_for(requests, vocab_size), logits, range(4))
     x = logits.numpy().astype(np.float64)
     expected = x - np.log(np.exp(x).sum(1, keepdims=True))
@@ -412,11 +455,17 @@ def test_logprobs_are_the_models_own() -> None:
         logprob, count = sampled.logprob(row), wanted[row]
         assert logprob is not None
         assert count is not None
-        assert logprob.chosen == pytest.approx(expected[row, int(sampled.tokens[row])], abs=1e-5)
+        assert logprob.chosen == pytest.approx(
+            expected[row, int(sampled.tokens[row])], abs=1e-5
+        )
         best = np.argsort(-expected[row])[:count]
         assert [token for token, _ in logprob.top] == best.tolist()
-        assert [value for _, value in logprob.top] == pytest.approx(expected[row, best].tolist(), abs=1e-5)
-    assert sampled.to_host().get() == [(int(sampled.tokens[row]), sampled.logprob(row)) for row in range(4)]
+        assert [value for _, value in logprob.top] == pytest.approx(
+            expected[row, best].tolist(), abs=1e-5
+        )
+    assert sampled.to_host().get() == [
+        (int(sampled.tokens[row]), sampled.logprob(row)) for row in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -444,24 +493,34 @@ def test_bad_logits_give_a_token_and_harm_no_neighbour(
     assert tokens[[0, 2]].tolist() == good[[0, 2]].tolist()
     assert 0 <= int(tokens[1]) < 500, "the device goes on with a token"
     told = [token for token, _ in sampled.to_host().get()]
-    assert told == [int(good[0]), NAN_TOKEN if logits[1].isnan().any() else int(tokens[1]), int(good[2])]
+    assert told == [
+        int(good[0]),
+        NAN_TOKEN if logits[1].isnan().any() else int(tokens[1]),
+        int(good[2]),
+    ]
     if math.isinf(float(logits[1, 7])) and math.isfinite(float(logits[1, 8])):
         assert int(tokens[1]) == 7
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"logit_bias": {3: 5.0}}, {"repetition_penalty": 1.2}, {"logprobs": 2}], ids=str
+    "settings",
+    [{}, {"logit_bias": {3: 5.0}}, {"repetition_penalty": 1.2}, {"logprobs": 2}],
+    ids=str,
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_is_told_where_it_may_be_chosen(settings: dict[str, Any], temperature: float) -> None:
+def test_nan_is_told_where_it_may_be_chosen(
+    settings: dict[str, Any], temperature: float
+) -> None:
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
     logits[1, 40], logits[2, 7] = math.nan, math.nan
-    sampler = sampler_for([{"params": SamplingParams(temperature=temperature, seed=1, **settings)}] * 3, 64)
+    sampler = sampler_for(
+        [{"params": SamplingParams(temperature=temperature, seed=1, **settings)}] * 3, 64
+    )
     words = torch.tensor(
         [[-1, -1], [-1, -1], [~(1 << 7), 0]], dtype=torch.int32
     )  # not token 7, nor from 32 on
     rows = torch.arange(3)
-    steps, allowed = torch.zeros(3, dtype=torch.int64), Allowed(words, rows)
+    steps, allowed = torch.zeros(3, dtype=torch.int64), TokenBitmask(words, rows)
     sampled = sampler.sample(logits, rows, range(3), steps, allowed=allowed)
     first, second, third = [token for token, _ in sampled.to_host().get()]
     assert second == NAN_TOKEN and 0 <= first < 64 and 0 <= third < 32
@@ -485,7 +544,9 @@ EVERYTHING = SamplingParams(
 def operations(params: Sequence[SamplingParams]) -> list[str]:
     rows, logits = list(range(len(params))), torch.zeros(len(params), 64)
     sampler = sampler_for([{"params": one, "prompt_ids": [1, 2]} for one in params], 64)
-    plan, on_device, steps = sampler.plan(rows), torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64)
+    plan = sampler.plan(rows)
+    on_device = torch.tensor(rows)
+    steps = torch.zeros(len(rows), dtype=torch.int64)
     with Operations() as record:
         sampler.sample(logits, on_device, [], steps, plan)
     assert not logits.any(), "logits were changed"
@@ -496,7 +557,14 @@ def operations(params: Sequence[SamplingParams]) -> list[str]:
 def test_sampling_never_reads_from_the_device(others: list[SamplingParams]) -> None:
     """These operations make the host wait, and cannot stand in a CUDA graph."""
     names = operations([EVERYTHING, *others])
-    assert not {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"} & set(names)
+    assert not {
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+    } & set(names)
     assert "scatter_add_" in names  # something was recorded
 
 
@@ -507,7 +575,9 @@ def test_sampling_has_no_loop_over_rows() -> None:
 
 
 def test_a_plan_for_any_rows_chooses_the_same_tokens() -> None:
-    rng, vocab_size, count = np.random.default_rng(9), 120, 25
+    rng = np.random.default_rng(9)
+    vocab_size = 120
+    count = 25
     requests = [random_request(rng, vocab_size) for _ in range(count)]
     requests[3]["params"] = SamplingParams()
     logits = torch.tensor(rng.normal(size=(count, vocab_size)), dtype=torch.float32)
@@ -531,14 +601,19 @@ def test_a_vocabulary_too_large_for_exact_sums_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_draws_what_the_cpu_draws_eagerly_and_from_a_graph() -> None:
-    count, vocab_size, steps = 24, 50_257, 6
+    count = 24
+    vocab_size = 50_257
+    steps = 6
     rng = np.random.default_rng(7)
-    requests = [random_request(rng, vocab_size) for _ in range(count - 1)] + [{"params": EVERYTHING}]
+    requests = [random_request(rng, vocab_size) for _ in range(count - 1)] + [
+        {"params": EVERYTHING}
+    ]
     logits = torch.tensor(rng.normal(size=(steps, count, vocab_size)) * 3, dtype=torch.float32)
     starts = torch.tensor([len(request.get("output_ids", ())) for request in requests])
     host = sampler_for(requests, vocab_size)
     expected = [
-        choose(host, logits[step], range(count), (starts + step).tolist()).tokens for step in range(steps)
+        choose(host, logits[step], range(count), (starts + step).tolist()).tokens
+        for step in range(steps)
     ]
 
     rows, rows_host = torch.arange(count, device="cuda"), list(range(count))

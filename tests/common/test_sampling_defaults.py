@@ -16,7 +16,15 @@ def put(folder, **content) -> None:
 
 def test_what_the_file_says_of_sampling_and_nothing_else(tmp_path):
     assert sampling_defaults(tmp_path) == {}, "a folder without the file says nothing"
-    put(tmp_path, eos_token_id=2, temperature=0.6, top_k=20, top_p=0.95, do_sample=False, max_new_tokens=7)
+    put(
+        tmp_path,
+        eos_token_id=2,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        do_sample=False,
+        max_new_tokens=7,
+    )
     assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert sampling_defaults(tmp_path, "neutral") == {}
     put(tmp_path, temperature=None, repetition_penalty=1.1, min_p=0.05)
@@ -28,7 +36,9 @@ def test_what_the_file_says_of_sampling_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": "0.9"}, {"top_k": 2.5}])
 def test_values_that_nobody_can_sample_with(tmp_path, wrong):
     put(tmp_path, **wrong)
-    with pytest.raises(UserError, match=r"generation_config\.json: .*--generation-config neutral"):
+    with pytest.raises(
+        UserError, match=r"generation_config\.json: .*--generation-config neutral"
+    ):
         sampling_defaults(tmp_path)
     assert sampling_defaults(tmp_path, "neutral") == {}
     with pytest.raises(UserError, match="generation_config is 'vllm'"):

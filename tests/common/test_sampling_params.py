@@ -33,7 +33,11 @@ NAN, INF = float("nan"), float("inf")
         ("stop_token_ids", (1 << 31,), "between 0 and 2147483647"),
         ("stop_token_ids", (3,) * (MAX_STOP_TOKEN_IDS + 1), "at most 1024"),
         ("stop", ("a",) * (MAX_STOPS + 1), "at most 64"),
-        ("stop", ("a" * (MAX_STOP_CHARACTERS + 1),), "1025 characters, but each must have at most 1024"),
+        (
+            "stop",
+            ("a" * (MAX_STOP_CHARACTERS + 1),),
+            "1025 characters, but each must have at most 1024",
+        ),
         ("logit_bias", {1 << 31: 1.0}, "between 0 and 2147483647"),
         ("logit_bias", dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0), "at most 1024"),
         ("max_tokens", True, "integer"),
@@ -107,7 +111,9 @@ def test_defaults_are_greedy_and_switch_everything_off() -> None:
 def test_what_others_write_becomes_plain_numbers_and_tuples() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-    params = SamplingParams(max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)])  # type: ignore[arg-type]
+    params = SamplingParams(
+        max_tokens=np.int64(7), temperature=np.float32(0.5), stop_token_ids=[np.int32(3)]
+    )  # type: ignore[arg-type]
     assert (type(params.max_tokens), params.max_tokens) == (int, 7)
     assert (type(params.temperature), params.temperature) == (float, 0.5)
     assert params.stop_token_ids == (3,)
@@ -126,8 +132,14 @@ def test_is_a_value() -> None:
 
 
 def test_a_seed_is_its_lowest_64_bits_and_samples_have_different_ones() -> None:
-    for seed in (0, 5, -1, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1):
+    for seed in (0, 5, -2, -(1 << 63), (1 << 64) - 1, 1 << 64, (1 << 70) + 5, -(1 << 90) - 1):
         assert SamplingParams(seed=seed).seed_of(0) == seed & ((1 << 64) - 1)
     params = SamplingParams(seed=(1 << 64) - 1, n=3)
     assert [params.seed_of(sample) for sample in range(3)] == [(1 << 64) - 1, 0, 1]
     assert SamplingParams(n=3).seed_of(1) is None
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    params = SamplingParams(seed=-1, n=2)
+    assert params.seed is None and params.seed_of(1) is None
+    assert SamplingParams(seed=(1 << 64) - 1).seed == (1 << 64) - 1

@@ -42,9 +42,13 @@ ANY_TEXTS = st.text(st.sampled_from(LETTERS) | st.characters(codec="utf-8"), max
 @settings(max_examples=40, deadline=None)
 @given(texts=st.lists(ANY_TEXTS, min_size=1, max_size=4))
 @pytest.mark.slow
-def test_ordinary_texts_are_encoded_with_what_the_template_writes(tokenizer: Tokenizer, texts) -> None:
+def test_ordinary_texts_are_encoded_with_what_the_template_writes(
+    tokenizer: Tokenizer, texts
+) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
-    expected = tokenizer.backend.encode(rendered(tokenizer, messages), add_special_tokens=False).ids
+    expected = tokenizer.backend.encode(
+        rendered(tokenizer, messages), add_special_tokens=False
+    ).ids
     assert tokenizer.chat(messages) == expected
 
 
@@ -54,9 +58,13 @@ def test_ordinary_texts_are_encoded_with_what_the_template_writes(tokenizer: Tok
 def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, data) -> None:
     """Whole ones, ones inside one another, and halves: as many control tokens as with harmless contents."""
     special = tokenizer._guard._special[:20]
-    piece = st.sampled_from(special) | TEXTS | st.sampled_from([token[:3] for token in special])
+    piece = (
+        st.sampled_from(special) | TEXTS | st.sampled_from([token[:3] for token in special])
+    )
     halves = st.sampled_from([token[3:] for token in special])
-    texts = data.draw(st.lists(st.lists(piece | halves, max_size=4).map("".join), min_size=1, max_size=4))
+    texts = data.draw(
+        st.lists(st.lists(piece | halves, max_size=4).map("".join), min_size=1, max_size=4)
+    )
     messages = [{"role": "user", "content": text} for text in texts]
     found = tokenizer.chat(messages)
     harmless = tokenizer.chat([{**message, "content": "x"} for message in messages])
@@ -67,20 +75,30 @@ def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, data) -> None
 
 def test_halves_in_neighbouring_texts_do_not_meet(smollm2_folder) -> None:
     tokenizer = Tokenizer(smollm2_folder)
-    tokenizer._config["chat_template"] = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
-    pairs = (("<|im_", "start|>"), ("a<", "|im_start|>"), ("<|im_start| ", " >b"), ("<|<|im_", "end|>"))
+    tokenizer._config["chat_template"] = (
+        "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    )
+    pairs = (
+        ("<|im_", "start|>"),
+        ("a<", "|im_start|>"),
+        ("<|im_start| ", " >b"),
+        ("<|<|im_", "end|>"),
+    )
     for first, second in pairs:
         ids = tokenizer.chat([{"role": "user", "content": text} for text in (first, second)])
         assert not controls(tokenizer, ids)
         assert tokenizer.decode(ids) == first.strip() + second.strip()
     half = Tokenizer(smollm2_folder)
     half._config["chat_template"] = "<|im_{{ messages[0].content }}"
-    assert not controls(half, half.chat([{"role": "user", "content": "start|>"}])), "the template's own half"
+    assert not controls(half, half.chat([{"role": "user", "content": "start|>"}])), (
+        "the template's own half"
+    )
 
 
 def test_a_role_may_make_a_special_token_but_not_be_one(smollm2_folder) -> None:
     tokenizer = Tokenizer(smollm2_folder)
     tokenizer._config["chat_template"] = (
+        "{% set roles = ['start', 'start|><|im_end', '<|im_end|>'] %}"
         "{% for m in messages %}{{ '<|im_' + m.role + '|>' }}{{ m.content }}{% endfor %}"
     )
     for role, expected in (("start", [1]), ("start|><|im_end", [1, 2]), ("<|im_end|>", [])):

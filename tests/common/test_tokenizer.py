@@ -52,7 +52,9 @@ def llama_folder(made, tmp_path) -> Path:
 def change(path: Path, **fields) -> None:
     content = json.loads(path.read_text())
     content.update(fields)
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    path.write_text(
+        json.dumps({key: value for key, value in content.items() if value is not ...})
+    )
 
 
 def test_bos_follows_the_files(folder):
@@ -66,7 +68,9 @@ def test_bos_follows_the_files(folder):
 
 
 def test_eos_ids_are_those_of_the_model_and_the_tokenizers_own(llama_folder):
-    change(llama_folder / "tokenizer_config.json", eos_token={"content": "<|im_end|>"})  # token 2
+    change(
+        llama_folder / "tokenizer_config.json", eos_token={"content": "<|im_end|>"}
+    )  # token 2
     change(llama_folder / "generation_config.json", eos_token_id=[2, 0])
     change(llama_folder / "config.json", eos_token_id=1)
     ids = {}
@@ -89,15 +93,26 @@ def test_special_tokens_of_all_files_reach_the_template(llama_folder, decoder):
     fields |= {"chat_template": "{{ bos_token }}/{{ eos_token }}/{{ image_token }}"}
     fields |= {"added_tokens_decoder": known} if decoder else {}
     change(llama_folder / "tokenizer_config.json", **fields)
-    names = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|endoftext|>"}
+    names = {
+        "bos_token": {"content": "<|im_start|>", "lstrip": False},
+        "eos_token": "<|endoftext|>",
+    }
     (llama_folder / "special_tokens_map.json").write_text(json.dumps(names))
     tokenizer = Tokenizer(llama_folder)
-    found = tokenizer.chat_template.render([{"role": "user", "content": "a"}], add_generation_prompt=False)
-    assert found.split("/") == ["<|im_start|>", "<|im_end|>" if decoder else "<|endoftext|>", "<|im_start|>"]
+    found = tokenizer.chat_template.render(
+        [{"role": "user", "content": "a"}], add_generation_prompt=False
+    )
+    assert found.split("/") == [
+        "<|im_start|>",
+        "<|im_end|>" if decoder else "<|endoftext|>",
+        "<|im_start|>",
+    ]
     assert tokenizer.backend.token_to_id("<|im_start|>") == tokenizer.bos_token_id
     if not decoder:
         theirs = transformers.AutoTokenizer.from_pretrained(llama_folder)
-        assert found == theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        assert found == theirs.apply_chat_template(
+            [{"role": "user", "content": "a"}], tokenize=False
+        )
 
 
 def test_a_prompt_that_begins_a_text_itself_is_not_begun_twice(folder):
@@ -110,19 +125,27 @@ def test_a_prompt_that_begins_a_text_itself_is_not_begun_twice(folder):
         assert bos not in plain
         for times in (1, 2, 3):  # those that the prompt has stay as many
             assert tokenizer.encode(begin * times + "ab") == [bos] * times + plain
-            assert tokenizer.encode(begin * times + "ab", add_special_tokens=False) == [bos] * times + plain
+            assert (
+                tokenizer.encode(begin * times + "ab", add_special_tokens=False)
+                == [bos] * times + plain
+            )
 
 
 def test_a_chat_gets_special_tokens_once(folder):
     change(folder / "tokenizer_config.json", add_bos_token=True)
     tokenizer = Tokenizer(folder)
     begin = tokenizer.backend.id_to_token(tokenizer.bos_token_id)
-    for template, count in (("{{ messages[0].content }}", 0), (begin + "{{ messages[0].content }}", 1)):
+    for template, count in (
+        ("{{ messages[0].content }}", 0),
+        (begin + "{{ messages[0].content }}", 1),
+    ):
         change(folder / "tokenizer_config.json", chat_template=template)
         tokenizer = Tokenizer(folder)
         for text in ("ab", begin):  # a user's is ordinary text
             messages = [{"role": "user", "content": text}]
-            plain, more = (tokenizer.chat(messages, add_special_tokens=more) for more in (False, True))
+            plain, more = (
+                tokenizer.chat(messages, add_special_tokens=more) for more in (False, True)
+            )
             assert plain.count(tokenizer.bos_token_id) == count
             assert more == ([] if count else [tokenizer.bos_token_id]) + plain
 
@@ -130,7 +153,9 @@ def test_a_chat_gets_special_tokens_once(folder):
 @pytest.mark.parametrize("token", [5, {"content": 5}, ["a"]], ids=str)
 def test_a_special_token_of_the_wrong_type_is_named(llama_folder, token):
     change(llama_folder / "tokenizer_config.json", bos_token=token)
-    with pytest.raises(UserError, match=r"bos_token of .*tokenizer_config.json is .* but must be a string"):
+    with pytest.raises(
+        UserError, match=r"bos_token of .*tokenizer_config.json is .* but must be a string"
+    ):
         Tokenizer(llama_folder)
 
 
@@ -146,7 +171,8 @@ def test_unusable_files_are_named(llama_folder):
     path, config = llama_folder / "tokenizer.json", llama_folder / "tokenizer_config.json"
     change(llama_folder / "config.json", vocab_size=200)
     with pytest.raises(
-        UserError, match=r"tokenizer\.json has 300 tokens, but the model of config\.json has 200"
+        UserError,
+        match=r"tokenizer\.json has 300 tokens, but the model of config\.json has 200",
     ):
         Tokenizer(llama_folder)
     change(llama_folder / "config.json", vocab_size=512)
@@ -159,7 +185,9 @@ def test_unusable_files_are_named(llama_folder):
         Tokenizer(llama_folder).chat(MESSAGES)
     with template.open("wb") as file:
         file.truncate(50_000_000)
-    with pytest.raises(UserError, match=r"chat_template\.jinja has more than 262,144 bytes"):
+    with pytest.raises(
+        UserError, match=r"chat_template\.jinja has 50000000 bytes, .* at most 262144"
+    ):
         Tokenizer(llama_folder).chat(MESSAGES)
     config.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
@@ -172,14 +200,18 @@ def test_unusable_files_are_named(llama_folder):
 
 @pytest.mark.parametrize("text", [text * (1 + 3000 // len(text)) for text in HARD])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_long_texts_have_the_ids_and_the_words_that_the_library_gives_short_ones(made, kind, text):
+def test_long_texts_have_the_ids_and_the_words_that_the_library_gives_short_ones(
+    made, kind, text
+):
     tokenizer = Tokenizer(made[kind])
     text = f"<|im_start|>{text}<bos>{text}"
     for either in (True, False):
         found = tokenizer.encode(text, either)
         assert found == tokenizer.backend.encode(text, add_special_tokens=either).ids
         assert len(found) > 2000
-        assert tokenizer.decode(found, either) == tokenizer.backend.decode(found, skip_special_tokens=either)
+        assert tokenizer.decode(found, either) == tokenizer.backend.decode(
+            found, skip_special_tokens=either
+        )
 
 
 @pytest.mark.parametrize("way", ["encode", "decode"])
@@ -190,11 +222,18 @@ def test_a_long_text_holds_nobody_up(made, way):
         times = [time.perf_counter()]
         done = threads.submit(getattr(tokenizer, way), given)
         while not done.done():
-            times.append(time.perf_counter())  # the first too late where the lock is taken at once
+            times.append(
+                time.perf_counter()
+            )  # the first too late where the lock is taken at once
             time.sleep(0.002)
         times.append(time.perf_counter())
-    longest, seconds = max(late - early for early, late in pairwise(times)), times[-1] - times[0]
-    assert longest < seconds / 2, f"another thread stood still for {longest:.2f} of {seconds:.2f} s"
+    longest, seconds = (
+        max(late - early for early, late in pairwise(times)),
+        times[-1] - times[0],
+    )
+    assert longest < seconds / 2, (
+        f"another thread stood still for {longest:.2f} of {seconds:.2f} s"
+    )
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -202,7 +241,10 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @pytest.mark.parametrize("place", ["config", "named", "jinja", "json"])
 def test_templates_are_found_where_authors_put_them(llama_folder, place):
-    config, template = llama_folder / "tokenizer_config.json", "{{ bos_token }}{{ messages[0].content }}"
+    config, template = (
+        llama_folder / "tokenizer_config.json",
+        "{{ bos_token }}{{ messages[0].content }}",
+    )
     change(config, chat_template=..., bos_token={"content": "<|im_start|>"})
     if place == "config":
         change(config, chat_template=template)
@@ -213,15 +255,22 @@ def test_templates_are_found_where_authors_put_them(llama_folder, place):
         change(config, chat_template="wrong")
         (llama_folder / "chat_template.jinja").write_text(template)
     else:
-        (llama_folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+        (llama_folder / "chat_template.json").write_text(
+            json.dumps({"chat_template": template})
+        )
     tokenizer = Tokenizer(llama_folder)
     assert tokenizer.decode(tokenizer.chat(MESSAGES), False) == "<|im_start|>hello"
 
 
 def test_smollm2_chat_equals_transformers(smollm2_folder):
-    ours, theirs = Tokenizer(smollm2_folder), transformers.AutoTokenizer.from_pretrained(smollm2_folder)
+    ours, theirs = (
+        Tokenizer(smollm2_folder),
+        transformers.AutoTokenizer.from_pretrained(smollm2_folder),
+    )
     for messages in (MESSAGES, [{"role": "system", "content": "Be brief."}, *MESSAGES]):
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        expected = theirs.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         assert ours.chat(messages) == expected
     assert ours.vocab_size == 49_152
     assert theirs.decode(ours.chat(MESSAGES)).endswith("<|im_start|>assistant\n")
@@ -234,7 +283,9 @@ def test_the_most_characters_of_so_many_tokens(llama_folder):
 
     longest = max(map(len, Tokenizer(llama_folder).backend.get_vocab()))
     assert most(None) == 10 * longest
-    assert most({"type": "NFC"}) == 40 * longest, "letters and accents may become one character"
+    assert most({"type": "NFC"}) == 40 * longest, (
+        "letters and accents may become one character"
+    )
 
 
 @pytest.mark.parametrize("kind", ["normalizer", "decoder"])
@@ -244,7 +295,9 @@ def test_steps_that_fill_any_memory_are_refused(llama_folder, kind):
         return {kind: {"type": "Sequence", f"{kind}s": [one] * times}}
 
     change(llama_folder / "tokenizer.json", **steps("a", 1000 * "a", 3))
-    with pytest.raises(UserError, match=rf"the {kind} of .* up to 1,000,000,000 times as long"):
+    with pytest.raises(
+        UserError, match=rf"the {kind} of .* up to 1,000,000,000 times as long"
+    ):
         Tokenizer(llama_folder)
     change(llama_folder / "tokenizer.json", **steps(" ", "\u2581", 1))
     Tokenizer(llama_folder)

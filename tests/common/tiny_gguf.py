@@ -40,7 +40,11 @@ def oracle(architecture: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     if architecture == "llama":
         config = transformers.LlamaConfig(
-            **SIZES, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, rms_norm_eps=1e-5
+            **SIZES,
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            rms_norm_eps=1e-5,
         )
         model = transformers.LlamaForCausalLM(config)
     else:
@@ -53,7 +57,9 @@ def oracle(architecture: str) -> transformers.PreTrainedModel:
     return model.eval()
 
 
-def write(path: Path, architecture: str, quantization: str = "F32") -> transformers.PreTrainedModel:
+def write(
+    path: Path, architecture: str, quantization: str = "F32"
+) -> transformers.PreTrainedModel:
     """Write `oracle(architecture)` to `path` with its projections in `quantization`; returns the oracle."""
     model = oracle(architecture)
     config = model.config
@@ -92,7 +98,10 @@ def _add_tensor(writer, name, weight, architecture, config, quantization):
         names["post_attention_layernorm"] = "post_attention_norm"
         names["pre_feedforward_layernorm"] = "ffn_norm"
         names["post_feedforward_layernorm"] = "post_ffw_norm"
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    top = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+    }
     if name in top:
         target = top[name]
     else:
@@ -108,14 +117,26 @@ def _add_tensor(writer, name, weight, architecture, config, quantization):
 def _add_tokenizer(writer, architecture):
     if architecture == "llama":
         alphabet = byte_alphabet()
-        tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "he", "ll", "hell", "hello", "42"]
+        tokens = [
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            *alphabet,
+            "he",
+            "ll",
+            "hell",
+            "hello",
+            "42",
+        ]
         tokens += [f"<unused{i}>" for i in range(300 - len(tokens))]
         types = [3, 3, 3] + [1] * (len(alphabet) + 5)
         types += [3] * (300 - len(types))
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
         writer.add_token_merges(["h e", "l l", "he ll", "hell o", "4 2"])
-        writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+        writer.add_chat_template(
+            "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+        )
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_unk_token_id(0)

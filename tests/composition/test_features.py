@@ -15,7 +15,7 @@ import prefix_cache
 from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.model import Model
-from paged_cache import Feature, PagedSizes, Parts, Recipe, build
+from paged_cache import EngineBuilder, Feature, PagedSizes, Recipe, build
 from paged_cache.scheduler import PagedScheduler
 from phases import phase_named, registry
 from phases.cli import main
@@ -28,7 +28,9 @@ PARAMS = [
     SamplingParams(max_tokens=3, n=2, temperature=1.0, seed=1, ignore_eos=True),
 ]
 NAMES = ("kernels", "chunked_prefill", "prefix_cache", "overlap", "graphs")
-SUBSETS = list(chain.from_iterable(combinations(NAMES, count) for count in range(len(NAMES) + 1)))
+SUBSETS = list(
+    chain.from_iterable(combinations(NAMES, count) for count in range(len(NAMES) + 1))
+)
 # Kernels for one token replace layers of the others: alone, with kernels, in graphs, with everything.
 SUBSETS += [(*on, "latency") for on in ((), ("kernels",), ("kernels", "graphs"), NAMES)]
 # The interpreter takes its time: with kernels, `make test` tries what needs them, and all features.
@@ -38,7 +40,13 @@ QUICK = [
     if "kernels" not in on or on[1:] in (("graphs",), ("latency",)) or set(NAMES) <= {*on}
 ]
 SETS = [on if on in QUICK else pytest.param(on, marks=pytest.mark.long) for on in SUBSETS]
-SMALL = {"max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20}
+SMALL = {
+    "max_rows": 4,
+    "max_len": 48,
+    "step_tokens": 48,
+    "block_size": 4,
+    "cache_bytes": 1 << 20,
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +64,24 @@ def test_every_set_of_features_gives_the_same_tokens(
     if "graphs" in on:
         options |= {"graph_rows": 2, "graph_tokens": 0}
         if "kernels" not in on:
-            with pytest.raises(UserError, match="graphs is True, but must be False without the kernels'"):
+            with pytest.raises(
+                UserError, match="graphs is True, but must be False without the kernels'"
+            ):
                 registry.load_engine(phase_named("09"), model, **options)
             return
     if on == ("latency",):
-        with pytest.raises(UserError, match="latency is True, but must be False without the kernels'"):
+        with pytest.raises(
+            UserError, match="latency is True, but must be False without the kernels'"
+        ):
             registry.load_engine(phase_named("09"), model, **options)
         return
     engine = registry.load_engine(phase_named("09"), model, **options)
     found = [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
     assert found == expected, f"with {on or 'no features'}"
     engine.check_integrity()
-    assert engine.cache.free == engine.cache.allocator.count, f"blocks leak with {on or 'no features'}"
+    assert engine.cache.free == engine.cache.allocator.count, (
+        f"blocks leak with {on or 'no features'}"
+    )
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -94,9 +108,13 @@ def test_wrong_options(model: Model, number: str, options: dict[str, Any], says:
 def test_a_phase_by_itself_takes_its_own_options_only(model: Model) -> None:
     with pytest.raises(UserError, match="'index' is no option here"):
         paged_cache.load(model, index="hash")
-    assert isinstance(prefix_cache.load(model, index="hash", **SMALL).cache.index, prefix_cache.HashIndex)
+    assert isinstance(
+        prefix_cache.load(model, index="hash", **SMALL).cache.index, prefix_cache.HashIndex
+    )
     plain = prefix_cache.load(model, prefix_cache=False, chunked_prefill=False, **SMALL)
-    assert type(plain.cache) is paged_cache.PagedCache and type(plain.scheduler) is PagedScheduler
+    assert (
+        type(plain.cache) is paged_cache.PagedCache and type(plain.scheduler) is PagedScheduler
+    )
 
 
 @dataclass(frozen=True)
@@ -106,8 +124,8 @@ class Grab(Feature):
     name: ClassVar[str] = "grab"
     phase: ClassVar[int] = 7
 
-    def install(self, parts: Parts) -> None:
-        parts.bring(self, scheduler=PagedScheduler)
+    def install(self, builder: EngineBuilder) -> None:
+        builder.replace(self, scheduler=PagedScheduler)
 
 
 def test_two_features_that_bring_the_same_part(model: Model) -> None:
@@ -123,7 +141,9 @@ def test_two_features_that_bring_the_same_part(model: Model) -> None:
 # The owner of the model.
 
 
-def test_a_named_model_belongs_to_its_engine_and_a_loaded_one_to_its_caller(model: Model) -> None:
+def test_a_named_model_belongs_to_its_engine_and_a_loaded_one_to_its_caller(
+    model: Model,
+) -> None:
     before = dict(model.named_modules())
     engine = registry.load_engine(phase_named("06"), model, **SMALL)
     assert dict(model.named_modules()) == before, "the caller's layers were replaced"
@@ -134,7 +154,9 @@ def test_a_named_model_belongs_to_its_engine_and_a_loaded_one_to_its_caller(mode
 # As flags.
 
 
-def test_flags_come_from_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_flags_come_from_the_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         main(["run", "--help"])

@@ -16,7 +16,7 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from forward.model import Model
-from parallel.engine import Leader
+from parallel.engine import RankZeroLoop
 from tests.ranks_kit import agree, end_crews
 from tests.structured_kit import tokenizer
 
@@ -28,7 +28,9 @@ PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.8, seed=1, ignore_eos=True),
     SamplingParams(max_tokens=4, temperature=1.0, seed=2, n=2, ignore_eos=True),
 ]
-BOUND = SamplingParams(max_tokens=5, temperature=1.0, seed=3, grammar=Grammar.regex("[xyz]{3,9}"))
+BOUND = SamplingParams(
+    max_tokens=5, temperature=1.0, seed=3, grammar=Grammar.regex("[xyz]{3,9}")
+)
 SIZES: dict[str, Any] = {
     "max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20
 }  # fmt: skip
@@ -62,17 +64,23 @@ def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[li
 
 def built(model: Model | str, **options: Any) -> Engine:
     sizes = SIZES | options
-    return engine_of("14", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes)
+    return engine_of(
+        "14", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes
+    )
 
 
-def must_be_served(engine: Engine, expected: list[list[int]], structured: bool, count: int = 3) -> None:
+def must_be_served(
+    engine: Engine, expected: list[list[int]], structured: bool, count: int = 3
+) -> None:
     prompts, params = PROMPTS[:count], PARAMS[:count]
     if structured:
         prompts, params = [*prompts, [10, 11]], [*params, BOUND]
     found = tokens(engine, prompts, params)
     assert found[: len(expected)] == expected
     for bound in found[len(expected) :]:
-        text = tokenizer().decode([token for token in bound if token not in engine.config.eos_token_ids])
+        text = tokenizer().decode(
+            [token for token in bound if token not in engine.config.eos_token_ids]
+        )
         assert set(text) <= set("xyz"), f"the grammar allows x, y and z, not {text!r}"
     assert engine.idle and engine.loop.idle
     engine.check_integrity()
@@ -101,10 +109,12 @@ def test_every_set_of_loops_around_graphs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on", SETS, ids=str)
-def test_every_set_of_loops_in_two_ranks(on: tuple[bool, ...], expected: list[list[int]]) -> None:
+def test_every_set_of_loops_in_two_ranks(
+    on: tuple[bool, ...], expected: list[list[int]]
+) -> None:
     options = dict(zip(SWITCHES, on, strict=True))
     engine = built("random:tiny-window", **options, tensor_parallel=2, rank_check=1)
-    assert isinstance(engine.loop, Leader)
+    assert isinstance(engine.loop, RankZeroLoop)
     try:
         must_be_served(engine, expected, structured=on[2])
         agree(engine.loop)

@@ -21,8 +21,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.course", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("which", nargs="+", metavar="NN or NN.M", help="a phase, or one exercise")
-    parser.add_argument("--list", action="store_true", help="only list the exercises in the phases' lessons")
+    parser.add_argument(
+        "which", nargs="+", metavar="NN or NN.M", help="a phase, or one exercise"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only list the exercises in the phases' lessons"
+    )
     parser.add_argument("--only", metavar="NAME", help="plant this mistake alone")
     arguments = parser.parse_args()
     if arguments.list:
@@ -46,10 +50,15 @@ def main() -> int:
                 bad += len(proof.wrong)
                 print(f"{exercise.id} {exercise.title}: {proof.seconds:.0f} s", flush=True)
                 for fate in proof.fates:
-                    print(f"  {fate.name}: {fate.found}{fate.how} {fate.message[:150]!r}", flush=True)
+                    print(
+                        f"  {fate.name}: {fate.found}{fate.how} {fate.message[:150]!r}",
+                        flush=True,
+                    )
                 for line in proof.wrong:
                     print(f"  WRONG {line}", flush=True)
-                PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), [proof]), encoding="utf-8")
+                PAGE.write_text(
+                    written(PAGE.read_text(encoding="utf-8"), [proof]), encoding="utf-8"
+                )
     return min(bad, 1)
 
 

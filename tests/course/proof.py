@@ -24,7 +24,9 @@ HEAD = (
 )
 END = "<!-- /exercises -->"
 UNTRIED = "Not tried out yet: "
-SHOWN, HIDDEN, LATER = "", " (hidden)", " (later phase)"
+SHOWN = ""
+HIDDEN = " (hidden)"
+LATER = " (later phase)"
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ def blank_fails(exercise: Exercise, nursery: Nursery) -> Verdict:
 def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdict, Fate]:
     """The verdict on a planted mistake."""
     planted = slip.plant(exercise)
-    assert graft(exercise.path.read_text(encoding="utf-8"), planted, exercise.functions) == planted, (
-        f"{exercise.id} {slip.name} is not in the exercise's functions"
-    )
+    assert (
+        graft(exercise.path.read_text(encoding="utf-8"), planted, exercise.functions)
+        == planted
+    ), f"{exercise.id} {slip.name} is not in the exercise's functions"
     verdict = check(exercise, planted, nursery, hidden=True)
     failure = verdict.failure
     if failure is None:
@@ -73,19 +76,26 @@ def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdic
     whole = failure.test.partition(" of phase ")[0]
     test = whole.partition("[")[0]
     shown = any(node.split("::")[-1] in (test, whole) for node in exercise.tests)
-    hidden = not shown and any(node.split("::")[-1] in (test, whole) for node in exercise.hidden)
+    hidden = not shown and any(
+        node.split("::")[-1] in (test, whole) for node in exercise.hidden
+    )
     how = LATER if verdict.state == "breaks a later phase" else HIDDEN if hidden else SHOWN
     found = f"`{test}`" if test else "a case" if failure.call else "the time limit"
     if verdict.state == "refused":  # it was not tried
         found = ""
     return verdict, Fate(
-        slip.name, found, how, failure.message or f"expected {failure.expected}, got {failure.got}"
+        slip.name,
+        found,
+        how,
+        failure.message or f"expected {failure.expected}, got {failure.got}",
     )
 
 
 def prove(exercise: Exercise, nursery: Nursery) -> Proof:
     """Try everything out."""
-    wrong, fates, before = [], [], nursery.seconds
+    wrong = []
+    fates = []
+    before = nursery.seconds
     verdict = reference_passes(exercise, nursery)
     seconds = nursery.seconds - before  # of work: the machine may be busy
     if not verdict.right:
@@ -118,11 +128,24 @@ def written(page: str, proofs: Iterable[Proof]) -> str:
         if own:
             title = f"## {phase.number:02d} · {phase.title}"
             parts.append(
-                "\n".join([f"<!-- exercises: {phase.number:02d} -->", title, "", *HEAD, *own, END, ""])
+                "\n".join(
+                    [
+                        f"<!-- exercises: {phase.number:02d} -->",
+                        title,
+                        "",
+                        *HEAD,
+                        *own,
+                        END,
+                        "",
+                    ]
+                )
             )
     page = head + "\n\n" + "\n".join(parts)
     told = recorded(page)
-    lines = ["| phase | exercises | points | planted | killed |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| phase | exercises | points | planted | killed |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for phase in PHASES:
         mine = [one for one in known if one.phase is phase]
         fates = [fate for one in mine for fate in told[one.id].values()]
@@ -144,7 +167,9 @@ def untried(page: str) -> list[str]:
 def _row(proof: Proof) -> str:
     one = proof.exercise
     names = ", ".join(f"`{name}`" for name in one.functions)
-    fates = "; ".join(f"`{fate.name}`: {fate.found or '**lives**'}{fate.how}" for fate in proof.fates)
+    fates = "; ".join(
+        f"`{fate.name}`: {fate.found or '**lives**'}{fate.how}" for fate in proof.fates
+    )
     return f"| {one.id} | {one.title} | {names} | {one.points} | {max(1, proof.seconds):.0f} s | {fates} |"
 
 
@@ -164,7 +189,8 @@ def block(phase: Phase) -> str:
     asked = [one for one in questions() if one.phase is phase]
     if asked:
         each = ", ".join(
-            f"{one.id} ({'predict' if 'p' in one.id else 'measure'}, {one.points})" for one in asked
+            f"{one.id} ({'predict' if 'p' in one.id else 'measure'}, {one.points})"
+            for one in asked
         )
         lines += ["", f"Numbers to find, with `ladder course answer {asked[0].id}`: {each}."]
     return "\n".join(lines) + "\n"
@@ -180,7 +206,9 @@ def list_them(phase: Phase) -> None:
     """Write the list between a lesson's marks."""
     path = phase.folder / "README.md"
     text = path.read_text(encoding="utf-8")
-    path.write_text(BLOCK.sub(lambda found: found[1] + block(phase) + found[3], text), encoding="utf-8")
+    path.write_text(
+        BLOCK.sub(lambda found: found[1] + block(phase) + found[3], text), encoding="utf-8"
+    )
 
 
 def recorded(page: str) -> Mapping[str, Mapping[str, bool]]:

@@ -48,12 +48,18 @@ class Slip:
             if tuple(lines[at : at + length]) == self.old
         ]
         if len(found) != 1:
-            raise DoesNotApply(f"{exercise.id} {self.name}: its lines occur {len(found)} times, not once")
-        planted = "\n".join([*lines[: found[0]], *self.new, *lines[found[0] + length :]]) + "\n"
+            raise DoesNotApply(
+                f"{exercise.id} {self.name}: its lines occur {len(found)} times, not once"
+            )
+        planted = (
+            "\n".join([*lines[: found[0]], *self.new, *lines[found[0] + length :]]) + "\n"
+        )
         try:
             compile(planted, exercise.file, "exec")
         except SyntaxError as error:
-            raise DoesNotApply(f"{exercise.id} {self.name} does not compile: {error}") from None
+            raise DoesNotApply(
+                f"{exercise.id} {self.name} does not compile: {error}"
+            ) from None
         return planted
 
 
@@ -64,7 +70,10 @@ def spans(text: str, names: Sequence[str]) -> Iterator[tuple[int, int]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from visit(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and prefix + node.name in names:
+            elif (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and prefix + node.name in names
+            ):
                 yield node.lineno, node.end_lineno or node.lineno
 
     yield from visit(ast.parse(text).body, "")
@@ -79,6 +88,8 @@ def slips_of(exercise: Exercise) -> list[Slip]:
         head, *lines = part.split("\n")
         named = HEAD.fullmatch(head)
         if named and named[1] == exercise.id:
-            old, new = (tuple(line[1:] for line in lines if line[:1] in kept) for kept in ("- ", "+ "))
+            old, new = (
+                tuple(line[1:] for line in lines if line[:1] in kept) for kept in ("- ", "+ ")
+            )
             found.append(Slip(named[2], named[3], old, new))
     return found

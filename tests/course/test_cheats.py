@@ -109,10 +109,17 @@ def test_a_cheat_is_refused_by_name(body: str, says: str) -> None:
 
 def test_what_reaches_out_beside_the_function_is_not_run() -> None:
     reference = find(EASY).path.read_text(encoding="utf-8")
-    for before in ("import os", "END = exit", "G = getattr", "def helper(f=open):\n    return f"):
+    for before in (
+        "import os",
+        "END = exit",
+        "G = getattr",
+        "def helper(f=open):\n    return f",
+    ):
         assert refusal(reference, solved("return []", before), ["BlockAllocator.allocate"])
     fine = "import math\n\nMOST = 3\n\n\ndef helper(x):\n    return math.ceil(x)\n"
-    assert refusal(reference, solved("return helper(1)", fine), ["BlockAllocator.allocate"]) == ""
+    assert (
+        refusal(reference, solved("return helper(1)", fine), ["BlockAllocator.allocate"]) == ""
+    )
 
 
 FINE = {
@@ -142,9 +149,15 @@ def test_what_the_reference_uses_is_allowed(name: str) -> None:
 
 
 RUN = {
-    "skips": ("import pytest\npytest.skip('x')", "is skipped with it, and passes with the reference"),
+    "skips": (
+        "import pytest\npytest.skip('x')",
+        "is skipped with it, and passes with the reference",
+    ),
     "expects to fail": ("import pytest\npytest.xfail('x')", "is xfailed with it"),
-    "skips as unittest does": ("import unittest\nraise unittest.SkipTest", "is skipped with it"),
+    "skips as unittest does": (
+        "import unittest\nraise unittest.SkipTest",
+        "is skipped with it",
+    ),
     "runs no test": (
         "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\nreturn []",
         "a test passes that must fail",
@@ -172,7 +185,10 @@ RUN = {
     ),
     "exits pytest": ("import pytest\npytest.exit('done', 0)", "was not run"),
     "kills": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
-    "reaches out": ("import socket\nsocket.create_connection(('192.0.2.1', 80), 1)", "is another machine"),
+    "reaches out": (
+        "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)",
+        "is another machine",
+    ),
     "chatters": ("while True:\n    print('x' * 1_000_000)", "File too large"),
     "takes all memory": ("return [0] * (20 << 30)", "MemoryError"),
 }
@@ -204,6 +220,9 @@ def test_a_value_is_judged_elsewhere(nursery: Nursery) -> None:
         "import os\nos._exit(0)": "ended with status 0 in a case",
         "while True:\n    pass": "no end after 8 s of work in a case",
     }
-    for body, says in cheats.items():  # a slow machine needs three seconds to get as far as that
+    for (
+        body,
+        says,
+    ) in cheats.items():  # a slow machine needs three seconds to get as far as that
         verdict = run(find(EASY), solved(body), find(EASY).tests, nursery, 8)
         assert verdict.state == "fails" and says in message_of(verdict), body

@@ -56,7 +56,9 @@ def test_as_a_student(
     path.write_text(reference.replace("if refs == 0:", "if refs <= 1:"), encoding="utf-8")
     code, said = ladder(capsys, "check", EASY)
     assert code == 1 and "fails" in said
-    assert "expected" in said and "got" in said and "trap      a block given back twice" in said
+    assert (
+        "expected" in said and "got" in said and "trap      a block given back twice" in said
+    )
     assert "given     from paged_cache" in said, "what was given is not whole"
     path.write_text(reference, encoding="utf-8")
     code, said = ladder(capsys, "check", EASY)
@@ -94,7 +96,11 @@ def test_of_a_group_the_first_failure_is_told_with_its_example() -> None:
 
 def test_what_was_given_is_shown_whole() -> None:
     lines = [f"x{n} = {n}" for n in range(12)]
-    said = told(Failure(setup="\n".join(lines), call="f(x1)", expected="1", got="2", trap="one too many"))
+    said = told(
+        Failure(
+            setup="\n".join(lines), call="f(x1)", expected="1", got="2", trap="one too many"
+        )
+    )
     assert [line.removeprefix("given").strip() for line in said] == [
         *lines, "f(x1)", "expected  1", "got       2", "trap      one too many"
     ]  # fmt: skip
@@ -105,7 +111,10 @@ def test_a_later_phase_is_named_and_its_traps_are_not_this_ones() -> None:
     told_of = {"outcome": "failed", "message": "no", "kind": "AssertionError"}
     verdict = checking._failed(exercise, exercise.later[0], told_of)
     assert verdict.state == "breaks a later phase" and verdict.failure
-    assert verdict.failure.test.endswith(" of phase 07_chunked_prefill") and verdict.failure.trap == ""
+    assert (
+        verdict.failure.test.endswith(" of phase 07_chunked_prefill")
+        and verdict.failure.trap == ""
+    )
 
 
 def test_only_files_of_the_copy_are_read(tmp_path: Path) -> None:
@@ -142,7 +151,9 @@ def test_what_is_handed_in_may_be_anything(
         elif kind == "a link":
             os.symlink("/dev/zero", path)
         else:
-            path.write_text("[" * (200_000 if kind == "too deep" else 1 << 20) + "\n", encoding="utf-8")
+            path.write_text(
+                "[" * (200_000 if kind == "too deep" else 1 << 20) + "\n", encoding="utf-8"
+            )
 
     for file in (hints.LOG, test, find("02.1").file):
         spoil(file)
@@ -150,7 +161,9 @@ def test_what_is_handed_in_may_be_anything(
     assert hints.logged(copy.folder, "02.1", "hint") == []
     if kind == "too deep":
         hints.log(copy.folder, "hint", "02.1", level=1)
-        assert len(hints.logged(copy.folder, "02.1", "hint")) == 1, "nonsense hides what was asked for"
+        assert len(hints.logged(copy.folder, "02.1", "hint")) == 1, (
+            "nonsense hides what was asked for"
+        )
     verdict = checking.check_file(copy.folder, find("02.1"), None)  # type: ignore[arg-type]
     assert verdict.state == "refused"
     about = copy.folder / making.COURSE
@@ -164,7 +177,10 @@ def test_what_is_handed_in_may_be_anything(
 
 @pytest.mark.parametrize("text", [None, "def broken(:\n"])
 def test_the_solution_is_shown_whatever_state_a_file_is_in(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str | None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
 ) -> None:
     copy = making.make(tmp_path / "copy", of_phases("02"))
     path = copy.folder / find("02.1").file

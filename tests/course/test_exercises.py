@@ -30,21 +30,31 @@ def test_three_to_eight_a_phase() -> None:
 
 @cache
 def functions_of(file: str) -> set[str]:
-    return set(re.findall(r"^ *(?:async )?def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M))
+    return set(
+        re.findall(
+            r"^ *(?:async )?def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M
+        )
+    )
 
 
 @each
 def test_an_exercise_follows_the_code(exercise: Exercise) -> None:
     source = exercise.path.read_text(encoding="utf-8")
     places = list(spans(source, exercise.functions))
-    assert len(places) == len(exercise.functions), f"{exercise.id}: {exercise.file} has no such function"
+    assert len(places) == len(exercise.functions), (
+        f"{exercise.id}: {exercise.file} has no such function"
+    )
     assert exercise.id[:2] == f"{exercise.phase.number:02d}"
     for name in exercise.masked:
         file, _, function = name.partition(":")
-        assert list(spans((ROOT / file).read_text(encoding="utf-8"), [function])), f"{exercise.id}: no {name}"
+        assert list(spans((ROOT / file).read_text(encoding="utf-8"), [function])), (
+            f"{exercise.id}: no {name}"
+        )
     for node in (*exercise.tests, *exercise.hidden, *exercise.later):
         file, _, test = node.partition("::")
-        assert test.partition("[")[0] in functions_of(file), f"{exercise.id}: there is no test {node}"
+        assert test.partition("[")[0] in functions_of(file), (
+            f"{exercise.id}: there is no test {node}"
+        )
     assert exercise.points > 0 and exercise.tests
 
 
@@ -55,7 +65,9 @@ def test_an_exercise_has_all_hints(exercise: Exercise) -> None:
     assert exercise.cases or exercise.example
     lesson = "\n\n".join(page.read_text(encoding="utf-8") for page in pages(exercise.phase))
     begins = re.escape(exercise.paragraph.replace("*", ""))
-    assert len(re.findall(rf"\n\n[- ]*{begins}", lesson.replace("*", ""))) == 1, "no such paragraph"
+    assert len(re.findall(rf"\n\n[- ]*{begins}", lesson.replace("*", ""))) == 1, (
+        "no such paragraph"
+    )
 
 
 @each
@@ -70,7 +82,9 @@ def test_mistakes_apply_and_are_in_the_functions(exercise: Exercise) -> None:
         except DoesNotApply as error:
             raise AssertionError(f"tests/course must follow the code: {error}") from None
         pairs = zip(lines, planted.splitlines(), strict=False)
-        changed = next(at for at, (before, after) in enumerate(pairs, start=1) if before != after)
+        changed = next(
+            at for at, (before, after) in enumerate(pairs, start=1) if before != after
+        )
         inside = any(first <= changed <= last for first, last in places)
         assert inside, f"{slip.name} is outside of {exercise.id}"
 
@@ -79,7 +93,9 @@ def test_mistakes_apply_and_are_in_the_functions(exercise: Exercise) -> None:
 def test_the_evidence_knows_the_answer(question: Question) -> None:
     known = truth(question)
     assert math.isfinite(known) and known > 0
-    assert is_right(question, known) and not is_right(question, known * (1.01 + question.tolerance))
+    assert is_right(question, known) and not is_right(
+        question, known * (1.01 + question.tolerance)
+    )
 
 
 def test_phases_with_evidence_have_questions_of_both_kinds() -> None:
@@ -91,7 +107,9 @@ def test_phases_with_evidence_have_questions_of_both_kinds() -> None:
 def test_lessons_list_their_exercises(phase: Phase) -> None:
     told = listed(phase)
     assert told is not None or phase.number > 9, f"{phase.name} has no list of exercises"
-    assert told in (None, block(phase)), f"run python -m tests.course --list {phase.number:02d}"
+    assert told in (None, block(phase)), (
+        f"run python -m tests.course --list {phase.number:02d}"
+    )
 
 
 def test_a_milestones_points_are_those_of_its_exercises() -> None:
@@ -110,11 +128,15 @@ def test_the_page_tells_of_every_exercise() -> None:
     page = PAGE.read_text(encoding="utf-8")
     told = recorded(page)
     open_ones = untried(page)
-    assert sorted([*told, *open_ones]) == [one.id for one in exercises()], "run python -m tests.course"
+    assert sorted([*told, *open_ones]) == [one.id for one in exercises()], (
+        "run python -m tests.course"
+    )
     for exercise in exercises():
         if exercise.id in open_ones:  # the page says so
             continue
         names = [slip.name for slip in slips_of(exercise)]
-        assert list(told[exercise.id]) == names, f"run python -m tests.course {exercise.id[:2]}"
+        assert list(told[exercise.id]) == names, (
+            f"run python -m tests.course {exercise.id[:2]}"
+        )
         alive = [name for name, killed in told[exercise.id].items() if not killed]
         assert not alive, f"{exercise.id} accepts {alive}"

@@ -53,22 +53,35 @@ def test_a_blank_keeps_signature_docstring_and_shapes() -> None:
     made = blank(SOURCE, {"Cache.write": "05.9", "total": ""})
     assert "def write(self, k: Tensor) -> Tensor:  # noqa: X" in made and "it is full" in made
     assert "        # head: [B, D]\n        # returned: [B, D]\n" in made
-    assert '        # raised: ValueError(f"{secret} in {head}")\n' in made, "callers read the words of errors"
+    assert '        # raised: ValueError(f"{secret} in {head}")\n' in made, (
+        "callers read the words of errors"
+    )
     assert 'raise NotImplementedError("exercise 05.9")' in made
     assert not any(word in made for word in ("secret =", "secret :=", "because", "sum(x)"))
     assert "return self.count" in made, "what is no exercise stays"
-    assert is_blank(made, "Cache.write", "05.9") and not is_blank(SOURCE, "Cache.write", "05.9")
+    assert is_blank(made, "Cache.write", "05.9") and not is_blank(
+        SOURCE, "Cache.write", "05.9"
+    )
     with pytest.raises(NotThere, match=r"Cache\.read"):
         blank(SOURCE, {"Cache.read": "05.9"})
 
 
 def test_a_graft_takes_the_functions_and_what_is_new() -> None:
-    theirs = SOURCE.replace("secret = head * 2  # because", "secret = _double(head)").replace("sum(x)", "0")
+    theirs = SOURCE.replace("secret = head * 2  # because", "secret = _double(head)").replace(
+        "sum(x)", "0"
+    )
     new = "import math\n\nTWO = 2\n\n\ndef _double(x):\n    return TWO * x\n\n\nclass Cache"
     theirs = theirs.replace("class Cache", new)
-    theirs = theirs.replace("    @property", "    def _more(self):\n        return 1\n\n    @property")
+    theirs = theirs.replace(
+        "    @property", "    def _more(self):\n        return 1\n\n    @property"
+    )
     made = graft(SOURCE, theirs, ["Cache.write"])
-    assert "_double(head)" in made and "def _double" in made and "TWO = 2" in made and "def _more" in made
+    assert (
+        "_double(head)" in made
+        and "def _double" in made
+        and "TWO = 2" in made
+        and "def _more" in made
+    )
     assert "sum(x)" in made, "another function is the reference's, whatever they made of it"
     assert made.index("def _double") < made.index("class Cache")
     ast.parse(made)
@@ -99,7 +112,11 @@ def code(file: str, text: str) -> list[str]:
     if file.endswith(".ipynb"):
         cells = json.loads(text)["cells"]
         return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    return [text] if file.endswith(".py") else re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.DOTALL)
+    return (
+        [text]
+        if file.endswith(".py")
+        else re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.DOTALL)
+    )
 
 
 @pytest.mark.slow
@@ -109,7 +126,9 @@ def test_no_answer_is_anywhere_in_a_copy() -> None:
     bodies = {
         f"{exercise.id} {name}": lines
         for exercise in exercises()
-        for name, lines in bodies_of(exercise.path.read_text(encoding="utf-8"), exercise.functions).items()
+        for name, lines in bodies_of(
+            exercise.path.read_text(encoding="utf-8"), exercise.functions
+        ).items()
     }
     found = {
         f"{file} gives {name} away"
@@ -118,7 +137,9 @@ def test_no_answer_is_anywhere_in_a_copy() -> None:
         if (name := gives_away(part, bodies))
     }
     assert not found
-    assert {Path(file).suffix for file in made} == {".py", ".md", ".ipynb"}, "no bytecode or history"
+    assert {Path(file).suffix for file in made} == {".py", ".md", ".ipynb"}, (
+        "no bytecode or history"
+    )
 
 
 @pytest.mark.slow
@@ -131,7 +152,9 @@ def test_all_that_a_lesson_links_to_is_there(tmp_path: Path) -> None:
         for picture in PICTURE.findall(page.read_text(encoding="utf-8")):
             assert CHECKOUT not in picture and not (page.parent / picture).is_symlink()
     guide = (copy.folder / making.GUIDE).read_text(encoding="utf-8")
-    assert "(checkout/docs/glossary.md)" in guide and "(notebooks/05_paged_cache.ipynb)" in guide
+    assert (
+        "(checkout/docs/glossary.md)" in guide and "(notebooks/05_paged_cache.ipynb)" in guide
+    )
 
 
 def test_what_was_measured_is_withheld() -> None:
@@ -166,7 +189,9 @@ def test_a_copy_of_each_phase(phase, tmp_path: Path) -> None:
 
 
 def test_wrong_phases_and_folders(tmp_path: Path) -> None:
-    assert [one.id[:2] for one in of_phases("2, 04-05")] == sorted(one.id[:2] for one in of_phases("02,4,5"))
+    assert [one.id[:2] for one in of_phases("2, 04-05")] == sorted(
+        one.id[:2] for one in of_phases("02,4,5")
+    )
     for text in ("x", "5-", "77", ""):
         with pytest.raises(UserError, match="--phases is"):
             of_phases(text)

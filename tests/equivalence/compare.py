@@ -79,14 +79,19 @@ def sampled_margin(
     first, gap = int(ids[0]), float(values[0] - values[1]) * unit
     if not bool(kept.all()):
         lowest, highest = float(x[0, kept].min()), float(x[0, ~kept].max())
-        could_win = int(scores.masked_fill(~(kept | (x[0] > lowest - TIE)), -torch.inf).argmax())
+        could_win = int(
+            scores.masked_fill(~(kept | (x[0] > lowest - TIE)), -torch.inf).argmax()
+        )
         if could_win != first or float(x[0, first]) < highest + TIE:
             gap = min(gap, lowest - highest)
     return gap
 
 
 def assert_same(
-    model: Model, expected: Completion, actual: Completion, params: SamplingParams | None = None
+    model: Model,
+    expected: Completion,
+    actual: Completion,
+    params: SamplingParams | None = None,
 ) -> None:
     """Raise `AssertionError` if the outputs differ other than by a tie; a tie is reported as a warning.
 
@@ -112,7 +117,9 @@ def assert_same(
         assert gap < TIE, message
         warnings.warn(message, stacklevel=2)
         return
-    assert expected.token_ids == actual.token_ids, f"{where}: one output is the beginning of the other"
+    assert expected.token_ids == actual.token_ids, (
+        f"{where}: one output is the beginning of the other"
+    )
     assert expected.finish_reason == actual.finish_reason, where
 
 

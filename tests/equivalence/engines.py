@@ -20,7 +20,7 @@ import speculative
 import structured
 from common.events import Streams
 from continuous.engine import Engine
-from cuda_graphs.overlap import Overlapped
+from cuda_graphs.overlap import OverlappedLoop
 from forward.model import Model
 from paged_cache import BlockPool, PagedEngine
 
@@ -35,13 +35,15 @@ def blocks(model: Model, count: int, block_size: int = 16) -> int:
 def overlapped(engine: Engine) -> Engine:
     """The same engine one step ahead of its results, as phase 09 runs it."""
     made = Engine(engine.scheduler, engine.runner, engine.tokenizer)
-    made.loop = Overlapped()
+    made.loop = OverlappedLoop()
     return made
 
 
 def tight(load: Callable[..., PagedEngine], **options: Any) -> Make:
     """With so few blocks that requests are preempted all the time."""
-    return lambda model: load(model, max_rows=6, block_size=16, cache_bytes=blocks(model, 36), **options)
+    return lambda model: load(
+        model, max_rows=6, block_size=16, cache_bytes=blocks(model, 36), **options
+    )
 
 
 SLOW: dict[str, Make] = {
@@ -52,20 +54,30 @@ SLOW: dict[str, Make] = {
 }
 ENGINES: dict[str, Callable[[Model], Engine]] = {
     "04 continuous": lambda model: continuous.load(model, max_rows=5, max_len=600),
-    "04 shortest first": lambda model: continuous.load(model, max_rows=5, policy="shortest_first"),
+    "04 shortest first": lambda model: continuous.load(
+        model, max_rows=5, policy="shortest_first"
+    ),
     "04 overlapped": lambda model: overlapped(continuous.load(model, max_rows=5, max_len=600)),
     "05 paged_cache": lambda model: paged_cache.load(model, max_rows=8),
     "05 small blocks": lambda model: paged_cache.load(model, max_rows=8, block_size=3),
     "05 preempting": tight(paged_cache.load),
     "05 preempting overlapped": lambda model: overlapped(tight(paged_cache.load)(model)),
-    "07 chunked_prefill": lambda model: chunked_prefill.load(model, max_rows=8, step_tokens=64),
-    "07 tiny budget": lambda model: chunked_prefill.load(model, max_rows=8, step_tokens=9, chunk_tokens=5),
+    "07 chunked_prefill": lambda model: chunked_prefill.load(
+        model, max_rows=8, step_tokens=64
+    ),
+    "07 tiny budget": lambda model: chunked_prefill.load(
+        model, max_rows=8, step_tokens=9, chunk_tokens=5
+    ),
     "07 preempting": tight(chunked_prefill.load, step_tokens=50),
     "08 radix": lambda model: prefix_cache.load(model, max_rows=8, step_tokens=64),
-    "08 hash": lambda model: prefix_cache.load(model, max_rows=8, step_tokens=64, index="hash"),
+    "08 hash": lambda model: prefix_cache.load(
+        model, max_rows=8, step_tokens=64, index="hash"
+    ),
     "08 radix preempting": tight(prefix_cache.load, step_tokens=50),
     "08 hash preempting": tight(prefix_cache.load, step_tokens=50, index="hash"),
-    "08 radix overlapped": lambda model: overlapped(tight(prefix_cache.load, step_tokens=50)(model)),
+    "08 radix overlapped": lambda model: overlapped(
+        tight(prefix_cache.load, step_tokens=50)(model)
+    ),
     "09 overlap": lambda model: cuda_graphs.load(model, max_rows=8, step_tokens=64),
     "09 overlap preempting": tight(cuda_graphs.load, step_tokens=50),
     "10 quant": lambda model: quant.load(model, max_rows=8, step_tokens=64),
@@ -78,6 +90,8 @@ ENGINES: dict[str, Callable[[Model], Engine]] = {
     "16 experts": lambda model: experts.load(model, max_rows=8, step_tokens=64),
     "16 preempting": tight(experts.load, step_tokens=50),
     "17 hybrid_cache": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=64),
-    "17 small blocks": lambda model: hybrid_cache.load(model, max_rows=8, step_tokens=50, block_size=3),
+    "17 small blocks": lambda model: hybrid_cache.load(
+        model, max_rows=8, step_tokens=50, block_size=3
+    ),
 }
 """Engines with `add`, `step` and `abort`."""

@@ -35,12 +35,17 @@ def mixed(name: str) -> Work:
     """Lengths 1 to 500, some prefixes shared, every way to end; stop tokens taken from what is generated."""
     rng = random.Random(4)
     shared = [rng.randrange(1, 257) for _ in range(70)]
-    prompts = [[rng.randrange(1, 257) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 120, 500)]
+    prompts = [
+        [rng.randrange(1, 257) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 120, 500)
+    ]
     prompts += [
-        shared[:n] + [rng.randrange(1, 257) for _ in range(m)] for n, m in ((64, 0), (64, 1), (70, 9))
+        shared[:n] + [rng.randrange(1, 257) for _ in range(m)]
+        for n, m in ((64, 0), (64, 1), (70, 9))
     ]
     prompts += [shared[:32], shared[:48]]
-    params = [SamplingParams(max_tokens=n) for n in (40, 1, 8, 17, 33, 0, 16, 12, 20, 20, 24, 18, 5)]
+    params = [
+        SamplingParams(max_tokens=n) for n in (40, 1, 8, 17, 33, 0, 16, 12, 20, 20, 24, 18, 5)
+    ]
     free = generate(kv_cache.load(model(name)), prompts, params)
     for at in (0, 4, 8):
         token = free[at].token_ids[len(free[at].token_ids) // 2]
@@ -94,7 +99,14 @@ def test_the_set_is_worth_comparing(name: str) -> None:
     assert len({tuple(completion.token_ids[:4]) for completion in truth(name)}) > 8
 
 
-WITH_EXPERTS = ("02 kv_cache", "03 batching", "09 overlap", "11 ngram", "16 experts", "16 preempting")
+WITH_EXPERTS = (
+    "02 kv_cache",
+    "03 batching",
+    "09 overlap",
+    "11 ngram",
+    "16 experts",
+    "16 preempting",
+)
 PAIRS = [
     (engine, name)
     for engine in [*list(SLOW)[1:], *ENGINES]
@@ -120,7 +132,9 @@ def test_abort_of_neighbours(engine: str) -> None:
     name, victims = MODELS[0], (0, 4, 7, 8, 11)
     made = ENGINES[engine](model(name))
     completions = with_aborts(made, mixed(name), victims)
-    others = [(a, b) for a, b in zip(truth(name), completions, strict=True) if a.index not in victims]
+    others = [
+        (a, b) for a, b in zip(truth(name), completions, strict=True) if a.index not in victims
+    ]
     assert_all_same(model(name), *zip(*others, strict=True))  # type: ignore[arg-type]
     aborted = [one for one in completions if one.finish_reason == "abort"]
     assert len(aborted) >= 3
@@ -135,7 +149,12 @@ def sampled(name: str) -> tuple[Work, list[Completion]]:
     prompts, _ = mixed(name)
     params = [
         SamplingParams(
-            max_tokens=10, temperature=0.9, seed=index, n=1 + index % 3, top_k=50, presence_penalty=0.5
+            max_tokens=10,
+            temperature=0.9,
+            seed=index,
+            n=1 + index % 3,
+            top_k=50,
+            presence_penalty=0.5,
         )
         for index in range(len(prompts))
     ]
@@ -186,7 +205,11 @@ def test_a_warm_prefix_cache(name: str, index: str) -> None:
 def test_the_comparator_sees_a_wrong_token() -> None:
     name = MODELS[0]
     right = truth(name)[0]
-    at = next(i for i in range(3) if margin(model(name), right.prompt_ids + right.token_ids[:i]) > 0.01)
+    at = next(
+        i
+        for i in range(3)
+        if margin(model(name), right.prompt_ids + right.token_ids[:i]) > 0.01
+    )
     wrong = replace(right, token_ids=[*right.token_ids])
     wrong.token_ids[at] += 1
     with pytest.raises(AssertionError, match="apart"):
@@ -196,13 +219,19 @@ def test_the_comparator_sees_a_wrong_token() -> None:
 
 
 DRAWN = {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.1}
-BROKEN = [(name, {}) for name in ENGINES] + [(name, DRAWN) for name in ENGINES if "preempting" in name]
+BROKEN = [(name, {}) for name in ENGINES] + [
+    (name, DRAWN) for name in ENGINES if "preempting" in name
+]
 
 
 @pytest.mark.parametrize(("name", "sampling"), BROKEN, ids=str)
-def test_nan_ends_the_request_that_has_it_and_no_other(name: str, sampling: dict[str, Any]) -> None:
+def test_nan_ends_the_request_that_has_it_and_no_other(
+    name: str, sampling: dict[str, Any]
+) -> None:
     """A token whose embedding is NaN: in prompts, and generated. Blocks that held NaN are used again."""
-    sound, broken = (forward.load_model("random:tiny", device="cpu", dtype="float32") for _ in range(2))
+    sound, broken = (
+        forward.load_model("random:tiny", device="cpu", dtype="float32") for _ in range(2)
+    )
     params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
     prompts = [[1, 2, 3], [9] * 20, [4, 50, 5], [50] * 40, [6, 7] * 20, [8]]
     wanted = [one.token_ids for one in generate(forward.load(sound), prompts, params)]
@@ -215,10 +244,14 @@ def test_nan_ends_the_request_that_has_it_and_no_other(name: str, sampling: dict
             if 50 in prompt:
                 assert (one.token_ids, one.finish_reason) == ([], "error")
                 continue
-            ends = [place for place, token in enumerate(full[:-1], start=1) if token in (50, last)]
+            ends = [
+                place for place, token in enumerate(full[:-1], start=1) if token in (50, last)
+            ]
             count = len(one.token_ids)
             assert one.token_ids == full[:count]
-            guessed = name.startswith("11") and ends and count  # the token that is NaN stood among the drafts
+            guessed = (
+                name.startswith("11") and ends and count
+            )  # the token that is NaN stood among the drafts
             assert count == min(ends, default=12) or guessed, f"{prompt} has another's NaN"
             assert one.finish_reason == ("error" if ends else "length")
         engine.check_integrity()

@@ -37,7 +37,10 @@ def prompts_of(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 def test_the_tokens_of_torch_in_float32() -> None:
     model = forward.load_model(MODEL, device=DEVICE, dtype="float32")
     prompts = prompts_of((1, 5, 17, 64, 100, 700, 1500, 33, 65), model.config.vocab_size)
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (24, 1, 24, 8, 24, 24, 24, 3, 24)]
+    params = [
+        SamplingParams(max_tokens=n, ignore_eos=True)
+        for n in (24, 1, 24, 8, 24, 24, 24, 3, 24)
+    ]
     expected = generate(kv_cache.load(model), prompts, params)
     for engine in (
         triton_paged_attention.load(model, **OPTIONS),
@@ -51,7 +54,9 @@ def test_the_tokens_of_torch_in_float32() -> None:
 def test_logits_in_bfloat16_are_as_near_the_truth_as_those_of_torch() -> None:
     """Prompts end one token behind a block, so whoever finds them in the prefix cache computes one token."""
     model = forward.load_model(MODEL, device=DEVICE, dtype="bfloat16")
-    prompts = prompts_of([BLOCK * n + 1 for n in (1, 2, 1, 5, 3, 16, 1, 4)], model.config.vocab_size)
+    prompts = prompts_of(
+        [BLOCK * n + 1 for n in (1, 2, 1, 5, 3, 16, 1, 4)], model.config.vocab_size
+    )
     truth = last_logits(forward.load(copy.deepcopy(model).float()), prompts)
 
     def errors(engine: Any) -> dict[str, float]:
@@ -61,7 +66,9 @@ def test_logits_in_bfloat16_are_as_near_the_truth_as_those_of_torch() -> None:
         found = dict(zip(("prefill", "decode", "alone"), (*together, alone), strict=True))
         return {name: float((x - truth).norm() / truth.norm()) for name, x in found.items()}
 
-    options = OPTIONS | {"step_tokens": 4096}  # all in one step: logits then come in the order of the prompts
+    options = OPTIONS | {
+        "step_tokens": 4096
+    }  # all in one step: logits then come in the order of the prompts
     naive = float((last_logits(forward.load(model), prompts) - truth).norm() / truth.norm())
     spread = [naive, *errors(prefix_cache.load(model, block_size=BLOCK, **options)).values()]
     engines = {
@@ -72,7 +79,9 @@ def test_logits_in_bfloat16_are_as_near_the_truth_as_those_of_torch() -> None:
     }
     for name, engine in engines.items():
         for step, error in errors(engine).items():
-            assert error < 1.1 * max(spread), f"{name}, {step}: {error:.2e}, and torch's own {spread}"
+            assert error < 1.1 * max(spread), (
+                f"{name}, {step}: {error:.2e}, and torch's own {spread}"
+            )
 
 
 def last_logits(engine: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -91,7 +100,10 @@ def last_logits(engine: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
     finally:
         del model.logits
     found = torch.cat(
-        [logits.float().flatten(0, -2) if logits.dim() > 1 else logits[None] for logits in seen]
+        [
+            logits.float().flatten(0, -2) if logits.dim() > 1 else logits[None]
+            for logits in seen
+        ]
     )
     assert len(found) == len(prompts)
     return found
@@ -103,7 +115,11 @@ def test_the_ledger_adds_up() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    engine = cuda_graphs.load("random:qwen3-0.6b", device="cuda", max_len=4096, graph_rows=16, graph_tokens=0)
-    ledger, allocated = engine.ledger, torch.cuda.memory_allocated() - before
-    said = ledger.weights + ledger.rows + ledger.cache
-    assert abs(said - allocated) < 0.01 * allocated, f"the ledger says {said}, {allocated} are allocated"
+    engine = cuda_graphs.load(
+        "random:qwen3-0.6b", device="cuda", max_len=4096, graph_rows=16, graph_tokens=0
+    )
+    memory_plan, allocated = engine.memory_plan, torch.cuda.memory_allocated() - before
+    said = memory_plan.weights + memory_plan.rows + memory_plan.cache
+    assert abs(said - allocated) < 0.01 * allocated, (
+        f"the ledger says {said}, {allocated} are allocated"
+    )

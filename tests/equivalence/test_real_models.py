@@ -72,7 +72,9 @@ class Case:
     prompts: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.long)]
+)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     transformers = pytest.importorskip("transformers")
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
@@ -81,14 +83,22 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     for text in CHAT:  # one of the models was only pretrained
         chat = request.param == "smollm2"
         prompts.append(
-            tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+            tokenizer.chat([{"role": "user", "content": text}])
+            if chat
+            else tokenizer.encode(text)
         )
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     yield Case(forward.load_model(folder, device="cpu", dtype="float32"), oracle, prompts)
 
 
 @pytest.mark.parametrize(
-    "engine", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ENGINES]
+    "engine",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.long)
+        for name in ENGINES
+    ],
 )
 @torch.inference_mode()
 def test_an_engine_generates_what_transformers_does(case: Case, engine: str) -> None:

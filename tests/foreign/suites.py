@@ -43,14 +43,26 @@ OPENAI = Suite(
     ".",
     (
         # Most do not say how many tokens they want, and get as many as there is room for.
-        Files(("tests/api_resources/chat/test_completions.py",), "gpt-5.4", ("--max-len", "128")),
-        Files(("tests/api_resources/test_completions.py",), "gpt-3.5-turbo-instruct", ("--max-len", "128")),
+        Files(
+            ("tests/api_resources/chat/test_completions.py",), "gpt-5.4", ("--max-len", "128")
+        ),
+        Files(
+            ("tests/api_resources/test_completions.py",),
+            "gpt-3.5-turbo-instruct",
+            ("--max-len", "128"),
+        ),
         Files(("tests/api_resources/test_models.py",), "gpt-4o-mini"),
     ),
     {"TEST_API_BASE_URL": "{url}/v1", "PYTHONPATH": "src"},
     reasons=(
-        ("/v1/chat/completions/completion_id", "asks for a stored completion, and ours stores none"),
-        ("/v1/chat/completions takes POST", "asks for stored completions, and ours stores none"),
+        (
+            "/v1/chat/completions/completion_id",
+            "asks for a stored completion, and ours stores none",
+        ),
+        (
+            "/v1/chat/completions takes POST",
+            "asks for stored completions, and ours stores none",
+        ),
         ("use tools", "sets `functions`, which the API has replaced by `tools`"),
         ("suffix is not supported", "sets `suffix`, for models that fill in the middle"),
         ("takes GET, not DELETE", "deletes a model"),

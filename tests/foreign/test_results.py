@@ -24,18 +24,31 @@ here">...</failure></testcase>
 def test_every_case_that_has_not_passed_has_a_reason(name: str):
     assert name in SUITES
     cases = EVERY[name]["cases"]
-    bare = [case for case, found in cases.items() if found["result"] != "passed" and not found.get("reason")]
+    bare = [
+        case
+        for case, found in cases.items()
+        if found["result"] != "passed" and not found.get("reason")
+    ]
     assert not bare, f"{name} has cases that have neither passed nor a reason: {bare[:5]}"
-    assert any(found["result"] == "passed" for found in cases.values()), f"nothing of {name} has passed"
+    assert any(found["result"] == "passed" for found in cases.values()), (
+        f"nothing of {name} has passed"
+    )
 
 
 def test_a_report_is_read(tmp_path: Path):
     report = tmp_path / "report.xml"
     report.write_text(REPORT, encoding="utf-8")
-    suite = Suite("toy", ".", (), reasons=(("/slots", "asks for a route that only that server has"),))
+    suite = Suite(
+        "toy", ".", (), reasons=(("/slots", "asks for a route that only that server has"),)
+    )
     found = read(suite, report)
     assert found["unit/test_a::test_good"] == {"result": "passed"}
-    assert found["unit/test_a::test_bad"]["reason"] == "asks for a route that only that server has"
+    assert (
+        found["unit/test_a::test_bad"]["reason"]
+        == "asks for a route that only that server has"
+    )
     assert found["unit/test_a::test_odd"]["result"] == "failed"
-    assert "reason" not in found["unit/test_a::test_odd"], "a failure nobody has looked at has no reason"
+    assert "reason" not in found["unit/test_a::test_odd"], (
+        "a failure nobody has looked at has no reason"
+    )
     assert found["unit/test_a::test_not"]["reason"] == "the suite itself skips it"

@@ -9,7 +9,7 @@ from typing import Any
 from chunked_prefill import ChunkedScheduler
 from continuous.engine import Engine
 from continuous.policies import POLICIES
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from paged_cache import PagedCache, PagedScheduler
 from prefix_cache import HashIndex, PrefixCache, RadixIndex
 from tests.fakes import FakeRunner
@@ -36,7 +36,7 @@ def paged_engine(
 ) -> tuple[Engine, FakeRunner]:
     """An engine of phase 07 around this cache; not `chunked`: of phase 05."""
 
-    def make(table: Rows) -> PagedScheduler:
+    def make(table: RequestRows) -> PagedScheduler:
         given: dict[str, Any] = {"step_tokens": step_tokens, "policy": POLICIES[policy]}
         if chunked:
             return ChunkedScheduler(table, cache, chunk_tokens=chunk_tokens, **given)

@@ -32,8 +32,12 @@ MAX_LEN = 160
 GRAMMARS = (
     Grammar.regex("(ab|xyz){4,12}"),
     Grammar.regex("[a-f]{0,20}(yes|no)"),
-    Grammar.json_schema({"type": "array", "items": {"enum": ["a", "bb"]}, "minItems": 2, "maxItems": 6}),
-    Grammar.json_schema({"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}),
+    Grammar.json_schema(
+        {"type": "array", "items": {"enum": ["a", "bb"]}, "minItems": 2, "maxItems": 6}
+    ),
+    Grammar.json_schema(
+        {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    ),
     Grammar.lark('start: "x" start | "y"'),
 )
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +68,9 @@ def built(model: Model, tokens: int, **options: Any) -> Engine:
     token_bytes = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
     sizes = {"max_rows": 6, "max_len": MAX_LEN, "step_tokens": 64, "block_size": 4}
     sizes |= {"cache_bytes": tokens * token_bytes}
-    return engine_of("12", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes, **options)
+    return engine_of(
+        "12", model, device="cpu", dtype="float32", tokenizer=tokenizer(), **sizes, **options
+    )
 
 
 def asked(rng: random.Random) -> Asked:
@@ -86,7 +92,9 @@ def asked(rng: random.Random) -> Asked:
 
 def play(engine: Engine, rng: random.Random, count: int) -> list[Asked]:
     """Send so many requests, some at a time, and step until all have ended."""
-    line, played, steps = [asked(rng) for _ in range(count)], [], 0
+    line = [asked(rng) for _ in range(count)]
+    played = []
+    steps = 0
     left: dict[int, list[Asked]] = {}
     while line or not engine.idle:
         for _ in range(min(len(line), rng.randrange(4) if steps % 3 == 0 else 0)):
@@ -112,7 +120,9 @@ def assert_alone(model: Model, oracle: Engine, one: Asked, where: str) -> None:
     if one.request.finish_reason == "abort":
         expected.token_ids = expected.token_ids[: len(found)]
     else:
-        assert one.request.finish_reason == expected.finish_reason or found != expected.token_ids, where
+        assert (
+            one.request.finish_reason == expected.finish_reason or found != expected.token_ids
+        ), where
     pairs = zip(found, expected.token_ids, strict=False)
     at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
     if at is None:
@@ -120,7 +130,9 @@ def assert_alone(model: Model, oracle: Engine, one: Asked, where: str) -> None:
         return
     logits = next_logits(model, one.prompt + found[:at])
     gap = float(abs(logits[found[at]] - logits[expected.token_ids[at]]))
-    assert gap < TIE, f"{where}: token {at} is {found[at]}, alone {expected.token_ids[at]}; {gap:.1e} apart"
+    assert gap < TIE, (
+        f"{where}: token {at} is {found[at]}, alone {expected.token_ids[at]}; {gap:.1e} apart"
+    )
 
 
 @pytest.mark.slow
@@ -129,7 +141,9 @@ def assert_alone(model: Model, oracle: Engine, one: Asked, where: str) -> None:
 def test_every_output_is_that_of_its_solitary_run(model: Model, name: str) -> None:
     oracle = built(model, 4 * MAX_LEN, drafter="none", overlap=False)
     engine = built(model, MAX_LEN + 20, **OPTIONS[name])
-    end, compared, turn = time.monotonic() + SECONDS / len(OPTIONS), 0, 0
+    end = time.monotonic() + SECONDS / len(OPTIONS)
+    compared = 0
+    turn = 0
     while turn < 1 or time.monotonic() < end:
         for number, one in enumerate(play(engine, random.Random(turn), 25)):
             assert_alone(model, oracle, one, f"{name}, turn {turn}, request {number}")

@@ -17,7 +17,9 @@ def main() -> int:
     only = "those whose file, function or kind has this text"
     parser.add_argument("targets", nargs="+", metavar="NN", help=targets)
     parser.add_argument("--count", type=int, default=20, help="how many mutants of each")
-    parser.add_argument("--seed", type=int, default=0, help="another number chooses other mutants")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another number chooses other mutants"
+    )
     parser.add_argument("--only", metavar="TEXT", default="", help=only)
     arguments = parser.parse_args()
     alive = 0
@@ -37,7 +39,15 @@ def main() -> int:
                     print(f"  {said}  [{outcome.test}]", flush=True)
                     survivors += [place] * (outcome.verdict == "survived")
         alive += len(survivors)
-        print("\n".join((f"{name}: {tried - len(survivors)} of {tried} killed; survivors:", *survivors, "")))
+        print(
+            "\n".join(
+                (
+                    f"{name}: {tried - len(survivors)} of {tried} killed; survivors:",
+                    *survivors,
+                    "",
+                )
+            )
+        )
     return min(alive, 1)
 
 

@@ -8,11 +8,46 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-COMPARED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
-FLIPPED = dict(zip(COMPARED, ("<=", "<", ">=", ">", "!=", "==", "is not", "is", "not in", "in"), strict=True))
-CONDITIONS = (ast.Name, ast.Attribute, ast.Call, ast.BoolOp, ast.BinOp, ast.Subscript, ast.NamedExpr)
+COMPARED = (
+    ast.Lt,
+    ast.LtE,
+    ast.Gt,
+    ast.GtE,
+    ast.Eq,
+    ast.NotEq,
+    ast.Is,
+    ast.IsNot,
+    ast.In,
+    ast.NotIn,
+)
+FLIPPED = dict(
+    zip(
+        COMPARED,
+        ("<=", "<", ">=", ">", "!=", "==", "is not", "is", "not in", "in"),
+        strict=True,
+    )
+)
+CONDITIONS = (
+    ast.Name,
+    ast.Attribute,
+    ast.Call,
+    ast.BoolOp,
+    ast.BinOp,
+    ast.Subscript,
+    ast.NamedExpr,
+)
 """What is negated: a comparison is flipped instead, and a `not` dropped."""
-SYMMETRIC = {"min", "max", "isinstance", "getattr", "equal", "allclose", "isclose", "cast", "transpose"}
+SYMMETRIC = {
+    "min",
+    "max",
+    "isinstance",
+    "getattr",
+    "equal",
+    "allclose",
+    "isclose",
+    "cast",
+    "transpose",
+}
 """Calls in which two arguments may change places, or of which Python itself says that they may not."""
 SILENT = {"__repr__", "__str__", "__exit__", "__del__"}
 """Methods whose mistakes no user sees, or only in a message."""
@@ -45,7 +80,9 @@ class Mutant:
     @property
     def rank(self) -> str:
         """A number for the choice that stays the same when a file moves or grows."""
-        return hashlib.sha256(f"{Path(self.file).name} {self.name} {self.operator}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{Path(self.file).name} {self.name} {self.operator}".encode()
+        ).hexdigest()
 
 
 def _short(text: str) -> str:
@@ -74,7 +111,10 @@ def _inside(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.AS
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _inside(node.body, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in SILENT:
+        elif (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.name not in SILENT
+        ):
             for statement in node.body:
                 for part in _walk(statement):
                     yield prefix + node.name, part
@@ -107,19 +147,31 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
     if isinstance(node, ast.Call) and len(node.args) > 1 and _name(node.func) not in SYMMETRIC:
         first, second = (ast.unparse(one) for one in node.args[:2])
         if first != second and not any(isinstance(one, ast.Starred) for one in node.args[:2]):
-            swapped = ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
+            swapped = ast.Call(
+                node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords
+            )
             yield "swap-arguments", node, ast.unparse(swapped)
     if isinstance(node, ast.If | ast.While | ast.IfExp) and isinstance(node.test, CONDITIONS):
         yield "negate-condition", node.test, f"(not ({ast.unparse(node.test)}))"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield "drop-not", node, f"({ast.unparse(node.operand)})"
-    if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+    if (
+        isinstance(node, ast.Return)
+        and node.value is not None
+        and ast.unparse(node.value) != "None"
+    ):
         value = node.value.value if isinstance(node.value, ast.Constant) else None
-        yield "drop-return-value", node, f"return {not value if isinstance(value, bool) else None}"
+        yield (
+            "drop-return-value",
+            node,
+            f"return {not value if isinstance(value, bool) else None}",
+        )
 
 
 def _name(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return (
+        function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    )
 
 
 def choose(root: Path, files: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
@@ -127,7 +179,9 @@ def choose(root: Path, files: Sequence[str], count: int, seed: int = 0) -> list[
     turns: list[tuple[int, str, Mutant]] = []
     for file in files:
         one_each = {mutant.rank: mutant for mutant in reversed(mutants_of(root, file))}
-        ranked = sorted(hashlib.sha256(f"{seed} {rank}".encode()).hexdigest() + rank for rank in one_each)
+        ranked = sorted(
+            hashlib.sha256(f"{seed} {rank}".encode()).hexdigest() + rank for rank in one_each
+        )
         turns += [(turn, rank, one_each[rank[64:]]) for turn, rank in enumerate(ranked)]
     chosen = [mutant for _, _, mutant in sorted(turns, key=lambda one: one[:2])[:count]]
     return sorted(chosen, key=lambda mutant: (mutant.file, mutant.line, mutant.operator))

@@ -46,7 +46,9 @@ def test_every_kind_of_mistake_is_made_and_compiles(tmp_path: Path) -> None:
 def test_the_choice_stays_when_code_moves(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(SOURCE, encoding="utf-8")
     (tmp_path / "room").mkdir()
-    (tmp_path / "room" / "code.py").write_text("def new(): pass\n\n\n" + SOURCE, encoding="utf-8")
+    (tmp_path / "room" / "code.py").write_text(
+        "def new(): pass\n\n\n" + SOURCE, encoding="utf-8"
+    )
     here, there = (choose(tmp_path, [file], 3) for file in ("code.py", "room/code.py"))
     assert [one.label for one in here] == [one.label for one in there] and len(here) == 3
     labels = {one.label for one in choose(tmp_path, ["code.py"], 3, seed=1)}
@@ -66,5 +68,9 @@ def test_mutants_die(phase: str) -> None:
     accepted = ACCEPTED.read_text(encoding="utf-8").splitlines()
     with bench(target(phase)) as tests:
         mutants = choose(ROOT, tests.target.files, EACH)
-        alive = [f"{phase} {one.label}" for one in mutants if tests.try_out(one).verdict == "survived"]
+        alive = [
+            f"{phase} {one.label}"
+            for one in mutants
+            if tests.try_out(one).verdict == "survived"
+        ]
     assert [label for label in alive if label not in accepted] == []

@@ -48,7 +48,8 @@ def target(name: str) -> Target:
         pattern = f"phases/test_{name}_*.py" if phase else f"appendix/test_{name}*.py"
         tests = list((ROOT / "tests").glob(pattern))
     files, found = (
-        tuple(sorted(str(p.relative_to(ROOT)) for p in some)) for some in (folder.rglob("*.py"), tests)
+        tuple(sorted(str(p.relative_to(ROOT)) for p in some))
+        for some in (folder.rglob("*.py"), tests)
     )
     if not found:
         raise LookupError(f"{name} has no tests of its own")
@@ -68,10 +69,14 @@ class Bench:
     """A copy of the checkout in which the tests of one target run with one mutant after another."""
 
     def __init__(self, copy: Path, aim: Target) -> None:
-        self.copy, self.target, self.limit = copy, aim, 1200.0
+        self.copy = copy
+        self.target = aim
+        self.limit = 1200.0
         control = self._run()
         if control.verdict != "survived":
-            raise RuntimeError(f"{control.test or 'a test'} of {aim.name} fails without any mutant")
+            raise RuntimeError(
+                f"{control.test or 'a test'} of {aim.name} fails without any mutant"
+            )
         self.control, self.limit = control.seconds, control.seconds + MORE
 
     def try_out(self, mutant: Mutant) -> Outcome:
@@ -94,7 +99,9 @@ class Bench:
                 [sys.executable, "-m", "pytest", *quiet, *self.target.tests],
                 cwd=self.copy,
                 env=os.environ | more | {"PYTHONPATH": os.pathsep.join(map(str, places))},
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(self.limit),) * 2),
+                preexec_fn=lambda: resource.setrlimit(
+                    resource.RLIMIT_CPU, (int(self.limit),) * 2
+                ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -107,7 +114,9 @@ class Bench:
         if done.returncode < 0:
             return Outcome("timed out", seconds=seconds)
         failed = re.search(r"^(?:FAILED|ERROR) (?:\S+?::)?(.+?)(?: - .*)?$", done.stdout, re.M)
-        return Outcome("killed" if done.returncode else "survived", failed[1] if failed else "", seconds)
+        return Outcome(
+            "killed" if done.returncode else "survived", failed[1] if failed else "", seconds
+        )
 
 
 def _processor_seconds() -> float:

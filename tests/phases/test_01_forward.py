@@ -97,13 +97,17 @@ def test_mask_of_a_chunk_is_not_the_lower_triangle(window: int | None) -> None:
     for query, row in zip((3, 4), mask.tolist(), strict=True):
         sees = [key for key, shown in enumerate(row) if shown]
         expected = list(range(0 if window is None else query - window + 1, query + 1))
-        assert sees == expected, f"window {window}: query {query} sees keys {sees}, not {expected}"
+        assert sees == expected, (
+            f"window {window}: query {query} sees keys {sees}, not {expected}"
+        )
 
 
 def test_attend_equals_sums_over_single_heads() -> None:
     """Grouped heads, scale, soft cap and mask, against loops in float64."""
     spec = LayerSpec(0, num_heads=6, num_kv_heads=2, head_dim=5, scale=0.3, soft_cap=2.0)
-    q, k, v = torch.randn(6, 4, 5), torch.randn(2, 7, 5), torch.randn(2, 7, 5)
+    q = torch.randn(6, 4, 5)
+    k = torch.randn(2, 7, 5)
+    v = torch.randn(2, 7, 5)
     mask = causal_mask(torch.arange(3, 7), torch.arange(7), window=4)
     out = attend(spec, q, k, v, mask)
     for head in range(6):
@@ -112,18 +116,28 @@ def test_attend_equals_sums_over_single_heads() -> None:
             for key in range(7):
                 score = float(q[head, row].double() @ k[head // 3, key].double()) * 0.3
                 scores.append(2.0 * math.tanh(score / 2.0))
-            weights = [math.exp(s) if seen else 0.0 for s, seen in zip(scores, mask[row], strict=True)]
-            expected = sum(w * v[head // 3, key].double() for key, w in enumerate(weights)) / sum(weights)
+            weights = [
+                math.exp(s) if seen else 0.0 for s, seen in zip(scores, mask[row], strict=True)
+            ]
+            expected = sum(
+                w * v[head // 3, key].double() for key, w in enumerate(weights)
+            ) / sum(weights)
             off = float((out[head, row].double() - expected).abs().max())
-            assert off < 1e-5, f"query head {head}, which reads key/value head {head // 3}: off by {off:.1e}"
+            assert off < 1e-5, (
+                f"query head {head}, which reads key/value head {head // 3}: off by {off:.1e}"
+            )
 
 
 def test_rope_pairs_halves_not_neighbours() -> None:
     """At position 1, pair i of a head of 8 is dimensions i and i + 4, and turns by 10,000^(-i/4)."""
     turned = apply_rope(torch.ones(1, 8), Rope(RopeConfig(), 8)(torch.tensor(1)))[0].tolist()
     for pair, angle in enumerate((1.0, 0.1, 0.01, 0.001)):
-        cos, sin, got = math.cos(angle), math.sin(angle), [turned[pair], turned[pair + 4]]
-        assert got == pytest.approx([cos - sin, cos + sin]), f"(1, 1) in pair {pair} turns into {got}"
+        cos = math.cos(angle)
+        sin = math.sin(angle)
+        got = [turned[pair], turned[pair + 4]]
+        assert got == pytest.approx([cos - sin, cos + sin]), (
+            f"(1, 1) in pair {pair} turns into {got}"
+        )
 
 
 def test_rope_depends_on_distance_only() -> None:
@@ -156,7 +170,9 @@ def test_a_rotation_rounds_once() -> None:
         for at, a, b in zip(positions, apply_rope(x, cos_sin), expected, strict=True)
         if (a != b).any()
     ]
-    assert not wrong, f"bfloat16 queries at positions {wrong} are rounded before they are rotated"
+    assert not wrong, (
+        f"bfloat16 queries at positions {wrong} are rounded before they are rotated"
+    )
 
 
 def test_softmax_and_soft_cap_stay_float32() -> None:
@@ -166,7 +182,9 @@ def test_softmax_and_soft_cap_stay_float32() -> None:
     weights = attend(spec, q, unit, unit, None)[0, 0].double()
     expected = torch.softmax(20 * torch.tanh(torch.arange(9.0).double() / 20), 0)
     off = float(((weights - expected) / expected).abs().max())
-    assert off < 2**-8, f"attention weights are off by {off:.1%}: scores were capped in bfloat16"
+    assert off < 2**-8, (
+        f"attention weights are off by {off:.1%}: scores were capped in bfloat16"
+    )
 
 
 NORMS = [RMSNorm(4, eps=1.0), LayerNorm(4, eps=1.0), Gemma3RMSNorm(4, eps=1.0)]
@@ -180,9 +198,13 @@ def test_a_norm_is_computed_in_float32_with_eps_under_the_root(norm: torch.nn.Mo
     expected = centred / (centred.square().mean() + 1.0).sqrt()
     off = float((norm(x.float()) - expected).abs().max())
     assert off < 1e-6, f"off by {off:.1e} where eps counts: it belongs under the root, once"
-    large = torch.tensor([400.0, -400.0, 400.0, -400.0]).half()  # their squares are no half-precision numbers
+    large = torch.tensor(
+        [400.0, -400.0, 400.0, -400.0]
+    ).half()  # their squares are no half-precision numbers
     got = norm(large).tolist()
-    assert got == [1.0, -1.0, 1.0, -1.0], f"+-400 in float16 normalize to {got}: squared in half precision"
+    assert got == [1.0, -1.0, 1.0, -1.0], (
+        f"+-400 in float16 normalize to {got}: squared in half precision"
+    )
 
 
 def test_leading_shape_is_free() -> None:
@@ -190,7 +212,9 @@ def test_leading_shape_is_free() -> None:
     ids = torch.randint(0, 257, (3, 9))
     together = logits_of(model, ids)
     for row in range(3):
-        torch.testing.assert_close(logits_of(model, ids[row]), together[row], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            logits_of(model, ids[row]), together[row], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_causality() -> None:
@@ -238,7 +262,9 @@ def test_every_spelling_means_what_it_means_in_transformers(case: str, tmp_path:
     oracle(name, tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text()) | change
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in raw.items() if value is not None})
+    )
     kind = transformers.AutoModelForCausalLM
     reference = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, case)
@@ -249,7 +275,8 @@ def test_half_precision_stays_close(name: str, tmp_path: Path) -> None:
     oracle(name, tmp_path)
     ids = torch.randint(0, 97, (1, 40))
     exact, half = (
-        logits_of(load_model(tmp_path, device="cpu", dtype=dtype), ids) for dtype in ("float32", "bfloat16")
+        logits_of(load_model(tmp_path, device="cpu", dtype=dtype), ids)
+        for dtype in ("float32", "bfloat16")
     )
     assert half.dtype == torch.float32
     assert (half - exact).norm() / exact.norm() < 0.03
@@ -269,14 +296,21 @@ def test_what_is_stored_decides_whether_the_head_is_tied(stored: str, tmp_path: 
         tensors["lm_head.weight"] = head
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["tie_word_embeddings"]
-    flags: list[dict[str, Any]] = [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, {}]
+    flags: list[dict[str, Any]] = [
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        {},
+    ]
     configs = [({**raw, **inner}, "") for inner in flags]
     for inner, outer in itertools.product(flags, flags):
         text = {"model_type": "gemma3", "text_config": {**raw, **inner}, **outer}
         configs.append((text, "language_model."))
     for config, prefix in configs:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        save_file({prefix + name: one for name, one in tensors.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {prefix + name: one for name, one in tensors.items()},
+            tmp_path / "model.safetensors",
+        )
         model = load_model(tmp_path, device="cpu", dtype="float32")
         shared = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
         assert shared == (stored != "another head"), config
@@ -288,7 +322,9 @@ def test_a_tied_head_is_the_embedding_itself(tied: bool) -> None:
     config = replace(SHAPES["tiny"], tie_word_embeddings=tied)
     model = random_model(config, device="cpu", dtype=torch.float32)
     same = model.lm_head.weight is model.get_parameter("embed_tokens.weight")
-    assert same == tied, f"tie_word_embeddings is {tied}, but head and embedding are one: {same}"
+    assert same == tied, (
+        f"tie_word_embeddings is {tied}, but head and embedding are one: {same}"
+    )
 
 
 def test_generator_recomputes_everything() -> None:
@@ -296,15 +332,21 @@ def test_generator_recomputes_everything() -> None:
     model = load_model("random:tiny", device="cpu", dtype="float32")
     computed = []
     model.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
-    events = list(Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True)))
-    assert computed == [3, 4, 5, 6], f"a prompt of 3 and 4 tokens: the steps are to grow, but had {computed}"
+    events = list(
+        Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    )
+    assert computed == [3, 4, 5, 6], (
+        f"a prompt of 3 and 4 tokens: the steps are to grow, but had {computed}"
+    )
     assert len(events) == 4
 
 
 def test_each_token_is_the_most_likely_one_after_all_before_it() -> None:
     model = load_model("random:tiny-window", device="cpu", dtype="float32")
     tokens = [5, 6, 7]
-    for event in Generator(model).stream([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos=True)):
+    for event in Generator(model).stream(
+        [[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos=True)
+    ):
         expected = int(logits_of(model, torch.tensor(tokens))[-1].argmax())
         assert event.token_id == expected, (
             f"token {len(tokens) - 3} is {event.token_id}, but after {tokens} the most likely is {expected}"
@@ -316,8 +358,12 @@ def test_the_end_is_held_back_until_min_tokens() -> None:
     params = SamplingParams(max_tokens=9, min_tokens=3, logit_bias={0: 100.0})
     events = list(load("random:tiny", device="cpu").stream([[5]], params))
     tokens = [event.token_id for event in events]
-    assert 0 not in tokens[:3], f"min_tokens is 3, but the end-of-sequence token 0 is in {tokens[:3]}"
-    assert (tokens[3:], events[-1].finish_reason) == ([0], "stop"), f"token 3 ends the text, not {tokens}"
+    assert 0 not in tokens[:3], (
+        f"min_tokens is 3, but the end-of-sequence token 0 is in {tokens[:3]}"
+    )
+    assert (tokens[3:], events[-1].finish_reason) == ([0], "stop"), (
+        f"token 3 ends the text, not {tokens}"
+    )
 
 
 def test_each_sample_has_randomness_of_its_own() -> None:
@@ -326,21 +372,31 @@ def test_each_sample_has_randomness_of_its_own() -> None:
 
     def said(sample: int, **settings: int) -> list[int | None]:
         params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, **settings)
-        return [event.token_id for event in generator.stream([[5]], params) if event.sample == sample]
+        return [
+            event.token_id
+            for event in generator.stream([[5]], params)
+            if event.sample == sample
+        ]
 
     for sample in range(3):
         together, alone = said(sample, n=3, seed=7), said(0, seed=7 + sample)
-        assert together == alone, f"sample {sample} of seed 7 says {together}, but seed {7 + sample} {alone}"
+        assert together == alone, (
+            f"sample {sample} of seed 7 says {together}, but seed {7 + sample} {alone}"
+        )
 
 
 def test_prompt_that_leaves_room_for_one_token() -> None:
     generator = load("random:tiny", device="cpu")
-    events = list(generator.stream([[1] * 1023], SamplingParams(max_tokens=4, ignore_eos=True)))
+    events = list(
+        generator.stream([[1] * 1023], SamplingParams(max_tokens=4, ignore_eos=True))
+    )
     assert [event.finish_reason for event in events] == ["length"]
 
 
 def test_max_tokens_zero_is_an_empty_completion() -> None:
-    events = list(load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=0)))
+    events = list(
+        load("random:tiny", device="cpu").stream([[1]], SamplingParams(max_tokens=0))
+    )
     found = [(event.token_id, event.finish_reason) for event in events]
     assert found == [(None, "length")], "max_tokens is 0: one event says so, without a token"
 

@@ -37,18 +37,31 @@ def tiny(config: ModelConfig = SHAPES["tiny"], dtype: torch.dtype = torch.float3
 
 
 def small_gpt2() -> ModelConfig:
-    small = {"num_layers": 2, "hidden_size": 48, "num_heads": 3, "num_kv_heads": 3, "head_dim": 16}
-    return replace(SHAPES["gpt2"], vocab_size=300, intermediate_size=96, sliding_windows=(), **small)
+    small = {
+        "num_layers": 2,
+        "hidden_size": 48,
+        "num_heads": 3,
+        "num_kv_heads": 3,
+        "head_dim": 16,
+    }
+    return replace(
+        SHAPES["gpt2"], vocab_size=300, intermediate_size=96, sliding_windows=(), **small
+    )
 
 
 @pytest.fixture(params=["tiny", "tiny-window", "two-windows", "gpt2-small"], scope="module")
 def model(request: pytest.FixtureRequest) -> Model:
-    others = {"two-windows": replace(WINDOWS, sliding_windows=(24, 9, None)), "gpt2-small": small_gpt2()}
+    others = {
+        "two-windows": replace(WINDOWS, sliding_windows=(24, 9, None)),
+        "gpt2-small": small_gpt2(),
+    }
     return tiny((SHAPES | others)[request.param])
 
 
 def ring(capacity: int) -> LayerCache:
-    return LayerCache(torch.full((1, 1, capacity, 1), -1.0), torch.full((1, 1, capacity, 1), -1.0))
+    return LayerCache(
+        torch.full((1, 1, capacity, 1), -1.0), torch.full((1, 1, capacity, 1), -1.0)
+    )
 
 
 def chunks_of(sizes: Iterable[int]) -> Iterable[tuple[int, Tensor]]:
@@ -65,19 +78,29 @@ def chunks_of(sizes: Iterable[int]) -> Iterable[tuple[int, Tensor]]:
 def test_a_window_layer_keeps_its_window_only() -> None:
     cache = KVCache(WINDOWS, 2, 500, **FLOAT32)
     kept = [layer.capacity for layer in cache.layers]
-    assert kept == [24, 24, 500], f"layers with windows {WINDOWS.sliding_windows} keep {kept} of 500 columns"
+    assert kept == [24, 24, 500], (
+        f"layers with windows {WINDOWS.sliding_windows} keep {kept} of 500 columns"
+    )
 
 
 @pytest.mark.parametrize("max_len", [10, 24, 500], ids=lambda n: f"max_len-{n}")
 def test_bytes_are_known_before_they_are_allocated(max_len: int) -> None:
     """Also where the window is larger than the whole context: no layer holds more than ``max_len``."""
     window = min(24, max_len)
-    expected = 2 * 2 * (window + window + max_len) * 2 * 16 * 4  # k and v, rows, columns, KH, D, float32
+    expected = (
+        2 * 2 * (window + window + max_len) * 2 * 16 * 4
+    )  # k and v, rows, columns, KH, D, float32
     said = KVCache.bytes_needed(WINDOWS, 2, max_len, torch.float32)
-    assert said == expected, f"bytes_needed says {said} bytes for max_len {max_len}, not {expected}"
+    assert said == expected, (
+        f"bytes_needed says {said} bytes for max_len {max_len}, not {expected}"
+    )
     layers = KVCache(WINDOWS, 2, max_len, **FLOAT32).layers
-    taken = sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
-    assert taken == said, f"a cache of max_len {max_len} takes {taken} bytes, but bytes_needed says {said}"
+    taken = sum(
+        t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)
+    )
+    assert taken == said, (
+        f"a cache of max_len {max_len} takes {taken} bytes, but bytes_needed says {said}"
+    )
 
 
 def test_published_memory() -> None:
@@ -99,8 +122,12 @@ def test_a_ring_holds_the_newest_columns() -> None:
         end, step = start + count, f"after columns {start} to {start + count - 1}"
         keys, values = (x.flatten().tolist() for x in layer.read(end))
         newest = list(range(max(0, end - 4), end))
-        assert sorted(keys) == newest, f"{step}, the ring of 4 holds the keys of {keys}, not of {newest}"
-        assert values == [key + 100 for key in keys], f"{step}, keys {keys} stand beside values {values}"
+        assert sorted(keys) == newest, (
+            f"{step}, the ring of 4 holds the keys of {keys}, not of {newest}"
+        )
+        assert values == [key + 100 for key in keys], (
+            f"{step}, keys {keys} stand beside values {values}"
+        )
         said = layer.columns(end).tolist()
         assert said == keys, f"{step}, columns() says {said}, but the slots hold {keys}"
 
@@ -112,7 +139,9 @@ class Writes(TorchDispatchMode):
         super().__init__()
         self.memory, self.count = target.untyped_storage().data_ptr(), 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         written = func._schema.arguments and func._schema.arguments[0].is_write
         if written and args[0].untyped_storage().data_ptr() == self.memory:
             self.count += max(arg.numel() for arg in args[1:] if isinstance(arg, Tensor))
@@ -127,7 +156,9 @@ def test_no_slot_is_written_twice_in_a_step(count: int) -> None:
     with Writes(layer.keys) as writes:
         layer.write(0, columns, columns)
     expected = min(4, count)
-    assert writes.count == expected, f"{count} columns: {writes.count} writes to a ring of 4, not {expected}"
+    assert writes.count == expected, (
+        f"{count} columns: {writes.count} writes to a ring of 4, not {expected}"
+    )
 
 
 def test_the_past_stays_where_it_is() -> None:
@@ -139,7 +170,9 @@ def test_the_past_stays_where_it_is() -> None:
         moved = (layer.keys.data_ptr(), layer.values.data_ptr()) != places
         assert not moved, f"writing column {start} moved the whole cache to new memory"
         read = tuple(x.data_ptr() for x in layer.read(start + columns.shape[2]))
-        assert read == places, f"reading after column {start} copied the past instead of giving a view"
+        assert read == places, (
+            f"reading after column {start} copied the past instead of giving a view"
+        )
 
 
 def test_rows_that_stay_keep_their_own_past() -> None:
@@ -150,15 +183,21 @@ def test_rows_that_stay_keep_their_own_past() -> None:
     cache.keep(torch.tensor([0, 2]))
     for index, layer in enumerate(cache.layers):
         keys, values = ([float(row.mean()) for row in x] for x in (layer.keys, layer.values))
-        assert keys == [0, 2], f"layer {index}: rows 0 and 2 stay, but the keys are those of rows {keys}"
-        assert values == [100, 102], f"layer {index}: rows 0 and 2 stay, but the values are {values}"
+        assert keys == [0, 2], (
+            f"layer {index}: rows 0 and 2 stay, but the keys are those of rows {keys}"
+        )
+        assert values == [100, 102], (
+            f"layer {index}: rows 0 and 2 stay, but the values are {values}"
+        )
 
 
 def test_full_cache_is_a_clear_error_and_writes_nothing() -> None:
     attention = CachedAttention(KVCache(SHAPES["tiny"], 1, 4, **FLOAT32))
     attention.begin(3)
     attention.cache.advance(3)
-    with pytest.raises(UserError, match=r"the KV cache is full: 3 \+ 2 tokens, but max_len is 4"):
+    with pytest.raises(
+        UserError, match=r"the KV cache is full: 3 \+ 2 tokens, but max_len is 4"
+    ):
         attention.begin(2)
     attention.begin(1)
 
@@ -174,7 +213,9 @@ def test_a_layer_leaves_the_length_to_the_loop() -> None:
     q, kv = torch.randn(1, 3, spec.num_heads, 16), torch.randn(1, 3, spec.num_kv_heads, 16)
     attention(spec, q, kv, kv)
     length = attention.cache.length
-    assert length == 0, f"layer 0 advanced the length to {length}, so layer 1 would see {length} too many"
+    assert length == 0, (
+        f"layer 0 advanced the length to {length}, so layer 1 would see {length} too many"
+    )
 
 
 @torch.inference_mode()
@@ -201,7 +242,9 @@ def test_masks_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kv_cache.attention.causal_mask", counted)
     cached_hidden(tiny(WINDOWS), torch.arange(13), [1, 5, 6, 1])
-    assert made == [(5, 6)] * 2 + [(6, 12)] * 2, f"two masks 5 x 6, then two 6 x 12 are needed, not {made}"
+    assert made == [(5, 6)] * 2 + [(6, 12)] * 2, (
+        f"two masks 5 x 6, then two 6 x 12 are needed, not {made}"
+    )
 
 
 def test_a_request_begins_with_the_cache_that_it_will_fill() -> None:
@@ -211,8 +254,12 @@ def test_a_request_begins_with_the_cache_that_it_will_fill() -> None:
         for prompt, limit in ((3, 5), (2, 4)):
             engine.begin(prompt, limit)
             cache, columns = engine.cache, prompt + limit - 1
-            assert cache.length == 0, f"a request begins behind {cache.length} tokens of the one before it"
-            assert cache.max_len == columns, f"{prompt} + {limit} tokens, but max_len is {cache.max_len}"
+            assert cache.length == 0, (
+                f"a request begins behind {cache.length} tokens of the one before it"
+            )
+            assert cache.max_len == columns, (
+                f"{prompt} + {limit} tokens, but max_len is {cache.max_len}"
+            )
             held = cache.layers[0].keys.dtype
             assert held == dtype, f"the cache of a {dtype} model is {held}"
             cache.advance(3)
@@ -232,9 +279,13 @@ def test_each_token_is_computed_once() -> None:
 
     model.register_forward_pre_hook(note)
     tokens = generate(kv_cache.load(model), [[5, 6, 7]], GREEDY)[0].token_ids
-    assert sizes == [3, 1, 1, 1, 1], f"a prompt of 3, then 4 tokens, each once; the steps had {sizes}"
+    assert sizes == [3, 1, 1, 1, 1], (
+        f"a prompt of 3, then 4 tokens, each once; the steps had {sizes}"
+    )
     assert positions == list(range(7)), f"the 7 tokens computed were at positions {positions}"
-    assert ids == [5, 6, 7, *tokens[:-1]], f"computed {ids}, but the tokens are {[5, 6, 7, *tokens]}"
+    assert ids == [5, 6, 7, *tokens[:-1]], (
+        f"computed {ids}, but the tokens are {[5, 6, 7, *tokens]}"
+    )
 
 
 # Every model: what comes out
@@ -270,7 +321,9 @@ def test_tokens_equal_phase_01(model: Model) -> None:
 
 def test_sampled_tokens_equal_phase_01(model: Model) -> None:
     """A seed's randomness depends on the request and the token's number, not on how it was computed."""
-    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, top_p=0.9, seed=7, n=2)
+    params = SamplingParams(
+        max_tokens=20, ignore_eos=True, temperature=0.9, top_p=0.9, seed=7, n=2
+    )
     slow = generate(forward.load(model), [[5, 6]], params)
     fast = generate(kv_cache.load(model), [[5, 6]], params)
     assert_all_same(model, slow, fast)
@@ -290,4 +343,6 @@ def test_uninitialized_cache_is_never_read(monkeypatch: pytest.MonkeyPatch) -> N
     expected = generate(kv_cache.load(model), [[1, 2, 3]], params)
     monkeypatch.setattr(torch, "empty", poisoned)
     got = generate(kv_cache.load(model), [[1, 2, 3]], params)
-    assert got[0].token_ids == expected[0].token_ids, "tokens change with what the memory held before"
+    assert got[0].token_ids == expected[0].token_ids, (
+        "tokens change with what the memory held before"
+    )

@@ -29,7 +29,7 @@ from continuous.attention import group
 from continuous.cache import RowCache
 from continuous.engine import Engine
 from continuous.policies import POLICIES
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.scheduler import Scheduler
 from continuous.stats import STEP
 from continuous.work import Work
@@ -52,8 +52,10 @@ from tests.schedules import (
 pytestmark = pytest.mark.timeout(20)
 
 
-def fake(rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False) -> Any:
-    def scheduler(table: Rows) -> Scheduler:
+def fake(
+    rows: int = 4, *, step_tokens: int = 64, policy: str = "fcfs", overlap: bool = False
+) -> Any:
+    def scheduler(table: RequestRows) -> Scheduler:
         return Scheduler(table, RowCache(), step_tokens=step_tokens, policy=POLICIES[policy])
 
     return fake_engine(scheduler, rows, overlap=overlap)
@@ -74,7 +76,9 @@ def test_any_schedule(script: list[Any], seed: int) -> None:
 @pytest.mark.timeout(120)
 def test_many_schedules() -> None:
     for _, runner in play_seeds(range(80), machine_of_rows):
-        assert runner.most_in_step <= MAX_LEN, f"{runner.most_in_step} tokens in one step of {MAX_LEN}"
+        assert runner.most_in_step <= MAX_LEN, (
+            f"{runner.most_in_step} tokens in one step of {MAX_LEN}"
+        )
 
 
 def test_requests_join_and_leave_at_every_step() -> None:
@@ -87,7 +91,9 @@ def test_requests_join_and_leave_at_every_step() -> None:
         engine.step()
         seen.append(runner.computed - before)
     # 5 + 3 together; the first is done and the third's prompt runs beside a decode; two decodes; one alone.
-    assert seen == [8, 1 + 4, 2, 1, 1, 1], "request 2 joins in the step after request 0 has left"
+    assert seen == [8, 1 + 4, 2, 1, 1, 1], (
+        "request 2 joins in the step after request 0 has left"
+    )
     assert (engine.stats.steps, engine.stats.decode_steps) == (6, 4)
 
 
@@ -99,7 +105,10 @@ def test_a_profile_names_each_step() -> None:
     with profile() as profiled:
         finish(engine)
     ranges = [event for event in profiled.events() if event.name.startswith(STEP)]
-    names = [event.name.removeprefix(STEP) for event in sorted(ranges, key=lambda one: one.time_range.start)]
+    names = [
+        event.name.removeprefix(STEP)
+        for event in sorted(ranges, key=lambda one: one.time_range.start)
+    ]
     assert names == ["prefill", "decode", "decode"], (
         "step 2 has request 1's prompt, steps 3 and 4 a token each"
     )
@@ -125,13 +134,19 @@ def test_every_token_is_computed_once(model: Model) -> None:
     hook = model.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
     generate(engine, prompts, [greedy(count) for count in counts])
     hook.remove()
-    assert sum(computed) == engine.stats.computed_tokens == sum(lengths) + sum(counts) - len(counts)
+    assert (
+        sum(computed)
+        == engine.stats.computed_tokens
+        == sum(lengths) + sum(counts) - len(counts)
+    )
 
 
 def test_only_sampled_rows_get_logits(model: Model) -> None:
     engine = continuous.load(model)
     rows: list[int] = []
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
+    hook = model.lm_head.register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].shape[0])
+    )
     generate(engine, [[1] * 50, [2] * 60], greedy(2))
     hook.remove()
     assert rows == [2, 2]
@@ -143,7 +158,9 @@ def test_first_come_first_served() -> None:
     first, second, third = (engine.add([1] * n, greedy(3))[0] for n in (35, 30, 2))
     engine.step()
     rows = [request.row for request in (first, second, third)]
-    assert rows == [0, -1, -1], f"35 of 40 tokens are taken: requests of 30 and of 2 wait, not {rows}"
+    assert rows == [0, -1, -1], (
+        f"35 of 40 tokens are taken: requests of 30 and of 2 wait, not {rows}"
+    )
     assert engine.scheduler.waiting == [second, third]
     engine.step()
     assert second.row >= 0 and third.row >= 0
@@ -166,7 +183,7 @@ def test_policies(policy: str, order: str) -> None:
 def test_a_request_is_not_readmitted_while_a_token_is_in_flight() -> None:
     engine, _ = fake(2)
     (request,) = engine.add([1, 2, 3], greedy(5, seed=0))
-    engine.take_in()
+    engine.process_inbox()
     pending = engine.launch(engine.scheduler.schedule())
     assert pending is not None
     engine.scheduler.leave(request)  # preempted, as a later phase does
@@ -192,7 +209,9 @@ def test_nothing_is_added_if_one_prompt_is_bad(model: Model) -> None:
 
 
 def test_the_sampler_knows_every_token_of_the_model(model: Model) -> None:
-    params = SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True, logit_bias={256: 100.0})
+    params = SamplingParams(
+        max_tokens=2, temperature=1.0, seed=0, ignore_eos=True, logit_bias={256: 100.0}
+    )
     made = continuous.load(model, max_rows=2).generate([[1, 2]], [params])
     assert made[0].token_ids == [256, 256], "the last token of the vocabulary cannot be forced"
 
@@ -213,7 +232,10 @@ def test_a_prompt_longer_than_a_step_is_rejected() -> None:
         ({"policy": "lifo"}, "policy is 'lifo'"),
         ({"cache_bytes": 1000}, "cache_bytes is 1000"),
         ({"cache_bytes": 10**18}, r"cache_bytes is 10{18}, but only \d+ bytes are free"),
-        ({"max_rows": 65536, "max_len": 1024}, r"max_rows is 65536, .*, but only 1000000 bytes are free"),
+        (
+            {"max_rows": 65536, "max_len": 1024},
+            r"max_rows is 65536, .*, but only 1000000 bytes are free",
+        ),
         ({"step_tokens": 0}, "step_tokens is 0"),
     ],
 )
@@ -228,8 +250,12 @@ def test_bad_options(
 def test_a_cache_of_so_many_bytes_has_whole_rows(model: Model) -> None:
     row = 32 * model.config.kv_bytes_per_token(model.dtype)
     for size, most, rows in ((row, None, 1), (3 * row - 1, None, 2), (3 * row, 2, 2)):
-        made = continuous.load(model, max_len=32, max_rows=most, cache_bytes=size).scheduler.rows.count
-        assert made == rows, f"{size} bytes have room for rows of {row} bytes, max_rows {most}: made {made}"
+        made = continuous.load(
+            model, max_len=32, max_rows=most, cache_bytes=size
+        ).scheduler.rows.count
+        assert made == rows, (
+            f"{size} bytes have room for rows of {row} bytes, max_rows {most}: made {made}"
+        )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -242,14 +268,18 @@ def test_abort_in_every_state(overlap: bool) -> None:
         engine.step()
     engine.abort(waiting)
     engine.abort(running)
-    engine.take_in()
+    engine.process_inbox()
     assert running.output_ids and running.finish_reason == waiting.finish_reason == "abort"
     ends = []
     while not engine.idle:
         ends += [
-            (output.request.id, output.finish_reason) for output in engine.step() if output.finish_reason
+            (output.request.id, output.finish_reason)
+            for output in engine.step()
+            if output.finish_reason
         ]
-    assert ends == [(1, "abort"), (0, "abort"), (2, "length")], "each reader is told how its request ended"
+    assert ends == [(1, "abort"), (0, "abort"), (2, "length")], (
+        "each reader is told how its request ended"
+    )
     engine.abort(last)
     engine.step()
     assert last.finish_reason == "length", "request 2 had ended before it was aborted"
@@ -292,18 +322,23 @@ def test_an_exception_in_the_model_fails_that_step_only(
     assert engine.idle and engine.scheduler.rows.free == 2 and "out of luck" in caplog.text
 
 
-def test_a_failed_step_lands_and_ends_each_of_its_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_lands_and_ends_each_of_its_requests_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, _ = fake(3)
     committed: list[Any] = []
     monkeypatch.setattr(engine.cache, "commit", lambda *given: committed.append(given))
     first, second, third = (engine.add([n + 1, 2], greedy(6))[0] for n in range(3))
-    engine.take_in()
+    engine.process_inbox()
     works = engine.schedule()
     engine.abort(second)
-    engine.take_in()
+    engine.process_inbox()
     second.error = earlier = RuntimeError("earlier")
     engine.fail(works, error := RuntimeError("no"))
-    ends = [(output.request.id, output.token_id, output.finish_reason) for output in engine.drain()]
+    ends = [
+        (output.request.id, output.token_id, output.finish_reason)
+        for output in engine.take_outputs()
+    ]
     each = "each request of the step ends once, 1 before the others"
     assert ends == [(1, None, "abort"), (0, None, "error"), (2, None, "error")], each
     assert (first.error, second.error, third.error) == (error, earlier, error)
@@ -317,7 +352,9 @@ def test_a_failed_step_lands_and_ends_each_of_its_requests_once(monkeypatch: pyt
 
 
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=1, max_size=40),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=1, max_size=40
+    ),
     padding=st.integers(0, 3000),
     by_rows=st.booleans(),
 )
@@ -373,13 +410,17 @@ def test_tokens_are_those_of_the_naive_loop(shape: str) -> None:
     naive, engine = forward.load(model), continuous.load(model, max_rows=2)
     made, wanted = (generate(one, prompts, greedy(6)) for one in (engine, naive))
     for one, right in zip(made, wanted, strict=True):
-        assert one.token_ids == right.token_ids, f"{shape}: other tokens for prompt {one.index}"
+        assert one.token_ids == right.token_ids, (
+            f"{shape}: other tokens for prompt {one.index}"
+        )
 
 
 def test_no_plan_is_compiled_for_a_context_length(model: Model) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     continuous.load(model)
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), "cuDNN may compile a plan at every step"
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), (
+        "cuDNN may compile a plan at every step"
+    )
 
 
 @pytest.mark.timeout(300)
@@ -395,15 +436,23 @@ def test_llm_speaks_text(smollm2_folder: Any) -> None:
         ],
     )
     assert done[0].text.startswith(" Paris")
-    assert done[1].finish_reason == "stop" and done[1].token_ids[-1] in llm.engine.config.eos_token_ids
-    assert done[1].text == llm.tokenizer.decode(done[1].token_ids[:-1]) and "<|" not in done[1].text
+    assert (
+        done[1].finish_reason == "stop"
+        and done[1].token_ids[-1] in llm.engine.config.eos_token_ids
+    )
+    assert (
+        done[1].text == llm.tokenizer.decode(done[1].token_ids[:-1])
+        and "<|" not in done[1].text
+    )
     assert done[2].text == " 5, 6, " and done[2].finish_reason == "stop"
     assert isinstance(llm.engine, Engine) and llm.engine.idle
     (single,) = llm.generate("The capital of France is", SamplingParams(max_tokens=6))
     assert single.text == done[0].text
 
 
-def test_an_engine_looks_through_the_books_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_looks_through_the_books_of_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, _ = fake()
     engine.check_integrity()
 
@@ -425,7 +474,9 @@ def test_nothing_happens_between_two_steps() -> None:
     engine.step()
     assert len(request.output_ids) == 1
     engine.abort(request)
-    assert request.finish_reason is None and request.row >= 0, "an abort took effect between two steps"
+    assert request.finish_reason is None and request.row >= 0, (
+        "an abort took effect between two steps"
+    )
     (output,) = engine.step()
     assert output.finish_reason == "abort" and request.row < 0 and engine.idle
     engine.abort(request)  # has ended already: nothing to tell
@@ -440,7 +491,9 @@ def test_any_thread_may_add_and_abort(overlap: bool) -> None:
     def caller(number: int) -> None:
         for turn in range(40):
             prompt = [number, turn % 7 + 1]
-            (request,) = engine.add(prompt, SamplingParams(max_tokens=4, seed=number, ignore_eos=True))
+            (request,) = engine.add(
+                prompt, SamplingParams(max_tokens=4, seed=number, ignore_eos=True)
+            )
             made.append((prompt, request))
             if turn % 5 == number:
                 engine.abort(request)
@@ -458,7 +511,9 @@ def test_any_thread_may_add_and_abort(overlap: bool) -> None:
     assert len({request.id for _, request in made}) == 160, "two requests have one id"
     for prompt, request in made:
         output = expected_tokens(prompt, request.params, 0, MAX_LEN)
-        assert request.output_ids == output[: len(request.output_ids)], f"request {request.id}: wrong tokens"
+        assert request.output_ids == output[: len(request.output_ids)], (
+            f"request {request.id}: wrong tokens"
+        )
     check(engine)
 
 
@@ -482,7 +537,9 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(overlap: bool) -> None:
         check(engine)
     assert bad.finish_reason == "error" and bad.error is error
     for request in (first, last):
-        assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), request.id
+        assert request.output_ids == expected_tokens(request.tokens[:2], params, 0, MAX_LEN), (
+            request.id
+        )
 
 
 # Ctrl-C.
@@ -533,7 +590,9 @@ def test_ctrl_c_in_a_step_loses_nobody_elses_tokens(at: str, overlap: bool) -> N
         if at != "raise":
             assert request.finish_reason == "length", f"request {request.id} was lost"
         if request.finish_reason == "length":
-            assert told[request] == request.output_ids == output, f"request {request.id}: wrong tokens"
+            assert told[request] == request.output_ids == output, (
+                f"request {request.id}: wrong tokens"
+            )
         else:  # the step itself raised: its own requests end, the others go on
             assert request.finish_reason == "error" and request in requests[:2]
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.scheduler import Scheduler
 from continuous.seams import Drafter
 from continuous.work import Work
@@ -47,7 +47,9 @@ class StrictCache:
 
     def fits(self, request: Request) -> bool:
         self.calls.append(("fits", request.id))
-        assert request.row < 0, f"{name_of(request)}: asked whether it fits, but it is in already"
+        assert request.row < 0, (
+            f"{name_of(request)}: asked whether it fits, but it is in already"
+        )
         yes = len(request.tokens) <= self.free and request not in self.refuses
         self.promised = request if yes else None
         return yes
@@ -60,9 +62,13 @@ class StrictCache:
         self.calls.append(("reserve", request.id, upto))
         name, held = name_of(request), self.held.get(request)
         assert request.row >= 0, f"{name}: room is reserved before it has a row"
-        assert upto < request.limit, f"{name}: room for {upto} tokens, but its limit is {request.limit}"
+        assert upto < request.limit, (
+            f"{name}: room for {upto} tokens, but its limit is {request.limit}"
+        )
         if held is None:
-            assert self.promised is request, f"{name} is let in, but fits was not asked for it just before"
+            assert self.promised is request, (
+                f"{name} is let in, but fits was not asked for it just before"
+            )
             found = min(self.found, len(request.tokens) - 1)
             assert request.num_computed_tokens == found, (
                 f"{name}: {found} of its tokens are here, but {request.num_computed_tokens} count as computed"
@@ -77,9 +83,13 @@ class StrictCache:
 
     def commit(self, request: Request, upto: int) -> None:
         self.calls.append(("commit", request.id, upto))
-        name, computed, known = name_of(request), self.computed.get(request, 0), len(request.tokens)
+        name = name_of(request)
+        computed = self.computed.get(request, 0)
+        known = len(request.tokens)
         assert request in self.held, f"{name}: commits {upto} tokens, but holds nothing"
-        assert upto <= computed, f"{name}: commits {upto} tokens, but {computed} are known to be computed"
+        assert upto <= computed, (
+            f"{name}: commits {upto} tokens, but {computed} are known to be computed"
+        )
         assert upto <= known, f"{name}: commits {upto} tokens, but the host knows {known}"
         self.committed[request] = upto
 
@@ -108,27 +118,35 @@ class Steps:
         works = scheduler.schedule()
         entered = False
         for work in works:
-            name, end, held = name_of(work.request), work.start + work.count, cache.held.get(work.request, 0)
-            assert end <= held, f"{name}: token {end - 1} is scheduled, but room is reserved for {held}"
-            assert not (entered and work.request in before), f"{name} runs, but a newcomer comes first"
+            name = name_of(work.request)
+            end = work.start + work.count
+            held = cache.held.get(work.request, 0)
+            assert end <= held, (
+                f"{name}: token {end - 1} is scheduled, but room is reserved for {held}"
+            )
+            assert not (entered and work.request in before), (
+                f"{name} runs, but a newcomer comes first"
+            )
             entered = entered or work.request not in before
         spent = sum(work.count for work in works)
-        assert spent <= scheduler.step_tokens, f"{spent} tokens in a step of {scheduler.step_tokens}"
+        assert spent <= scheduler.step_tokens, (
+            f"{spent} tokens in a step of {scheduler.step_tokens}"
+        )
         kinds = [str(call[0]) for call in cache.calls[mark:]]
         assert not {"commit"} & set(kinds), "a step that is only scheduled commits something"
         return works
 
-    def land(self, works: Sequence[Work], *, computed: bool = True) -> None:
+    def finish_step(self, works: Sequence[Work], *, computed: bool = True) -> None:
         """The device has run these works, and every taker gets token 1."""
         for work in works:
             end = work.start + work.count
-            requests = work.takers or (work.request,)
+            requests = work.sampled_requests or (work.request,)
             for request in requests:
                 if request.finish_reason is None:
-                    request.tokens += [1] * bool(work.takers)
+                    request.tokens += [1] * bool(work.sampled_requests)
                 if computed and request in self.cache.held:
                     self.cache.computed[request] = end
-            self.scheduler.land(work, computed=computed)
+            self.scheduler.finish_step(work, computed=computed)
             for request in requests:
                 if computed and request.row >= 0:
                     committed = self.cache.committed.get(request, 0)
@@ -141,7 +159,7 @@ class Steps:
 
     def step(self) -> list[Work]:
         works = self.schedule()
-        self.land(works)
+        self.finish_step(works)
         return works
 
 
@@ -154,12 +172,14 @@ def setup(
     kind: type[Scheduler] = Scheduler,
 ) -> tuple[Steps, Scheduler, StrictCache]:
     cache = StrictCache(room, found)
-    scheduler = kind(Rows(rows, 64), cache, step_tokens=step_tokens)
+    scheduler = kind(RequestRows(rows, 64), cache, step_tokens=step_tokens)
     return Steps(scheduler, cache), scheduler, cache
 
 
 def ask(scheduler: Scheduler, number: int, length: int, more: int) -> Request:
-    request = Request(number, [2] * length, length, length + more, SamplingParams(max_tokens=more))
+    request = Request(
+        number, [2] * length, length, length + more, SamplingParams(max_tokens=more)
+    )
     scheduler.add([request])
     return request
 
@@ -173,7 +193,9 @@ def test_the_life_of_one_request() -> None:
     steps, scheduler, cache = setup(found=2)
     request = ask(scheduler, 0, 5, 3)
     works = [parts(steps.step()) for _ in range(3)]
-    assert works == [[(0, 2, 3)], [(0, 5, 1)], [(0, 6, 1)]], "the two tokens found are not computed again"
+    assert works == [[(0, 2, 3)], [(0, 5, 1)], [(0, 6, 1)]], (
+        "the two tokens found are not computed again"
+    )
     assert request.cached_tokens == 2 and request.finish_reason == "length"
     assert cache.calls == [
         ("fits", 0), ("lookup", 0), ("reserve", 0, 5), ("commit", 0, 5),
@@ -191,7 +213,9 @@ def test_those_that_run_come_before_newcomers() -> None:
     ask(scheduler, 2, 4, 2)
     cache.calls.clear()
     works = steps.step()
-    assert parts(works) == [(0, 2, 1), (1, 3, 1)], "a newcomer took the tokens of those that run"
+    assert parts(works) == [(0, 2, 1), (1, 3, 1)], (
+        "a newcomer took the tokens of those that run"
+    )
     assert [call[:2] for call in cache.calls][:2] == [("reserve", 0), ("reserve", 1)]
     assert second.row >= 0 and first.row >= 0
 
@@ -214,7 +238,9 @@ def test_who_gets_no_room_waits_and_nobody_new_takes_his_turn() -> None:
     newcomer = ask(scheduler, 2, 4, 5)
     cache.refuses.add(first)
     assert parts(steps.step()) == [(1, 4, 1)], "request 0 has no room, and request 1 has"
-    assert newcomer.row < 0 and ("fits", 2) not in cache.calls, "a newcomer enters where somebody lacks room"
+    assert newcomer.row < 0 and ("fits", 2) not in cache.calls, (
+        "a newcomer enters where somebody lacks room"
+    )
     assert first.num_computed_tokens == 4 and first.placeholders == first.in_flight == 0
     cache.refuses.clear()
     assert parts(steps.step()) == [(0, 4, 1), (1, 5, 1), (2, 0, 4)]
@@ -223,7 +249,7 @@ def test_who_gets_no_room_waits_and_nobody_new_takes_his_turn() -> None:
 def test_a_failed_step_commits_nothing() -> None:
     steps, scheduler, cache = setup()
     request = ask(scheduler, 0, 4, 5)
-    steps.land(steps.schedule(), computed=False)
+    steps.finish_step(steps.schedule(), computed=False)
     assert not [call for call in cache.calls if call[0] == "commit"]
     assert request.in_flight == request.placeholders == 0
     scheduler.leave(request)
@@ -237,15 +263,15 @@ def test_who_has_left_commits_nothing() -> None:
     works = steps.schedule()
     request.finish_reason = "abort"
     scheduler.leave(request)
-    steps.land(works)
+    steps.finish_step(works)
     assert cache.calls[-1] == ("release", 0) and request.in_flight == request.placeholders == 0
 
 
 class Pieces(Scheduler):
     """Computes prompts two tokens at a time."""
 
-    def share(self, request: Request, budget: int) -> int:
-        return min(2, super().share(request, budget))
+    def num_new_tokens(self, request: Request, budget: int) -> int:
+        return min(2, super().num_new_tokens(request, budget))
 
 
 def test_a_piece_of_a_prompt_has_no_taker_and_no_drafts() -> None:
@@ -253,9 +279,13 @@ def test_a_piece_of_a_prompt_has_no_taker_and_no_drafts() -> None:
     request = ask(scheduler, 0, 5, 2)
     scheduler.drafter = Guess(1, 1)
     for work in [*steps.schedule(), *steps.schedule()]:
-        assert work.takers == (), f"request 0: a token is sampled at {work.start + work.count} of 5 tokens"
-        assert work.drafts == (), f"request 0: drafts behind {work.start + work.count} of 5 tokens"
-        steps.land([work])
+        assert work.sampled_requests == (), (
+            f"request 0: a token is sampled at {work.start + work.count} of 5 tokens"
+        )
+        assert work.drafts == (), (
+            f"request 0: drafts behind {work.start + work.count} of 5 tokens"
+        )
+        steps.finish_step([work])
     assert request.in_flight == 0 and cache.committed[request] == 4
     scheduler.drafter = Guess()
     assert [parts(steps.step()) for _ in range(2)] == [[(0, 4, 1)], [(0, 5, 1)]]
@@ -270,7 +300,9 @@ class Forking(Scheduler):
         for sibling in siblings:
             self.rows.acquire(sibling)
             assert isinstance(self.cache, StrictCache)
-            self.cache.held[sibling] = sibling.num_computed_tokens = request.num_computed_tokens
+            self.cache.held[sibling] = sibling.num_computed_tokens = (
+                request.num_computed_tokens
+            )
             insort(self.running, sibling, key=lambda one: one.rank)
         return (request, *siblings)
 
@@ -278,16 +310,24 @@ class Forking(Scheduler):
 def test_every_taker_lands_and_commits() -> None:
     steps, scheduler, cache = setup(kind=Forking)
     request = ask(scheduler, 0, 4, 3)
-    siblings = [Request(n, [2] * 4, 4, 7, SamplingParams(max_tokens=3), rank=(n,)) for n in (1, 2)]
+    siblings = [
+        Request(n, [2] * 4, 4, 7, SamplingParams(max_tokens=3), rank=(n,)) for n in (1, 2)
+    ]
     request.siblings = list(siblings)
     works = steps.schedule()
-    assert [taker.id for taker in works[0].takers] == [0, 1, 2]
+    assert [sampled_request.id for sampled_request in works[0].sampled_requests] == [0, 1, 2]
     for one in (request, *siblings):
-        assert (one.in_flight, one.placeholders) == (1, 1), f"{name_of(one)} does not wait for its token"
-    steps.land(works)
+        assert (one.in_flight, one.placeholders) == (1, 1), (
+            f"{name_of(one)} does not wait for its token"
+        )
+    steps.finish_step(works)
     for one in (request, *siblings):
-        assert (one.in_flight, one.placeholders) == (0, 0), f"{name_of(one)}: its token has not landed"
-    assert [call for call in cache.calls if call[0] == "commit"] == [("commit", n, 4) for n in range(3)]
+        assert (one.in_flight, one.placeholders) == (0, 0), (
+            f"{name_of(one)}: its token has not landed"
+        )
+    assert [call for call in cache.calls if call[0] == "commit"] == [
+        ("commit", n, 4) for n in range(3)
+    ]
     assert parts(steps.step()) == [(0, 4, 1), (1, 4, 1), (2, 4, 1)]
 
 
@@ -313,9 +353,11 @@ def test_the_drafter_hears_of_a_leaver_while_it_has_its_row() -> None:
     steps, scheduler, _ = setup()
     request, row = ask(scheduler, 0, 5, 20), 0
     scheduler.drafter = drafter = Guess()
-    steps.land(steps.schedule())
+    steps.finish_step(steps.schedule())
     scheduler.leave(request)
-    assert drafter.left == [(request.id, row)], "request 0 leaves row 0: its drafter is told before that"
+    assert drafter.left == [(request.id, row)], (
+        "request 0 leaves row 0: its drafter is told before that"
+    )
     scheduler.leave(request)
     assert len(drafter.left) == 1, "request 0 has left already: its drafter is not told again"
 
@@ -326,7 +368,9 @@ def test_drafts_without_room_are_dropped() -> None:
     steps.step()
     scheduler.drafter = Guess(1, 1, 1, 1)
     (work,) = steps.schedule()
-    assert cache.calls[-2:] == [("reserve", 0, 6), ("reserve", 0, 9)], "first without the drafts"
+    assert cache.calls[-2:] == [("reserve", 0, 6), ("reserve", 0, 9)], (
+        "first without the drafts"
+    )
     assert (work.start, work.count, work.drafts) == (5, 1, ())
 
 
@@ -337,7 +381,9 @@ def test_what_is_ahead_of_itself_waits_for_its_drafts() -> None:
     scheduler.drafter = Guess(1, 1, 1, 1)
     first, _ = steps.schedule()
     assert (first.start, first.count, first.drafts) == (5, 4, (1, 1, 1))
-    assert steps.schedule() == [], "a request is scheduled on, though its drafts have not landed"
+    assert steps.schedule() == [], (
+        "a request is scheduled on, though its drafts have not landed"
+    )
     assert request.num_computed_tokens == other.num_computed_tokens == 9
 
 
@@ -347,17 +393,23 @@ def test_drafts_that_are_certain_count_as_tokens_on_their_way() -> None:
     first = steps.schedule()
     scheduler.drafter = Guess(1, 1, 1, 1, most=2)
     (work,) = steps.schedule()
-    assert work.certain and (work.start, work.count, work.drafts) == (5, 3, (1, 1))
-    assert request.placeholders == 4, "a token of the prompt's step, two drafts and the one behind them"
+    assert work.drafts_forced and (work.start, work.count, work.drafts) == (5, 3, (1, 1))
+    assert request.placeholders == 4, (
+        "a token of the prompt's step, two drafts and the one behind them"
+    )
     scheduler.drafter = Guess()
     last = steps.schedule()
-    assert parts(last) == [(0, 8, 1)], "the next step begins behind drafts that cannot be wrong"
-    steps.land(first)
+    assert parts(last) == [(0, 8, 1)], (
+        "the next step begins behind drafts that cannot be wrong"
+    )
+    steps.finish_step(first)
     request.tokens += [1, 1, 1]
     cache.computed[request] = 8
-    scheduler.land(work, accepted=2)
-    assert request.placeholders == 1, f"one token is on its way, but {request.placeholders} count as such"
-    steps.land(last)
+    scheduler.finish_step(work, accepted=2)
+    assert request.placeholders == 1, (
+        f"one token is on its way, but {request.placeholders} count as such"
+    )
+    steps.finish_step(last)
     assert request.num_computed_tokens == 9 and request.placeholders == request.in_flight == 0
 
 
@@ -369,9 +421,12 @@ def test_what_a_wrong_draft_left_behind_does_not_count() -> None:
     (work,) = steps.schedule()
     assert (work.start, work.count, work.drafts) == (3, 4, (5, 6, 7))
     assert request.num_computed_tokens == 7 and request.placeholders == 1
-    request.tokens += [5, 9]  # the first was right, and 9 was sampled in the place of the second
+    request.tokens += [
+        5,
+        9,
+    ]  # the first was right, and 9 was sampled in the place of the second
     scheduler.cache.computed[request] = 7  # type: ignore[attr-defined]
-    scheduler.land(work, accepted=1)
+    scheduler.finish_step(work, accepted=1)
     assert request.num_computed_tokens == 5 and request.placeholders == request.in_flight == 0
 
 
@@ -391,8 +446,10 @@ def test_nothing_is_computed_for_the_last_token() -> None:
     steps, scheduler, _ = setup()
     ask(scheduler, 0, 5, 1)
     works = steps.schedule()
-    assert steps.schedule() == [], "its last token is on its way; there is nothing to compute after it"
-    steps.land(works)
+    assert steps.schedule() == [], (
+        "its last token is on its way; there is nothing to compute after it"
+    )
+    steps.finish_step(works)
     assert scheduler.idle
 
 
@@ -414,24 +471,28 @@ def send_back(scheduler: Scheduler, request: Request) -> None:
 
 def refusals(rng: random.Random, late: bool) -> None:
     """Random requests, and a cache that refuses now and then."""
-    steps, scheduler, cache = setup(rows=rng.randrange(1, 4), step_tokens=12, found=rng.randrange(3))
+    steps, scheduler, cache = setup(
+        rows=rng.randrange(1, 4), step_tokens=12, found=rng.randrange(3)
+    )
     requests = [ask(scheduler, n, rng.randrange(1, 10), rng.randrange(1, 6)) for n in range(6)]
-    flying: list[Work] = []
+    in_flight_step: list[Work] = []
     computed, sent = 0, False
     for turn in range(400):
         cache.refuses = {request for request in requests if turn < 300 and rng.random() < 0.2}
         works = steps.schedule()
         computed += sum(work.count for work in works)
-        steps.land(flying if late else works)
-        flying = works if late else []
+        steps.finish_step(in_flight_step if late else works)
+        in_flight_step = works if late else []
         if rng.random() < 0.05 and scheduler.running:
             send_back(scheduler, rng.choice(scheduler.running))
             sent = True
-        if scheduler.idle and not flying:
+        if scheduler.idle and not in_flight_step:
             break
     for request in requests:
         assert request.finish_reason == "length", f"{name_of(request)} does not come to an end"
-    assert not cache.held, f"requests {[request.id for request in cache.held]} give nothing back"
+    assert not cache.held, (
+        f"requests {[request.id for request in cache.held]} give nothing back"
+    )
     assert scheduler.rows.free == scheduler.rows.count, "a row is lost"
     if not sent:
         needed = sum(r.limit - 1 - min(cache.found, r.prompt_len - 1) for r in requests)

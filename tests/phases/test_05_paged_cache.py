@@ -19,7 +19,7 @@ from common.events import generate
 from common.options import option
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.work import Work
 from forward.attention import LayerSpec
 from forward.model import Model
@@ -27,9 +27,9 @@ from forward.shapes import SHAPES
 from paged_cache import (
     BlockAllocator,
     BlockPool,
+    EngineBuilder,
     Feature,
     PagedCache,
-    Parts,
     Preset,
     Recipe,
     TorchPagedAttention,
@@ -62,7 +62,9 @@ def block_bytes(model: Model, blocks: int, block_size: int = 16) -> int:
     return blocks * BlockPool.bytes_per_block(model.config, block_size, model.dtype)
 
 
-def fake(rows: int, blocks: int, block_size: int = 4, *, watermark: float = 0.0, **options: Any) -> Any:
+def fake(
+    rows: int, blocks: int, block_size: int = 4, *, watermark: float = 0.0, **options: Any
+) -> Any:
     cache = PagedCache(rows, MAX_LEN, blocks, block_size, watermark=watermark)
     return paged_engine(cache, rows, chunked=False, **options)
 
@@ -80,7 +82,8 @@ def test_any_schedule(script: list[Any], seed: int) -> None:
 @pytest.mark.slow
 def test_many_schedules() -> None:
     preempted = sum(
-        engine.scheduler.preemptions > 0 for engine, _ in play_seeds(range(80), partial(machine, "05"))
+        engine.scheduler.preemptions > 0
+        for engine, _ in play_seeds(range(80), partial(machine, "05"))
     )
     assert preempted > 10, f"only {preempted} of 80 scripts preempt anybody"
 
@@ -106,7 +109,9 @@ def test_allocator_refuses_nonsense() -> None:
     (block,) = allocator.allocate(1)
     with pytest.raises(AssertionError, match="2 blocks wanted, 1 free"):
         allocator.allocate(2)
-    with pytest.raises(AssertionError, match=f"block {1 - block} is free and cannot be retained"):
+    with pytest.raises(
+        AssertionError, match=f"block {1 - block} is free and cannot be retained"
+    ):
         allocator.retain([1 - block])
     allocator.release([block])
     with pytest.raises(AssertionError, match="once too often"):
@@ -134,20 +139,25 @@ def test_the_integrity_check_sees_a_leak_and_a_stray_user(model: Model) -> None:
 def test_admission_counts_blocks_promised_in_the_same_step() -> None:
     engine, _ = fake(4, 5)
     first, second, third = (engine.add([1] * 12, greedy(1))[0] for _ in range(3))
-    engine.take_in()
+    engine.process_inbox()
     works = engine.scheduler.schedule()
     assert [work.request for work in works] == [first]  # three blocks each, five in all
     engine.collect(engine.launch(works))
     assert engine.scheduler.cache.free == 5
     finish(engine)
-    assert engine.scheduler.preemptions == 0 and third.finish_reason == second.finish_reason == "length"
+    assert (
+        engine.scheduler.preemptions == 0
+        and third.finish_reason == second.finish_reason == "length"
+    )
 
 
 def test_admission_leaves_room_for_those_that_run() -> None:
     engine, _ = fake(4, 10, watermark=0.2)
     engine.add([1] * 4, greedy(9))
     engine.step()
-    (large,) = engine.add([1] * 32, greedy(2))  # not 1, or it could come and go in the one step
+    (large,) = engine.add(
+        [1] * 32, greedy(2)
+    )  # not 1, or it could come and go in the one step
     engine.step()
     assert large.row < 0  # 8 of the 8 free blocks, but 2 are kept
     finish(engine)
@@ -156,7 +166,9 @@ def test_admission_leaves_room_for_those_that_run() -> None:
 
 def test_a_request_that_runs_alone_may_have_the_whole_pool() -> None:
     engine, _ = fake(4, 10, watermark=0.2)
-    (large,) = engine.add([1] * 37, greedy(3))  # all 10 blocks at once; nobody runs for whom 2 must be kept
+    (large,) = engine.add(
+        [1] * 37, greedy(3)
+    )  # all 10 blocks at once; nobody runs for whom 2 must be kept
     finish(engine)
     assert large.finish_reason == "length"
 
@@ -193,17 +205,25 @@ def test_preemption_is_counted_and_gives_everything_back() -> None:
     held = scheduler.cache.free
     scheduler.preempt(first)
     assert first.preemptions == 1 and scheduler.preemptions == 1, "a preemption is not counted"
-    assert first.row < 0 and first.num_computed_tokens == 0 and scheduler.cache.free == held + 2
+    assert (
+        first.row < 0 and first.num_computed_tokens == 0 and scheduler.cache.free == held + 2
+    )
     assert scheduler.running == [second] and scheduler.waiting == [first]
     (later,) = engine.add([3] * 2, greedy(2))
-    engine.take_in()
+    engine.process_inbox()
     works = scheduler.schedule()
-    assert [work.request for work in works] == [second], "its token is in flight, and nobody overtakes it"
+    assert [work.request for work in works] == [second], (
+        "its token is in flight, and nobody overtakes it"
+    )
     engine.collect(pending)
     engine.collect(engine.launch(works))
     # Back before the request that came after it, with both tokens that it had got.
     works = scheduler.schedule()
-    assert [(w.request, w.start, w.count) for w in works] == [(second, 6, 1), (first, 0, 6), (later, 0, 2)]
+    assert [(w.request, w.start, w.count) for w in works] == [
+        (second, 6, 1),
+        (first, 0, 6),
+        (later, 0, 2),
+    ]
     engine.collect(engine.launch(works))
     finish(engine)
     assert first.output_ids == expected_tokens([1] * 4, first.params, 0, MAX_LEN)
@@ -229,8 +249,12 @@ def test_the_last_by_rank_is_preempted_though_another_is_nearer() -> None:
     engine.step()  # 1, 2 and 2 blocks of 5; in the next step the first needs another
     engine.step()
     preempted = [request.id for request in (first, second, third) if request.preemptions]
-    assert preempted == [third.id], f"requests {preempted} were preempted, but request 2 is the last by rank"
-    assert len(second.output_ids) == 2, "request 1 was not served in the step that preempted another"
+    assert preempted == [third.id], (
+        f"requests {preempted} were preempted, but request 2 is the last by rank"
+    )
+    assert len(second.output_ids) == 2, (
+        "request 1 was not served in the step that preempted another"
+    )
 
 
 def test_preemption_goes_on_until_there_is_room() -> None:
@@ -246,7 +270,9 @@ def test_preemption_goes_on_until_there_is_room() -> None:
 
 def test_preemption_gives_the_same_tokens(model: Model) -> None:
     rng = random.Random(1)
-    prompts = [[rng.randrange(1, 257) for _ in range(rng.randrange(20, 60))] for _ in range(10)]
+    prompts = [
+        [rng.randrange(1, 257) for _ in range(rng.randrange(20, 60))] for _ in range(10)
+    ]
     params = greedy(40)
     roomy = paged_cache.load(model, max_rows=10)
     tight = paged_cache.load(model, max_rows=10, cache_bytes=block_bytes(model, 14))
@@ -286,7 +312,9 @@ def test_samples_share_the_prompt_and_copy_the_last_block() -> None:
     engine.step()
     cache = engine.scheduler.cache
     assert runner.computed == 10
-    assert cache.allocator.count - cache.free == 3  # two full blocks and a partial one, for three requests
+    assert (
+        cache.allocator.count - cache.free == 3
+    )  # two full blocks and a partial one, for three requests
     tables = [cache.blocks_of(request.row) for request in requests]
     assert tables[0] == tables[1] == tables[2]
     engine.step()
@@ -310,14 +338,14 @@ def test_samples_of_a_block_aligned_prompt_copy_nothing() -> None:
     assert tables[0][:2] == tables[1][:2] and tables[0][2] != tables[1][2] and len(works) == 2
 
 
-def admitted(rows: Rows, number: int, length: int) -> Request:
+def admitted(rows: RequestRows, number: int, length: int) -> Request:
     request = Request(number, [1] * length, length, 40, SamplingParams())
     rows.acquire(request)
     return request
 
 
 def test_the_first_to_write_copies_and_the_last_keeps_the_original() -> None:
-    rows, cache = Rows(3, 40), PagedCache(3, 40, 12, 4)
+    rows, cache = RequestRows(3, 40), PagedCache(3, 40, 12, 4)
     parent, one, two = (admitted(rows, number, 6) for number in range(3))
     assert cache.reserve(parent, 6)
     for child in (one, two):
@@ -327,10 +355,14 @@ def test_the_first_to_write_copies_and_the_last_keeps_the_original() -> None:
     for writer, users in ((parent, 2), (one, 1)):
         assert cache.reserve(writer, 7)
         own = cache.blocks_of(writer.row)[1]
-        assert own != shared, f"{name_of(writer)} writes into a block that {users} others share"
+        assert own != shared, (
+            f"{name_of(writer)} writes into a block that {users} others share"
+        )
         assert cache.take_copies() == [(shared, own)] and cache.allocator.refs[shared] == users
     assert cache.reserve(two, 7)
-    assert cache.take_copies() == [], "the last user of a block copies it, though nobody else has it"
+    assert cache.take_copies() == [], (
+        "the last user of a block copies it, though nobody else has it"
+    )
     assert cache.blocks_of(2) == [full, shared] and cache.allocator.refs[full] == 3
     assert cache.free == 12 - 4
     cache.check()
@@ -338,7 +370,7 @@ def test_the_first_to_write_copies_and_the_last_keeps_the_original() -> None:
 
 def test_a_fork_shares_no_more_than_the_prompt() -> None:
     """Blocks that the parent has beyond the prompt, for drafts, are its own."""
-    rows, cache = Rows(2, 40), PagedCache(2, 40, 8, 4)
+    rows, cache = RequestRows(2, 40), PagedCache(2, 40, 8, 4)
     parent, child = (admitted(rows, number, 6) for number in range(2))
     assert cache.reserve(parent, 14)
     cache.fork(parent, child, 6)
@@ -397,16 +429,23 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    block_size, heads, kv_heads, size = rng.choice([1, 4, 16]), 6, rng.choice([1, 2, 6]), 8
+    block_size = rng.choice([1, 4, 16])
+    heads = 6
+    kv_heads = rng.choice([1, 2, 6])
+    size = 8
     config = replace(SHAPES["tiny"], num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
-    rows, cache = Rows(12, 200), PagedCache(12, 200, 2000 // block_size, block_size)
+    rows, cache = RequestRows(12, 200), PagedCache(12, 200, 2000 // block_size, block_size)
     scatter(cache, rng)
     scales = 0.5 + torch.rand(config.num_layers, 2, kv_heads) if seed % 2 else None
     kv, cpu = KVFormat(scales=scales), torch.device("cpu")
-    pool = BlockPool(config, cache.allocator.count, block_size, device=cpu, dtype=torch.float32, kv=kv)
+    pool = BlockPool(
+        config, cache.allocator.count, block_size, device=cpu, dtype=torch.float32, kv=kv
+    )
     pool.data.normal_()
     spans = [
-        rng.choice([(0, rng.randrange(1, 40)), (rng.randrange(1, 150), rng.choice([1, 1, 7, 30]))])
+        rng.choice(
+            [(0, rng.randrange(1, 40)), (rng.randrange(1, 150), rng.choice([1, 1, 7, 30]))]
+        )
         for _ in range(rng.randrange(1, 12))
     ]
     batch = step_of(rows, cache, spans)
@@ -420,7 +459,9 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
         actual = attention(layer, q, k, v)
         stored = pool.data[1].flatten(1, 2)[:, batch.slots]  # [2, T, KH, D]
         stored = stored if scales is None else stored * scales[1, :, None, :, None]
-        torch.testing.assert_close(stored, torch.stack((k, v)), msg="keys or values are not in their slots")
+        torch.testing.assert_close(
+            stored, torch.stack((k, v)), msg="keys or values are not in their slots"
+        )
         expected = paged_attention(
             q, pool.layers[1], batch.block_tables, batch.query_starts, batch.context_lens,
             scale=0.3, sliding_window=window, soft_cap=cap,
@@ -429,7 +470,7 @@ def test_torch_attention_equals_the_reference(seed: int) -> None:
 
 
 def test_slots_of_a_pool_beyond_two_thousand_million_tokens() -> None:
-    rows, cache = Rows(1, 40), PagedCache(1, 40, 10, 16)
+    rows, cache = RequestRows(1, 40), PagedCache(1, 40, 10, 16)
     request = admitted(rows, 0, 20)
     cache.tables[0, :2] = 150_000_000, 150_000_001
     batch = prepared(rows, cache, [Work(request, 0, 15, 3)])
@@ -443,14 +484,23 @@ def test_attention_has_no_loop_over_requests(model: Model) -> None:
     pool = engine.runner.attention.pool.data.untyped_storage().data_ptr()  # type: ignore[attr-defined]
 
     def gathers(name: str, args: Any) -> bool | None:
-        return True if name == "index_select" and args[0].untyped_storage().data_ptr() == pool else None
+        return (
+            True
+            if name == "index_select" and args[0].untyped_storage().data_ptr() == pool
+            else None
+        )
 
     for _ in range(60):
         engine.add([1] * 30, greedy(3))
-    for expected in (0, 2 * model.config.num_layers):  # prompts read this step's keys, not the cache
+    for expected in (
+        0,
+        2 * model.config.num_layers,
+    ):  # prompts read this step's keys, not the cache
         with Operations(gathers) as found:
             engine.step()
-        assert len(found.names) == expected, f"the cache is read by {len(found.names)} calls, not {expected}"
+        assert len(found.names) == expected, (
+            f"the cache is read by {len(found.names)} calls, not {expected}"
+        )
 
 
 def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> None:
@@ -467,19 +517,25 @@ def test_what_an_earlier_request_left_in_a_block_is_not_seen(model: Model) -> No
 
 def test_ledger(model: Model) -> None:
     plan = {"block_size": 16, "step_tokens": 2048, "rows": 4, "max_len": 100}
-    ledger = plan_cache(model, cache_bytes=block_bytes(model, 10) + 5, **plan)
-    assert (ledger.blocks, ledger.tokens, ledger.cache) == (10, 160, block_bytes(model, 10))
-    assert ledger.weights == weight_bytes(model)
-    assert ledger.rows > 4 * (8 * 100 + 4 * 7) and ledger.rows < 1 << 20
+    memory_plan = plan_cache(model, cache_bytes=block_bytes(model, 10) + 5, **plan)
+    assert (memory_plan.blocks, memory_plan.tokens, memory_plan.cache) == (
+        10,
+        160,
+        block_bytes(model, 10),
+    )
+    assert memory_plan.weights == weight_bytes(model)
+    assert memory_plan.rows > 4 * (8 * 100 + 4 * 7) and memory_plan.rows < 1 << 20
     for word in ("weights", "activations", "cache", "blocks", "tokens", "160"):
-        assert word in str(ledger)
+        assert word in str(memory_plan)
     assert plan_cache(model, cache_bytes=block_bytes(model, 1), **plan).blocks == 1
     assert plan_cache(model, **plan).blocks == 4 * 7  # no more than the rows can fill
     with pytest.raises(UserError, match="one block of 16 tokens takes"):
         plan_cache(model, cache_bytes=100, **plan)
     with pytest.raises(UserError, match=r"cache_bytes is 10{18}, but only \d+ bytes are free"):
         plan_cache(model, cache_bytes=10**18, **plan)
-    with pytest.raises(UserError, match=r"max_rows is 65536, which takes \d+ bytes for requests of 16777216"):
+    with pytest.raises(
+        UserError, match=r"max_rows is 65536, which takes \d+ bytes for requests of 16777216"
+    ):
         plan_cache(model, **{**plan, "rows": 1 << 16, "max_len": 1 << 24})
 
 
@@ -499,8 +555,8 @@ class Wide(Feature):
 
     width: int = option(1, "of the pool")
 
-    def install(self, parts: Parts) -> None:
-        parts.bring(self, pool=WidePool)
+    def install(self, builder: EngineBuilder) -> None:
+        builder.replace(self, pool=WidePool)
 
 
 def test_an_option_needs_its_feature() -> None:
@@ -514,10 +570,10 @@ def test_an_option_needs_its_feature() -> None:
 
 
 def test_a_part_is_brought_once(model: Model) -> None:
-    parts = Parts(Recipe(model))
-    Wide().install(parts)
+    builder = EngineBuilder(Recipe(model))
+    Wide().install(builder)
     with pytest.raises(UserError, match="each brings its own pool"):
-        Wide().install(parts)
+        Wide().install(builder)
     with pytest.raises(UserError, match="wide is given twice"):
         build(Recipe(model, features=(Wide(), Wide())))
     attention: Any = build(Recipe(model, features=(Wide(),))).runner.attention

@@ -56,14 +56,18 @@ def test_decode(version: str, d: int, dtype: torch.dtype) -> None:
         pytest.skip("the first versions are for reading, and take a second each to compile")
     batch = make([1, 40], heads=(HEADS, KV_HEADS), d=d, block=4 if d % 16 else 64, dtype=dtype)
     out = DECODES[version](*batch.arguments, scale=0.2, **FEATURES["window"])
-    assert_attention(batch, out, TOLERANCE[dtype], f"{version}, heads of {d}", **FEATURES["window"])
+    assert_attention(
+        batch, out, TOLERANCE[dtype], f"{version}, heads of {d}", **FEATURES["window"]
+    )
 
 
 @each_size
 def test_prefill(d: int, dtype: torch.dtype) -> None:
     contexts, queries = [20, 40], [20, 7]
     batch = make(contexts, queries, heads=(HEADS, KV_HEADS), d=d, dtype=dtype)
-    tiles = torch.from_numpy(query_tiles(queries, contexts, 32 // (HEADS // KV_HEADS))).to(DEVICE)
+    tiles = torch.from_numpy(query_tiles(queries, contexts, 32 // (HEADS // KV_HEADS))).to(
+        DEVICE
+    )
     out = torch.full_like(batch.q, float("nan"))
     config = PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
     paged_prefill(*batch.arguments[:3], tiles, scale=0.2, out=out, config=config)
@@ -79,20 +83,33 @@ def test_norm_rope_and_both_stores(d: int, dtype: torch.dtype) -> None:
     weights = torch.randn(2, d, device=DEVICE, dtype=dtype)
     norms = None if d in (16, 128) else HeadNorms(*weights, 1e-6, d % 16 == 0)
     wanted = by_torch(qkv, cos, sin, d, norms)
-    inside = norms and HeadNorms(walled(weights[0]), walled(weights[1]), norms.eps, norms.one_plus)
+    inside = norms and HeadNorms(
+        walled(weights[0]), walled(weights[1]), norms.eps, norms.one_plus
+    )
     got = norm_rope(walled(qkv), walled(cos), walled(sin), layer, norms=inside)
     for name, mine, theirs in zip("qkv", got, wanted, strict=True):
-        assert_near(mine, theirs, TOLERANCE[dtype], f"heads of {d}: {name} [token, head, number]")
+        assert_near(
+            mine, theirs, TOLERANCE[dtype], f"heads of {d}: {name} [token, head, number]"
+        )
     slots = torch.tensor([5, -1, 23], device=DEVICE)
     fused, apart = (
-        LayerBlocks(*torch.full((2, 6, 4, KV_HEADS, d), 7.0, device=DEVICE, dtype=dtype)) for _ in range(2)
+        LayerBlocks(*torch.full((2, 6, 4, KV_HEADS, d), 7.0, device=DEVICE, dtype=dtype))
+        for _ in range(2)
     )
-    norm_rope(walled(qkv), walled(cos), walled(sin), layer, norms=inside, cache=fused, slots=slots)
+    norm_rope(
+        walled(qkv), walled(cos), walled(sin), layer, norms=inside, cache=fused, slots=slots
+    )
     kv_store(walled(got[1]), walled(got[2]), apart, slots)
     for stored, mine, theirs in zip("kv", fused, apart, strict=False):
-        what = f"heads of {d}: {stored} by norm_rope and by kv_store [block, token, head, number]"
+        what = (
+            f"heads of {d}: {stored} by norm_rope and by kv_store [block, token, head, number]"
+        )
         assert_near(mine, theirs, TOLERANCE[dtype], what)
     others = [slot for slot in range(24) if slot not in (5, 23)]
     for part in fused[:2]:
-        assert (part.flatten(0, 1)[others] == 7.0).all(), f"heads of {d}: padding, slot -1, was stored"
-        assert (part.flatten(0, 1)[[5, 23]] != 7.0).any(-1).all(), f"heads of {d}: a head was not stored"
+        assert (part.flatten(0, 1)[others] == 7.0).all(), (
+            f"heads of {d}: padding, slot -1, was stored"
+        )
+        assert (part.flatten(0, 1)[[5, 23]] != 7.0).any(-1).all(), (
+            f"heads of {d}: a head was not stored"
+        )

@@ -68,9 +68,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 def prefill(batch: Batch, config: PrefillConfig, **options: float | int | None) -> Tensor:
     queries = batch.query_starts.diff().tolist()
     group = batch.q.shape[1] // batch.cache.k.shape[2]
-    tiles = torch.from_numpy(query_tiles(queries, batch.context_lens.tolist(), config.block_m // group)).to(
-        DEVICE
-    )
+    tiles = torch.from_numpy(
+        query_tiles(queries, batch.context_lens.tolist(), config.block_m // group)
+    ).to(DEVICE)
     out = torch.full_like(batch.q, float("nan"))
     paged_prefill(*batch.arguments[:3], tiles, scale=0.2, out=out, config=config, **options)  # type: ignore[arg-type,misc]
     return out
@@ -81,7 +81,9 @@ VERSIONS = {
     "v2": lambda *a, **k: paged_decode_v2(*a, block_n=16, **k),
     "v3": lambda *a, **k: paged_decode_v3(*a, block_n=16, splits=3, **k),
     "v4": lambda *a, **k: paged_decode(*a, config=DecodeConfig(block_n=16), **k),
-    "v4 split": lambda *a, **k: paged_decode(*a, config=DecodeConfig(block_n=16, splits=4), **k),
+    "v4 split": lambda *a, **k: paged_decode(
+        *a, config=DecodeConfig(block_n=16, splits=4), **k
+    ),
     "default": paged_decode,
 }
 
@@ -92,7 +94,9 @@ def test_decode_matches_the_reference(version: str, feature: str) -> None:
     """Contexts of one token, of a whole block, one past it, and long ones; nothing outside them is read."""
     batch = make([1, 16, 17, 100], block=16)
     out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
-    assert_attention(batch, out, TOLERANCE[torch.float32], f"{version}, {feature}", **FEATURES[feature])
+    assert_attention(
+        batch, out, TOLERANCE[torch.float32], f"{version}, {feature}", **FEATURES[feature]
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -109,7 +113,9 @@ def test_scores_in_the_hundreds(version: str, feature: str) -> None:
     block = int(batch.tables[3, hidden // 12])
     batch.cache.k[block, hidden % 12] = batch.q[3].sum(0) / 100
     out = VERSIONS[version](*batch.arguments, scale=0.2, **FEATURES[feature])
-    assert_attention(batch, out, 1e-4, f"{version}, {feature}, blocks of 12", **FEATURES[feature])
+    assert_attention(
+        batch, out, 1e-4, f"{version}, {feature}, blocks of 12", **FEATURES[feature]
+    )
 
 
 def log_sums(batch: Batch, low: int, high: int) -> Tensor:
@@ -127,14 +133,18 @@ def test_every_split_sums_its_own_keys(version: str, monkeypatch: pytest.MonkeyP
     made: list[Tensor] = []
     if version == "v3":
         empty = torch.empty
-        monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])
+        monkeypatch.setattr(
+            torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1]
+        )
         paged_decode_v3(*batch.arguments, scale=0.2, block_n=16, splits=3)
         lse = next(tensor for tensor in made if tensor.shape == (1, 4, 3))[0]  # [H, splits]
     else:
         workspace = Workspace(3 * 4, 16, DEVICE)
         config = DecodeConfig(block_n=16, splits=3)
         paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
-        lse = workspace.lse.view(2, 3, 2).transpose(1, 2).reshape(4, 3)  # stored [KH, splits, GROUP]
+        lse = (
+            workspace.lse.view(2, 3, 2).transpose(1, 2).reshape(4, 3)
+        )  # stored [KH, splits, GROUP]
     for split, (low, high) in enumerate([(0, 48), (48, 96), (96, 100)]):
         what = f"{version}: log2 of the sum of split {split}, which has keys {low} to {high - 1}, by head"
         assert_near(lse[:, split], log_sums(batch, low, high), 1e-5, what)
@@ -149,7 +159,8 @@ def test_several_query_tokens_per_request() -> None:
         for features in FEATURES.values():
             out = torch.full_like(batch.q, float("nan"))
             paged_decode(
-                *batch.arguments, scale=0.2, query_starts=batch.query_starts, max_queries=4, out=out,
+                *batch.arguments, scale=0.2, query_starts=batch.query_starts, max_queries=4,
+                out=out,
                 config=DecodeConfig(block_n=16, splits=splits), **features,
             )  # fmt: skip
             what = f"{splits} splits, {features or 'plain'}"
@@ -174,9 +185,13 @@ def test_decode_of_a_subset_leaves_the_rest_alone() -> None:
     batch = make([9, 33, 50], [1, 5, 1])
     out = torch.full_like(batch.q, 7.0)
     only = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
-    paged_decode(*batch.arguments, scale=0.2, query_starts=batch.query_starts, requests=only, out=out)
+    paged_decode(
+        *batch.arguments, scale=0.2, query_starts=batch.query_starts, requests=only, out=out
+    )
     reference = expected(batch)
-    assert_near(out[[0, 6]], reference[[0, 6]], TOLERANCE[torch.float32], "requests 0 and 2 alone")
+    assert_near(
+        out[[0, 6]], reference[[0, 6]], TOLERANCE[torch.float32], "requests 0 and 2 alone"
+    )
     assert (out[1:6] == 7.0).all(), "request 1, which is not in the subset, was written"
 
 
@@ -186,8 +201,12 @@ def test_padding_rows_of_a_graph_read_nothing() -> None:
     batch.context_lens[1] = 0
     batch.tables[1] = GARBAGE
     for splits in (1, 2):
-        out = paged_decode(*batch.arguments, scale=0.2, config=DecodeConfig(block_n=16, splits=splits))
-        assert (out[1] == 0).all(), f"{splits} splits: a row without keys gives {out[1, 0, 0]}, not 0"
+        out = paged_decode(
+            *batch.arguments, scale=0.2, config=DecodeConfig(block_n=16, splits=splits)
+        )
+        assert (out[1] == 0).all(), (
+            f"{splits} splits: a row without keys gives {out[1, 0, 0]}, not 0"
+        )
         assert not out[0].isnan().any(), f"{splits} splits: request 0 has read what it may not"
 
 
@@ -198,7 +217,9 @@ def test_a_workspace_is_clean_after_use() -> None:
     config = DecodeConfig(block_n=16, splits=4)
     workspace = Workspace(4 * 2 * 4 * 2, 64, DEVICE)
     first = paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
-    assert (workspace.arrived == 0).all(), "counters are left at " + str(workspace.arrived[:32].tolist())
+    assert (workspace.arrived == 0).all(), "counters are left at " + str(
+        workspace.arrived[:32].tolist()
+    )
     again = paged_decode(*batch.arguments, scale=0.2, config=config, workspace=workspace)
     assert torch.equal(first, again), "the second launch gives another result than the first"
 
@@ -225,9 +246,13 @@ def test_query_tiles_cover_every_token_once_and_longest_first() -> None:
         assert 0 < count <= 32
         begins = position - (first - starts[request])
         past = contexts[request] - queries[request]
-        assert begins == past, f"request {request} begins at position {begins}, but has {past} tokens before"
+        assert begins == past, (
+            f"request {request} begins at position {begins}, but has {past} tokens before"
+        )
     reads = [position + count for _, _, count, position in tiles]
-    assert reads == sorted(reads, reverse=True), f"the longest tile comes first, but they read {reads} keys"
+    assert reads == sorted(reads, reverse=True), (
+        f"the longest tile comes first, but they read {reads} keys"
+    )
     only = query_tiles(queries, contexts, 32, np.array([False, False, True, False]))
     assert sorted(only[:, 1]) == [1, 33, 65] and (only[:, 0] == 2).all()
 
@@ -246,7 +271,9 @@ def test_rms_norm_alone_and_with_the_residual(size: int, one_plus: bool) -> None
     assert_near(rms_norm(x, weight, 1e-5, one_plus=one_plus), reference, 1e-6, f"norm, {what}")
     total, normed = add_rms_norm(x, delta, weight, 1e-5, one_plus=one_plus)
     assert torch.equal(total, x + delta), "the sum before the norm is wrong"
-    assert_near(normed, F.rms_norm(x + delta, (size,), scale, 1e-5), 1e-6, f"norm of a sum, {what}")
+    assert_near(
+        normed, F.rms_norm(x + delta, (size,), scale, 1e-5), 1e-6, f"norm of a sum, {what}"
+    )
 
 
 def test_the_sum_is_normalized_as_it_is_stored() -> None:
@@ -256,7 +283,9 @@ def test_the_sum_is_normalized_as_it_is_stored() -> None:
     total, normed = add_rms_norm(x, delta, weight, 1e-5)
     alone = rms_norm(total, weight, 1e-5)
     wrong = int((normed != alone).sum())
-    assert wrong == 0, f"{wrong} numbers differ from the norm of the sum as it is stored: it was not rounded"
+    assert wrong == 0, (
+        f"{wrong} numbers differ from the norm of the sum as it is stored: it was not rounded"
+    )
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
@@ -278,7 +307,9 @@ def test_gated_activation(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("seed", range(3))
-def test_attention_on_the_gpu_over_random_shapes(dtype: torch.dtype, d: int, seed: int) -> None:
+def test_attention_on_the_gpu_over_random_shapes(
+    dtype: torch.dtype, d: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed * 1000 + d)
     kv_heads = int(rng.choice([1, 2, 8]))
     heads = (kv_heads * int(rng.choice([1, 2, 3, 4])), kv_heads)
@@ -287,10 +318,13 @@ def test_attention_on_the_gpu_over_random_shapes(dtype: torch.dtype, d: int, see
     features = list(FEATURES.values())[seed]
     batch = make(contexts, heads=heads, d=d, block=block, dtype=dtype, seed=seed)
     want = expected(batch, **features)
-    assert error(paged_decode(*batch.arguments, scale=0.2, **features), want) < TOLERANCE[dtype]  # type: ignore[arg-type]
+    assert (
+        error(paged_decode(*batch.arguments, scale=0.2, **features), want) < TOLERANCE[dtype]
+    )  # type: ignore[arg-type]
     config = DecodeConfig(block_n=16, num_stages=2, splits=7)
     assert (
-        error(paged_decode(*batch.arguments, scale=0.2, config=config, **features), want) < TOLERANCE[dtype]
+        error(paged_decode(*batch.arguments, scale=0.2, config=config, **features), want)
+        < TOLERANCE[dtype]
     )  # type: ignore[arg-type]
     queries = [int(rng.integers(1, c + 1)) for c in contexts]
     batch = make(contexts, queries, heads=heads, d=d, block=block, dtype=dtype, seed=seed)
@@ -311,7 +345,8 @@ def test_splits_meet_without_a_race() -> None:
     first = paged_decode(*batch.arguments, scale=0.1, config=config, workspace=workspace)
     for _ in range(1000):
         assert torch.equal(
-            paged_decode(*batch.arguments, scale=0.1, config=config, workspace=workspace), first
+            paged_decode(*batch.arguments, scale=0.1, config=config, workspace=workspace),
+            first,
         )
     assert (workspace.arrived == 0).all()
 
@@ -324,9 +359,15 @@ def two_steps(shape: str) -> tuple[Model, Tensor, Tensor]:
     """A model, and its logits by torch and by kernels."""
     model = load_model(f"random:{shape}", device=DEVICE, dtype="float32")
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # all alike in a random model, so that a rotation before or after changes nothing
+        if (
+            "norm" in name
+        ):  # all alike in a random model, so that a rotation before or after changes nothing
             torch.nn.init.normal_(parameter, mean=1.0, std=0.5)
-    return model, logits_of(paged_cache.load, model), logits_of(triton_paged_attention.load, model)
+    return (
+        model,
+        logits_of(paged_cache.load, model),
+        logits_of(triton_paged_attention.load, model),
+    )
 
 
 def logits_of(load: Any, model: Model, **options: Any) -> Tensor:
@@ -344,16 +385,24 @@ def logits_of(load: Any, model: Model, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "choice", ["attention_prefill", "attention_decode", "norms", "rope", "activation", "projections"]
+    "choice",
+    ["attention_prefill", "attention_decode", "norms", "rope", "activation", "projections"],
 )
 @pytest.mark.slow
 def test_every_backend_can_be_switched_off_by_itself(choice: str) -> None:
     """Logits of a mixed step, one prompt and one decode, with one kind of layer left to torch."""
-    shape = "tiny-window" if choice == "rope" else "tiny"  # which has norms of heads, to come before
+    shape = (
+        "tiny-window" if choice == "rope" else "tiny"
+    )  # which has norms of heads, to come before
     model, by_torch, by_kernels = two_steps(shape)
     part = logits_of(triton_paged_attention.load, model, **{choice: "torch"})
     for other in (part, by_kernels):
-        assert_near(other, by_torch, 1e-4, f"logits [row, token] with {choice} by torch, or all by kernels")
+        assert_near(
+            other,
+            by_torch,
+            1e-4,
+            f"logits [row, token] with {choice} by torch, or all by kernels",
+        )
 
 
 def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
@@ -371,13 +420,17 @@ def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:
     assert fused.lm_head.linear.weight.data_ptr() in shared
 
 
-def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In place, so beside the weights there is never more than one layer's worth of projections."""
     config = replace(SHAPES["tiny"], num_layers=6, sliding_windows=(None,) * 6)
     model = random_model(config, device=DEVICE, dtype=torch.float32)
     alive = {id(p): weakref.ref(p) for p in model.parameters()}
     before = weight_bytes(model)
-    layer = sum(p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters())
+    layer = sum(
+        p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters()
+    )
     peak = 0
     cat = torch.cat
 
@@ -386,13 +439,18 @@ def test_surgery_lets_go_of_a_layer_before_it_joins_the_next(monkeypatch: pytest
         made = cat(*args, **options)
         living = [tensor for ref in alive.values() if (tensor := ref()) is not None]
         joined = [p for p in model.parameters() if id(p) not in alive]
-        peak = max(peak, sum(tensor.numel() * tensor.element_size() for tensor in (*living, *joined, made)))
+        peak = max(
+            peak,
+            sum(tensor.numel() * tensor.element_size() for tensor in (*living, *joined, made)),
+        )
         return made
 
     monkeypatch.setattr(torch, "cat", watched)
     assert optimize(model) is model
     assert weight_bytes(model) == before
-    assert before < peak <= before + layer, f"{peak - before} bytes more, and a layer has {layer}"
+    assert before < peak <= before + layer, (
+        f"{peak - before} bytes more, and a layer has {layer}"
+    )
 
 
 @torch.inference_mode()
@@ -404,17 +462,24 @@ def test_a_linear_asks_its_ways_and_the_library_last() -> None:
         def __init__(self, name: str, most: int) -> None:
             self.name, self.most = name, most
 
-        def takes(self, tokens: int, gate: str | None) -> bool:
+        def supports(self, tokens: int, gate: str | None) -> bool:
             return tokens <= self.most and gate is None
 
-        def __call__(self, x: Tensor, *, norm: Any, gate: Any, residual: Tensor | None) -> Tensor:
+        def __call__(
+            self, x: Tensor, *, norm: Any, gate: Any, residual: Tensor | None
+        ) -> Tensor:
             asked.append(self.name)
             return x if residual is None else x + residual
 
     fused = FusedLinear(torch.nn.Linear(4, 4, bias=False, device=DEVICE))
-    fused.ways = [Named("one", 1), Named("few", 3)]
+    fused.kernels = [Named("one", 1), Named("few", 3)]
     x, out = torch.randn(5, 4, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
-    for tokens, gate, wanted in [(1, None, ["one"]), (3, None, ["few"]), (4, None, []), (1, "silu", [])]:
+    for tokens, gate, wanted in [
+        (1, None, ["one"]),
+        (3, None, ["few"]),
+        (4, None, []),
+        (1, "silu", []),
+    ]:
         asked.clear()
         got = fused(x[:tokens], gate=gate)
         assert asked == wanted, f"{tokens} tokens, gate {gate}: computed by {asked}"
@@ -434,6 +499,12 @@ def test_triton_that_was_imported_to_compile_is_refused_by_name() -> None:
         "import triton_paged_attention as phase; phase.load(model)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert "import phase 06 before a model is made" in done.stderr.splitlines()[-1], done.stderr[-500:]
+    assert "import phase 06 before a model is made" in done.stderr.splitlines()[-1], (
+        done.stderr[-500:]
+    )

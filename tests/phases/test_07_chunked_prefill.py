@@ -31,7 +31,12 @@ pytestmark = pytest.mark.timeout(20)
 
 
 def fake(
-    rows: int = 8, *, max_len: int = 400, blocks: int = 1000, block_size: int = 4, **options: Any
+    rows: int = 8,
+    *,
+    max_len: int = 400,
+    blocks: int = 1000,
+    block_size: int = 4,
+    **options: Any,
 ) -> Any:
     cache = PagedCache(rows, max_len, blocks, block_size)
     return paged_engine(cache, rows, max_len=max_len, **options)
@@ -52,15 +57,17 @@ def test_any_schedule(script: list[Any], seed: int) -> None:
 def test_many_schedules() -> None:
     for engine, runner in play_seeds(range(80), partial(machine, "07")):
         most = engine.scheduler.step_tokens
-        assert runner.most_in_step <= most, f"{runner.most_in_step} tokens in one step of {most}"
+        assert runner.most_in_step <= most, (
+            f"{runner.most_in_step} tokens in one step of {most}"
+        )
 
 
 def step(engine: Any) -> dict[Request, int]:
     """One step; how many tokens of each request it computes."""
-    engine.take_in()
+    engine.process_inbox()
     works = engine.scheduler.schedule()
     engine.collect(engine.launch(works))
-    engine.drain()
+    engine.take_outputs()
     return {work.request: work.count for work in works}
 
 
@@ -73,7 +80,9 @@ def test_a_long_prompt_takes_what_decodes_leave() -> None:
     while not long.output_ids:
         counts = step(engine)
         steps += 1
-        assert all(counts[request] == 1 for request in decoding), "a decode waited for a prompt"
+        assert all(counts[request] == 1 for request in decoding), (
+            "a decode waited for a prompt"
+        )
         assert sum(counts.values()) <= 32
     assert steps == 8  # 27 tokens a step
     assert runner.most_in_step == 32
@@ -94,7 +103,9 @@ def test_the_quarter_that_is_kept_is_rounded_down() -> None:
     for _ in range(2):
         counts = step(engine)
         served = [request.id for request in decoding if request in counts]
-        assert len(served) == 6, f"a quarter of 7 tokens is 1, and 6 decodes fit; only {served} were served"
+        assert len(served) == 6, (
+            f"a quarter of 7 tokens is 1, and 6 decodes fit; only {served} were served"
+        )
         assert counts[prompt] == 1
 
 
@@ -113,7 +124,9 @@ def test_newcomers_pass_only_prompts_of_larger_rank() -> None:
     for priority in (8, 3, 7):
         engine.add([priority] * 20, greedy(1), priority=priority)
     order = [request.priority for request in step(engine)]
-    assert order == [3, 5, 7], f"12 tokens, 4 for each of priorities {order}: 5 runs and passes 7, 3 passes 5"
+    assert order == [3, 5, 7], (
+        f"12 tokens, 4 for each of priorities {order}: 5 runs and passes 7, 3 passes 5"
+    )
     order = [request.priority for request in step(engine)]
     assert order == [3, 5, 7], f"in the next step, 4 tokens for each of priorities {order}"
 
@@ -124,8 +137,12 @@ def test_a_decode_is_preempted_before_a_prompt_of_smaller_rank() -> None:
     (decode,) = engine.add([9] * 4, greedy(9), priority=9)
     (prompt,) = engine.add([2] * 16, greedy(2), priority=0)
     assert step(engine) == {prompt: 4, decode: 4}  # four blocks and one, of five
-    assert step(engine) == {prompt: 4}, "the decode found no room, and the prompt was not served"
-    assert (decode.preemptions, prompt.preemptions) == (1, 0), "a priority-0 prompt lost its blocks to a 9"
+    assert step(engine) == {prompt: 4}, (
+        "the decode found no room, and the prompt was not served"
+    )
+    assert (decode.preemptions, prompt.preemptions) == (1, 0), (
+        "a priority-0 prompt lost its blocks to a 9"
+    )
     while not engine.idle:
         step(engine)
 
@@ -138,7 +155,9 @@ def test_who_has_been_served_is_not_preempted() -> None:
     order = engine.scheduler.order
     engine.scheduler.order = lambda running: order(running)[::-1]
     assert step(engine) == {second: 1}
-    assert (first.preemptions, second.preemptions) == (1, 0), "request 1 was preempted where it was served"
+    assert (first.preemptions, second.preemptions) == (1, 0), (
+        "request 1 was preempted where it was served"
+    )
     while not engine.idle:
         step(engine)
 
@@ -146,14 +165,14 @@ def test_who_has_been_served_is_not_preempted() -> None:
 def test_siblings_do_not_fork_before_every_chunk_has_landed() -> None:
     engine, _ = fake(step_tokens=8)
     first, *_ = engine.add([1] * 12, greedy(3, n=3, seed=1))
-    engine.take_in()
+    engine.process_inbox()
     scheduler = engine.scheduler
     works = scheduler.schedule()
     assert scheduler.schedule() == [], "siblings fork, though the first chunk may still fail"
     assert len(scheduler.running) == 1 and len(first.siblings) == 2
     engine.collect(engine.launch(works))
     (work,) = scheduler.schedule()
-    assert (work.start, work.count, len(work.takers)) == (8, 4, 3)
+    assert (work.start, work.count, len(work.sampled_requests)) == (8, 4, 3)
 
 
 def test_a_prompt_advances_though_decodes_just_fill_the_budget() -> None:
@@ -161,9 +180,13 @@ def test_a_prompt_advances_though_decodes_just_fill_the_budget() -> None:
     decoding = begun(engine, 4)
     (prompt,) = engine.add([2] * 4, greedy(1))
     turns = [step(engine) for _ in range(4)]
-    assert [turn.get(prompt, 0) for turn in turns] == [1] * 4, "the prompt got nothing of the budget"
+    assert [turn.get(prompt, 0) for turn in turns] == [1] * 4, (
+        "the prompt got nothing of the budget"
+    )
     served = {request.id: sum(request in turn for turn in turns) for request in decoding}
-    assert set(served.values()) == {3}, f"of 4 steps with 3 decodes each, requests were in {served}"
+    assert set(served.values()) == {3}, (
+        f"of 4 steps with 3 decodes each, requests were in {served}"
+    )
 
 
 def test_a_prompt_advances_though_decodes_could_take_the_whole_budget() -> None:
@@ -195,7 +218,9 @@ def test_the_whole_budget_is_used_when_nobody_waits() -> None:
     begun(engine, 4, output=2)
     engine.add([1], greedy(1))  # waits for a row, which no budget can give
     served = {request.id: tokens for request, tokens in step(engine).items()}
-    assert served == dict.fromkeys(range(4), 1), f"four decodes, four tokens, none can begin: {served}"
+    assert served == dict.fromkeys(range(4), 1), (
+        f"four decodes, four tokens, none can begin: {served}"
+    )
 
 
 def test_the_whole_budget_is_used_when_the_next_in_line_has_no_room() -> None:
@@ -206,7 +231,9 @@ def test_the_whole_budget_is_used_when_the_next_in_line_has_no_room() -> None:
     waiting = engine.add([1] * 16, greedy(1))[0]  # a row is free, but four blocks are not
     before = [request.num_computed_tokens for request in decoding]
     assert sum(step(engine).values()) == 4 and waiting.row < 0
-    assert [request.num_computed_tokens for request in decoding] == [count + 1 for count in before]
+    assert [request.num_computed_tokens for request in decoding] == [
+        count + 1 for count in before
+    ]
 
 
 def test_chunks_of_several_prompts_side_by_side() -> None:
@@ -229,11 +256,15 @@ def test_shortest_first_lets_short_prompts_pass() -> None:
 def test_only_the_last_chunk_is_sampled(model: Model) -> None:
     engine = chunked_prefill.load(model, step_tokens=16)
     rows: list[int] = []
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
+    hook = model.lm_head.register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].shape[0])
+    )
     generate(engine, [[1] * 50], greedy(3))
     hook.remove()
     assert rows == [1, 1, 1]
-    assert engine.stats.computed_tokens == 50 + 2  # chunks cost no token more than a whole prompt
+    assert (
+        engine.stats.computed_tokens == 50 + 2
+    )  # chunks cost no token more than a whole prompt
 
 
 def test_decodes_and_chunks_are_one_forward_pass(model: Model) -> None:
@@ -256,7 +287,9 @@ def test_a_prompt_longer_than_the_budget_and_the_old_step_limit() -> None:
     assert len(request.output_ids) == 1 and request.finish_reason == "length"
 
 
-def test_a_chunked_prompt_that_is_preempted_or_aborted_gives_its_blocks_back(model: Model) -> None:
+def test_a_chunked_prompt_that_is_preempted_or_aborted_gives_its_blocks_back(
+    model: Model,
+) -> None:
     memory = 12 * BlockPool.bytes_per_block(model.config, 8, model.dtype)
     engine = chunked_prefill.load(model, block_size=8, cache_bytes=memory, step_tokens=8)
     engine.add([1] * 30, greedy(40))
@@ -278,10 +311,14 @@ def test_aborting_a_sibling_before_the_fork() -> None:
     step(engine)
     assert second.row >= 0  # it has a row, and waits for the prompt
     engine.abort(second)
-    engine.take_in()
+    engine.process_inbox()
     assert second.row < 0
     finish(engine)
-    assert (first.finish_reason, second.finish_reason, third.finish_reason) == ("length", "abort", "length")
+    assert (first.finish_reason, second.finish_reason, third.finish_reason) == (
+        "length",
+        "abort",
+        "length",
+    )
     assert engine.scheduler.rows.free == 8
 
 
@@ -290,7 +327,7 @@ def test_aborting_the_first_before_the_fork_aborts_its_siblings() -> None:
     requests = engine.add([1] * 20, greedy(3, n=3, seed=1))
     step(engine)
     engine.abort(requests[0])
-    engine.take_in()
+    engine.process_inbox()
     assert {request.finish_reason for request in requests} == {"abort"}
     finish(engine)
     assert engine.scheduler.rows.free == 8 and engine.scheduler.cache.free == 1000
@@ -307,4 +344,6 @@ def test_aborting_the_first_before_the_fork_aborts_its_siblings() -> None:
 def test_bad_options(model: Model, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         chunked_prefill.load(model, **options)
-    assert generate(chunked_prefill.load(model, chunk_tokens=1), [[1, 2]], greedy(1))[0].token_ids
+    assert generate(chunked_prefill.load(model, chunk_tokens=1), [[1, 2]], greedy(1))[
+        0
+    ].token_ids

@@ -69,7 +69,9 @@ def test_any_schedule(index: str, script: list[Any], seed: int) -> None:
     cache: Any = engine.scheduler.cache
     evicted = cache.index.evict(cache.allocator.count)
     assert (
-        sorted(evicted) == sorted(set(evicted)) and cache.index.evictable == 0 and cache.index.blocks() == []
+        sorted(evicted) == sorted(set(evicted))
+        and cache.index.evictable == 0
+        and cache.index.blocks() == []
     )
 
 
@@ -97,8 +99,12 @@ def test_a_full_block_aligned_hit_computes_its_last_block_again(index: str) -> N
 
 
 @BOTH
-@pytest.mark.parametrize(("length", "found"), [(1, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (13, 12)])
-def test_hits_are_whole_blocks_and_leave_a_token_to_compute(index: str, length: int, found: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "found"), [(1, 0), (4, 0), (5, 4), (7, 4), (8, 4), (9, 8), (13, 12)]
+)
+def test_hits_are_whole_blocks_and_leave_a_token_to_compute(
+    index: str, length: int, found: int
+) -> None:
     engine, _ = fake(MAKE[index](), block_size=4)
     run(engine, (list(range(1, 15)), greedy(1)))
     (request,) = run(engine, (list(range(1, 1 + length)), greedy(1)))
@@ -125,7 +131,9 @@ def test_the_second_of_two_that_compute_the_same_uses_the_firsts_blocks(index: s
     same = tables[0][:3] == tables[1][:3] and tables[0][3:] != tables[1][3:]
     assert same, f"requests 0 and 1 share their three full blocks and no other: {tables}"
     used = cache.allocator.count - cache.allocator.free
-    assert used == 5, f"three shared blocks and one of each request are 5, but {used} are in use"
+    assert used == 5, (
+        f"three shared blocks and one of each request are 5, but {used} are in use"
+    )
     cache.check()
     finish(engine)
 
@@ -141,7 +149,9 @@ def test_tenants_do_not_see_each_others_prefixes(index: str) -> None:
         return request.cached_tokens
 
     found = [cached(salt) for salt in ("a", "a", "b", "", "b")]
-    assert found == [0, 8, 0, 0, 8], f"tenants a, a, b, none, b found {found} tokens of one prompt"
+    assert found == [0, 8, 0, 0, 8], (
+        f"tenants a, a, b, none, b found {found} tokens of one prompt"
+    )
 
 
 @BOTH
@@ -164,8 +174,14 @@ def test_work_shrinks_and_is_counted(model: Model, index: str) -> None:
     actual = [generate(engine, [prompt], greedy(4))[0].token_ids for prompt in prompts]
     assert actual == expected
     stats = engine.cache.stats  # type: ignore[attr-defined]
-    assert plain.stats.computed_tokens - engine.stats.computed_tokens == stats.hit_tokens == 5 * 160
-    assert stats.lookup_tokens == 6 * 180 and stats.hit_rate == pytest.approx(5 * 160 / (6 * 180))
+    assert (
+        plain.stats.computed_tokens - engine.stats.computed_tokens
+        == stats.hit_tokens
+        == 5 * 160
+    )
+    assert stats.lookup_tokens == 6 * 180 and stats.hit_rate == pytest.approx(
+        5 * 160 / (6 * 180)
+    )
     assert stats.evicted_blocks == 0
     engine.check_integrity()
 
@@ -173,7 +189,9 @@ def test_work_shrinks_and_is_counted(model: Model, index: str) -> None:
 @BOTH
 def test_eviction_makes_room_and_forgets_the_oldest(model: Model, index: str) -> None:
     memory = 12 * BlockPool.bytes_per_block(model.config, 8, model.dtype)
-    engine: PagedEngine = prefix_cache.load(model, index=index, block_size=8, cache_bytes=memory)
+    engine: PagedEngine = prefix_cache.load(
+        model, index=index, block_size=8, cache_bytes=memory
+    )
     prompts = [[n] * 33 for n in range(1, 7)]
     for prompt in prompts:
         generate(engine, [prompt], greedy(2))
@@ -218,7 +236,9 @@ def test_forked_siblings_pin_their_prompt(index: str) -> None:
     engine.step()
     engine.abort(one)
     engine.step()
-    assert one.row < 0 <= two.row and made.evictable == 0, "the prompt is free, though request 1 runs"
+    assert one.row < 0 <= two.row and made.evictable == 0, (
+        "the prompt is free, though request 1 runs"
+    )
     assert made.match(block_keys([1] * 8, 4), "").unpinned == 0
     finish(engine)
     assert made.evictable == len(made.blocks()) > 0
@@ -245,7 +265,9 @@ def test_siblings_commit_each_block_in_its_place(index: str) -> None:
     engine, _ = fake(made, step_tokens=8)
     run(engine, (prompt, greedy(3, n=2, seed=1)))
     blocks = made.blocks()
-    assert len(blocks) == len(set(blocks)) == 3, f"12 tokens are 3 blocks, but the index holds {blocks}"
+    assert len(blocks) == len(set(blocks)) == 3, (
+        f"12 tokens are 3 blocks, but the index holds {blocks}"
+    )
     found = made.match(block_keys(prompt[:8] + prompt[:4], 4), "").blocks
     assert len(found) == 2, "the beginning of the prompt is found again after its second block"
 
@@ -257,7 +279,9 @@ def test_a_hit_that_has_to_be_pinned_is_no_room(index: str) -> None:
     run(engine, ([1] * 16, greedy(1)))  # leaves four blocks
     engine.add([2] * 9, greedy(3))
     engine.step()  # takes three of the other four
-    (late,) = engine.add([1] * 23, greedy(1))  # six blocks, of which four are found and two are not there
+    (late,) = engine.add(
+        [1] * 23, greedy(1)
+    )  # six blocks, of which four are found and two are not there
     engine.step()
     assert late.row < 0, "request 2 was let in on blocks that it pins itself"
     finish(engine)
@@ -271,7 +295,9 @@ def test_what_others_hold_already_needs_no_room(index: str) -> None:
     engine.step()  # five blocks of 7
     (late,) = engine.add([1] * 17, greedy(2))  # five as well, but four of them are there
     engine.step()
-    assert late.row >= 0 and late.cached_tokens == 16, "request 1 needs one block, and two are free"
+    assert late.row >= 0 and late.cached_tokens == 16, (
+        "request 1 needs one block, and two are free"
+    )
 
 
 @BOTH
@@ -317,7 +343,8 @@ def test_a_prompt_that_yields_after_a_preemption_lets_nobody_in(index: str) -> N
     """A prompt lets one of lower rank pass, but not into the room that this step's preemption has made."""
     engine, _ = fake(MAKE[index](), blocks=7, chunk_tokens=4, policy="priority")
     decode, prompt, victim = (
-        engine.add([n] * length, greedy(2), priority=n)[0] for n, length in ((2, 4), (3, 12), (4, 12))
+        engine.add([n] * length, greedy(2), priority=n)[0]
+        for n, length in ((2, 4), (3, 12), (4, 12))
     )
     engine.step()  # 1, 3 and 3 blocks of 7
     (newcomer,) = engine.add([1] * 4, greedy(2), priority=1)
@@ -377,7 +404,9 @@ def test_least_recently_used_goes_first_and_ends_before_beginnings(index: str) -
     made.detach(made.attach(keys("aa"), ""))  # used again, but for its last block
     order = [made.evict(1) for _ in range(9)]
     wanted = [[2], [12], [11], [10], [22], [21], [20], [1], [0]]
-    assert order == wanted, "one block at a time, the least recently used, its end before its beginning"
+    assert order == wanted, (
+        "one block at a time, the least recently used, its end before its beginning"
+    )
     assert made.evictable == 0
 
 
@@ -389,7 +418,9 @@ def test_the_radix_tree_forgets_empty_tenants_and_stale_leaves() -> None:
         made.detach(grow(made, "ab", 0, "one"))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [root.salt for root in made.roots] == ["one"] and kept < 60_000, f"{kept} bytes for one leaf"
+    assert [root.salt for root in made.roots] == ["one"] and kept < 60_000, (
+        f"{kept} bytes for one leaf"
+    )
     made.evict(2)
     assert made.roots == []
 
@@ -407,7 +438,9 @@ def test_a_collision_does_not_open_another_tenants_tree() -> None:
     """Same tokens, same hash, other salt: nothing wrong would be served, but a clock would tell."""
     made = HashIndex(lambda data: 7)
     cursor = grow(made, "a", 0, "one")
-    assert made.match(keys("a"), "two").blocks == [] and made.match(keys("a"), "one").blocks == [0]
+    assert made.match(keys("a"), "two").blocks == [] and made.match(
+        keys("a"), "one"
+    ).blocks == [0]
     other, held, new = made.extend(made.attach([], "two"), keys("a"), [1])
     assert (held, new, made.collisions) == ([1], [], 1)
     made.detach(cursor)
@@ -428,7 +461,9 @@ def test_a_collision_does_not_open_another_tenants_tree() -> None:
         max_size=40,
     )
 )
-def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str, str, int]]) -> None:
+def test_an_index_against_a_plain_dictionary(
+    index: str, actions: list[tuple[str, str, int]]
+) -> None:
     """The model: which text each block continues, and when it was last let go."""
     made = MAKE[index]()
     held: dict[str, int] = {}  # text -> its last block
@@ -444,8 +479,12 @@ def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str
             cursor, found, new = made.extend(cursor, keys(text), own)
             for at, block in enumerate(own):
                 known = held.setdefault(text[: at + 1], block)
-                assert found[at] == known, f"{text[: at + 1]!r} is in block {known}, not in {found[at]}"
-                assert (block in new) == (known == block), f"block {block} of {text!r}: is it the index's?"
+                assert found[at] == known, (
+                    f"{text[: at + 1]!r} is in block {known}, not in {found[at]}"
+                )
+                assert (block in new) == (known == block), (
+                    f"block {block} of {text!r}: is it the index's?"
+                )
             cursors.append((cursor, text))
         elif action == "attach":
             known = max(n for n in range(len(text) + 1) if n == 0 or text[:n] in held)
@@ -459,12 +498,20 @@ def test_an_index_against_a_plain_dictionary(index: str, actions: list[tuple[str
         elif action == "evict":
             before = sum(not pinned(text) for text in held)
             gone = made.evict(number)
-            assert len(gone) == min(number, before), f"{before} can go, {number} are wanted, {len(gone)} went"
+            assert len(gone) == min(number, before), (
+                f"{before} can go, {number} are wanted, {len(gone)} went"
+            )
             for block in gone:
                 text = next(t for t, b in held.items() if b == block)
                 more = any(t != text and t.startswith(text) for t in held)
-                assert not pinned(text) and not more, f"block {block} of {text!r} is still needed"
+                assert not pinned(text) and not more, (
+                    f"block {block} of {text!r} is still needed"
+                )
                 del held[text]
-        assert sorted(made.blocks()) == sorted(held.values()), f"blocks of the index after {action} {text!r}"
+        assert sorted(made.blocks()) == sorted(held.values()), (
+            f"blocks of the index after {action} {text!r}"
+        )
         free = sum(not pinned(text) for text in held)
-        assert made.evictable == free, f"{free} blocks can go after {action} {text!r}, not {made.evictable}"
+        assert made.evictable == free, (
+            f"{free} blocks can go after {action} {text!r}, not {made.evictable}"
+        )

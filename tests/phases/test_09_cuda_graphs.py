@@ -28,12 +28,12 @@ from common.errors import UserError
 from common.events import Completion, generate
 from common.sampling.params import SamplingParams
 from continuous.batch import HostBatch
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.runner import Forwarded
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.chunk_graph import Layout
-from cuda_graphs.overlap import Overlapped
+from cuda_graphs.overlap import OverlappedLoop
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import BUFFERS, Staging
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
@@ -60,7 +60,12 @@ def model() -> Model:
 
 
 def load(model: Model, **options: Any) -> PagedEngine:
-    given: dict[str, Any] = {"max_rows": 5, "max_len": 120, "graph_tokens": 32, "cache_bytes": 4_000_000}
+    given: dict[str, Any] = {
+        "max_rows": 5,
+        "max_len": 120,
+        "graph_tokens": 32,
+        "cache_bytes": 4_000_000,
+    }
     return cuda_graphs.load(model, kernels=True, graphs=True, **{**PLAIN, **given, **options})
 
 
@@ -79,7 +84,9 @@ def test_every_batch_has_a_size_with_little_padding(most: int) -> None:
     for count in range(1, most + 1):
         size = smallest(sizes, count)
         assert size is not None, f"no graph of {sizes} holds {count} requests"
-        assert count <= size < min(2 * count, count + 16), f"{count} requests run in a graph of {size}"
+        assert count <= size < min(2 * count, count + 16), (
+            f"{count} requests run in a graph of {size}"
+        )
     assert smallest(sizes, most + 1) is None
 
 
@@ -116,9 +123,16 @@ def test_only_changed_entries_are_sent() -> None:
 def test_a_step_reads_its_inputs_from_rows_and_positions() -> None:
     device = torch.device(DEVICE)
     tokens = torch.arange(40, device=device).view(4, 10)
-    tables = torch.tensor([[3, 1, 9], [2, 0, 9], [9, 9, 9], [5, 4, 6]], dtype=torch.int32, device=device)
-    rows, at = torch.tensor([3, 0, 1, 0], device=device), torch.tensor([9, 0, 4, -1], device=device)
-    made = {name: torch.full((4,), -7, device=device) for name in ("ids", "positions", "slots")}
+    tables = torch.tensor(
+        [[3, 1, 9], [2, 0, 9], [9, 9, 9], [5, 4, 6]], dtype=torch.int32, device=device
+    )
+    rows, at = (
+        torch.tensor([3, 0, 1, 0], device=device),
+        torch.tensor([9, 0, 4, -1], device=device),
+    )
+    made = {
+        name: torch.full((4,), -7, device=device) for name in ("ids", "positions", "slots")
+    }
     made["contexts"] = torch.full((4,), -7, dtype=torch.int32, device=device)
     made["batch_tables"] = torch.full((4, 3), -7, dtype=torch.int32, device=device)
     gather_inputs(rows, at, tokens, tables, 4, **made)
@@ -139,7 +153,9 @@ def test_padding_writes_no_token() -> None:
     rows, at = torch.tensor([2, 0, 0], device=DEVICE), torch.tensor([3, 0, -1], device=DEVICE)
     scatter_tokens(rows, at, torch.tensor([11, 12, 13], device=DEVICE), tokens)
     written = [[0, 12, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 11]]
-    assert tokens.tolist() == written, f"12 and 11 are to be written, 13 is padding: {tokens.tolist()}"
+    assert tokens.tolist() == written, (
+        f"12 and 11 are to be written, 13 is padding: {tokens.tolist()}"
+    )
 
 
 def test_the_layout_of_a_mixed_step_pads_everything() -> None:
@@ -175,13 +191,16 @@ def test_staging_takes_its_buffers_in_turn() -> None:
 def test_staging_waits_until_a_buffer_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     staging, log = Staging(4, torch.device("cpu")), []
     event: Any = SimpleNamespace(
-        synchronize=lambda: log.append("wait"), record=lambda: log.append(f"copied {staging.device.tolist()}")
+        synchronize=lambda: log.append("wait"),
+        record=lambda: log.append(f"copied {staging.device.tolist()}"),
     )
     monkeypatch.setattr(staging, "_copied", [event] * BUFFERS)
     with staging.fill(2) as numbers:
         log.append("write")
         numbers[:] = 5
-    assert log == ["wait", "write", "copied [5, 5, 0, 0]"], f"a buffer is to wait, be written, copied: {log}"
+    assert log == ["wait", "write", "copied [5, 5, 0, 0]"], (
+        f"a buffer is to wait, be written, copied: {log}"
+    )
 
 
 # Running ahead.
@@ -209,11 +228,11 @@ class Ordered(FakeRunner):
 
 
 def ahead(blocks: int = 40, **fails: bool) -> tuple[PagedEngine, Ordered]:
-    rows, cache = Rows(4, 48), PagedCache(4, 48, blocks, 4)
+    rows, cache = RequestRows(4, 48), PagedCache(4, 48, blocks, 4)
     runner = Ordered(rows, cache)
     vars(runner).update(fails)
     engine = PagedEngine(ChunkedScheduler(rows, cache, step_tokens=64), runner)  # type: ignore[arg-type]
-    engine.loop = Overlapped()
+    engine.loop = OverlappedLoop()
     return engine, runner
 
 
@@ -231,7 +250,9 @@ def test_nothing_is_scheduled_behind_the_last_allowed_token() -> None:
     engine.add([1, 2], SamplingParams(max_tokens=4, ignore_eos=True))
     while not engine.idle:
         engine.step()
-    assert runner.computed == 2 + 3, f"the last token is never computed, but {runner.computed} tokens were"
+    assert runner.computed == 2 + 3, (
+        f"the last token is never computed, but {runner.computed} tokens were"
+    )
 
 
 def test_a_stop_token_is_seen_one_step_late_and_costs_one_token() -> None:
@@ -242,12 +263,15 @@ def test_a_stop_token_is_seen_one_step_late_and_costs_one_token() -> None:
     stop = whole.token_ids[4]
     first = whole.token_ids.index(stop)
     (stopped,) = engine.generate([[1, 2, 3]], replace(free, stop_token_ids=(stop,)))
-    assert stopped.token_ids == whole.token_ids[: first + 1] and stopped.finish_reason == "stop"
+    assert (
+        stopped.token_ids == whole.token_ids[: first + 1] and stopped.finish_reason == "stop"
+    )
     assert runner.computed - before == 3 + first + 1
     while not engine.idle:
         engine.step()
     launched, read = (
-        {entry.split()[1] for entry in runner.log if word in entry} for word in ("launch", "read")
+        {entry.split()[1] for entry in runner.log if word in entry}
+        for word in ("launch", "read")
     )
     assert launched == read, f"idle, with steps {sorted(launched - read)} on their way"
     engine.cache.check()
@@ -264,9 +288,13 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(where: str) -> N
 
 def test_an_abort_with_a_token_on_its_way() -> None:
     engine, _ = ahead()
-    first, second = (engine.add([1, 2, n], SamplingParams(max_tokens=9, ignore_eos=True))[0] for n in (3, 4))
+    first, second = (
+        engine.add([1, 2, n], SamplingParams(max_tokens=9, ignore_eos=True))[0] for n in (3, 4)
+    )
     engine.step()
-    assert first.in_flight == 1 and first.placeholders == 1, "the token on its way is not counted"
+    assert first.in_flight == 1 and first.placeholders == 1, (
+        "the token on its way is not counted"
+    )
     engine.abort(first)
     while not engine.idle:
         engine.step()
@@ -280,16 +308,18 @@ def test_a_preempted_request_waits_for_its_tokens() -> None:
     engine, _ = ahead(blocks=5)
     scheduler, params = engine.scheduler, SamplingParams(max_tokens=10, ignore_eos=True)
     first, second = (engine.add([1, 2, 3, 4, 5, 6, n], params)[0] for n in (7, 8))
-    engine.take_in()
+    engine.process_inbox()
     steps = [scheduler.schedule() for _ in range(3)]  # of which nobody has seen the end
-    assert second.preemptions == 1 and second.in_flight == 2, "the cache is full, and the second one is last"
+    assert second.preemptions == 1 and second.in_flight == 2, (
+        "the cache is full, and the second one is last"
+    )
     engine.abort(first)
-    engine.take_in()
+    engine.process_inbox()
     assert scheduler.schedule() == [], "it runs while two of its tokens are on their way"
     for number, works in enumerate(steps[:2]):
         (mine,) = (work for work in works if work.request is second)
         second.tokens.append(number)
-        scheduler.land(mine)
+        scheduler.finish_step(mine)
     (work,) = scheduler.schedule()
     assert work.request is second and work.count == 7 + 2
 
@@ -300,7 +330,13 @@ def test_a_preempted_request_waits_for_its_tokens() -> None:
 def asks() -> tuple[list[list[int]], list[SamplingParams]]:
     """Decodes and chunks together, forks, every way to sample, and a prefix that is found again."""
     shared = [(7 * i) % 250 + 1 for i in range(34)]
-    prompts = [[5, 6, 7], shared, [1, 2], [*shared, 4, 4], [9] * 47]  # the last goes on in a fourth block
+    prompts = [
+        [5, 6, 7],
+        shared,
+        [1, 2],
+        [*shared, 4, 4],
+        [9] * 47,
+    ]  # the last goes on in a fourth block
     params = [
         SamplingParams(max_tokens=6),
         SamplingParams(max_tokens=4, temperature=1.0, seed=3),
@@ -322,26 +358,37 @@ def test_replayed_steps_give_the_same_tokens(model: Model, overlap: bool) -> Non
     actual = generate(engine, *asks())
     for mine, theirs in zip(actual, truth(model), strict=True):
         where = f"prompt {mine.index}, sample {mine.sample}"
-        assert mine.token_ids == theirs.token_ids, f"{where}: {mine.token_ids}, not {theirs.token_ids}"
-        top, wanted = ([pair.top[0][0] for pair in one.logprobs or ()] for one in (mine, theirs))
+        assert mine.token_ids == theirs.token_ids, (
+            f"{where}: {mine.token_ids}, not {theirs.token_ids}"
+        )
+        top, wanted = (
+            [pair.top[0][0] for pair in one.logprobs or ()] for one in (mine, theirs)
+        )
         assert top == wanted, f"{where}: the best tokens are {top}, not {wanted}"
     runner = runner_of(engine)
     # The prompt of 47 does not fit the largest mixed graph; all else is replayed.
     steps = engine.stats.steps
-    assert steps - 3 <= runner.replays < steps, f"{runner.replays} of {steps} steps were replayed"
+    assert steps - 3 <= runner.replays < steps, (
+        f"{runner.replays} of {steps} steps were replayed"
+    )
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("few", [16, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.slow
-def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_one_token_is_no_decode(
+    model: Model, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts token by token: nothing is sampled but behind the last one, there for two samples at once.
 
     few: requests with which the smaller graph copes; with 1, the two samples need the larger.
     """
-    monkeypatch.setattr(cuda_graphs.plans, "SMALL_BATCH", few)
+    monkeypatch.setattr(cuda_graphs.executors, "SMALL_BATCH", few)
     prompts = [[5, 6], [8, 9, 10]][: 1 if few == 1 else 2]
-    params = [SamplingParams(max_tokens=2, n=2, temperature=1.0, seed=n, ignore_eos=True) for n in range(2)]
+    params = [
+        SamplingParams(max_tokens=2, n=2, temperature=1.0, seed=n, ignore_eos=True)
+        for n in range(2)
+    ]
     params = params[: len(prompts)]
     engine = load(model, chunk_tokens=1, overlap=False)
     wanted = generate(prefix_cache.load(model, max_rows=5, max_len=120), prompts, params)
@@ -353,12 +400,20 @@ def test_a_chunk_of_one_token_is_no_decode(model: Model, few: int, monkeypatch: 
 @pytest.mark.slow
 def test_capped_logits_are_drawn_from_as_capped() -> None:
     """The cap changes no greedy token; what is drawn at a low temperature depends on it."""
-    capped = random_model(replace(SHAPES["tiny"], final_soft_cap=0.5), device=DEVICE, dtype=torch.float32)
-    params = [SamplingParams(max_tokens=4, temperature=0.3, seed=n, ignore_eos=True) for n in range(2)]
+    capped = random_model(
+        replace(SHAPES["tiny"], final_soft_cap=0.5), device=DEVICE, dtype=torch.float32
+    )
+    params = [
+        SamplingParams(max_tokens=4, temperature=0.3, seed=n, ignore_eos=True)
+        for n in range(2)
+    ]
     prompts = [[5, 6, 7], [8, 9]]
     wanted = generate(prefix_cache.load(capped, max_rows=2, max_len=120), prompts, params)
     assert_all_same(
-        capped, wanted, generate(load(capped, max_rows=2, graph_tokens=0), prompts, params), params
+        capped,
+        wanted,
+        generate(load(capped, max_rows=2, graph_tokens=0), prompts, params),
+        params,
     )
 
 
@@ -366,8 +421,10 @@ def test_capped_logits_are_drawn_from_as_capped() -> None:
 def test_full_steps_are_replayed_and_half_full_ones_are_not(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs.plans, "full_step", lambda model, steps, most: steps)
-    engine = load(model, max_rows=3, step_tokens=20, graph_tokens=4, overlap=False, prefix_cache=False)
+    monkeypatch.setattr(cuda_graphs.executors, "full_step", lambda model, steps, most: steps)
+    engine = load(
+        model, max_rows=3, step_tokens=20, graph_tokens=4, overlap=False, prefix_cache=False
+    )
     runner, replayed = runner_of(engine), list[tuple[int, bool]]()
     forward_ = runner.forward
 
@@ -383,11 +440,17 @@ def test_full_steps_are_replayed_and_half_full_ones_are_not(
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     plain = prefix_cache.load(model, max_rows=3, max_len=120)
     assert_all_same(model, generate(plain, prompts, params), generate(engine, prompts, params))
-    assert_all_same(model, generate(plain, [[9] * 10], params), generate(engine, [[9] * 10], params))
+    assert_all_same(
+        model, generate(plain, [[9] * 10], params), generate(engine, [[9] * 10], params)
+    )
     sizes = [size for size, _ in replayed if size > 4]
-    assert sizes == [20, 19, 10], f"the test is about steps of 20, 19 and 10 tokens, not {sizes}"
+    assert sizes == [20, 19, 10], (
+        f"the test is about steps of 20, 19 and 10 tokens, not {sizes}"
+    )
     for size, graph in replayed:
-        assert graph == (size != 10), f"a step of {size} of 20 tokens {'has' if graph else 'has no'} graph"
+        assert graph == (size != 10), (
+            f"a step of {size} of 20 tokens {'has' if graph else 'has no'} graph"
+        )
 
 
 @pytest.mark.slow
@@ -395,7 +458,9 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
     engine = load(model, graph_rows=1, graph_tokens=0)
     prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=3)
     assert_all_same(
-        model, generate(prefix_cache.load(model), prompts, params), generate(engine, prompts, params)
+        model,
+        generate(prefix_cache.load(model), prompts, params),
+        generate(engine, prompts, params),
     )
     assert runner_of(engine).replays == 0
     generate(engine, prompts[:1], params)
@@ -415,7 +480,9 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
         ({"max_rows": 0}, "max_rows is 0"),
     ],
 )
-def test_options_out_of_their_limits(model: Model, options: dict[str, Any], words: str) -> None:
+def test_options_out_of_their_limits(
+    model: Model, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         cuda_graphs.load(model, **{"kernels": True, "graphs": True, **options})
 
@@ -432,7 +499,9 @@ from common.sampling.params import SamplingParams
 engine = cuda_graphs.load("random:tiny", device="cpu", dtype="float32")
 print(len(generate(engine, [[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "4"
 
@@ -460,7 +529,9 @@ def test_graphs_on_a_gpu_give_the_tokens_of_the_cpu() -> None:
     params = [SamplingParams(max_tokens=n) for n in (40, 30, 1, 12, 20, 33, 5, 8, 25)]
     engine = cuda_graphs.load(on_gpu, max_rows=6, cache_bytes=4_000_000, step_tokens=64)
     assert_all_same(
-        on_cpu, generate(forward.load(on_cpu), prompts, params), generate(engine, prompts, params)
+        on_cpu,
+        generate(forward.load(on_cpu), prompts, params),
+        generate(engine, prompts, params),
     )
     assert runner_of(engine).replays > 0.9 * engine.stats.steps
     engine.check_integrity()
@@ -472,7 +543,9 @@ def test_the_host_may_run_far_ahead_of_the_device() -> None:
     model = forward.load_model("random:tiny", device="cuda", dtype="float32")
     prompts = [[(7 * i + n) % 250 + 1 for i in range(600)] for n in range(3)]
     params = SamplingParams(max_tokens=4)
-    expected = generate(cuda_graphs.load(model, graphs=False, cache_bytes=8_000_000), prompts, params)
+    expected = generate(
+        cuda_graphs.load(model, graphs=False, cache_bytes=8_000_000), prompts, params
+    )
     engine = cuda_graphs.load(model, cache_bytes=8_000_000, step_tokens=32, graph_tokens=32)
     torch.cuda._sleep(200_000_000)  # a tenth of a second, in which everything is launched
     assert_all_same(model, expected, generate(engine, prompts, params))
@@ -484,7 +557,7 @@ def test_the_host_may_run_far_ahead_of_the_device() -> None:
 def test_capturing_stays_within_its_budget() -> None:
     model = forward.load_model("random:qwen3-0.6b", device="cuda", dtype="bfloat16")
     engine = cuda_graphs.load(model, max_rows=64, max_len=1024, cache_bytes=1 << 30)
-    assert 0 < runner_of(engine).startup.bytes <= engine.ledger.reserved
+    assert 0 < runner_of(engine).startup.bytes <= engine.memory_plan.reserved
 
 
 @GPU
@@ -504,7 +577,9 @@ def test_sampled_tokens_do_not_depend_on_graphs_or_kernels() -> None:
 @GPU
 def test_the_host_does_not_wait_for_the_step_it_launches() -> None:
     model = forward.load_model("random:qwen3-0.6b", device="cuda", dtype="bfloat16")
-    engine = cuda_graphs.load(model, max_rows=64, max_len=2048, cache_bytes=8 << 30, step_tokens=8192)
+    engine = cuda_graphs.load(
+        model, max_rows=64, max_len=2048, cache_bytes=8 << 30, step_tokens=8192
+    )
     for _ in range(64):
         engine.add([5] * 64, SamplingParams(max_tokens=40, ignore_eos=True))
     for _ in range(20):

@@ -14,15 +14,25 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.sampling.rows import KEY, TEMPERATURE
 from common.sampling.sampler import TORCH, Sampler
-from cuda_graphs.sampling import DrawSettings, TritonChooser, argmax_rows, draw_rows, reported_rows
+from cuda_graphs.sampling import (
+    DrawSettings,
+    TritonSamplerBackend,
+    argmax_rows,
+    draw_rows,
+    reported_rows,
+)
 from tests.equivalence.compare import perturbed
 from tests.paged_batches import CUDA, DEVICE
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN in the interpreter's numpy
-@pytest.mark.parametrize("vocab", [16, 300, 9000, pytest.param(151_936, marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings(
+    "ignore:invalid value:RuntimeWarning"
+)  # NaN in the interpreter's numpy
+@pytest.mark.parametrize(
+    "vocab", [16, 300, 9000, pytest.param(151_936, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.slow
 def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
@@ -44,7 +54,9 @@ def test_drawn_tokens_are_the_samplers(vocab: int, dtype: torch.dtype) -> None:
         assert_same_draw(logits, sampler, order, steps + step, want, got)
     best = logits.argmax(1).tolist()
     assert argmax_rows(logits).tolist() == best, "not the first of the largest logits"
-    assert argmax_rows(logits.t().contiguous().t()).tolist() == best, "not the first, columns apart"
+    assert argmax_rows(logits.t().contiguous().t()).tolist() == best, (
+        "not the first, columns apart"
+    )
     told = [NAN_TOKEN if row == 5 else token for row, token in enumerate(best)]
     for same in (logits, logits.t().contiguous().t()):
         assert reported_rows(same, logits.argmax(1)).tolist() == told, "NaN is not told"
@@ -59,18 +71,26 @@ def test_the_kernels_sampler_is_torchs_with_every_setting(alone: bool) -> None:
         {"top_k": 5},
         {"top_p": 0.7},
         {"min_p": 0.1},
-        {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.0, "logit_bias": {4: 2.0}},
+        {
+            "top_k": 30,
+            "top_p": 0.9,
+            "min_p": 0.01,
+            "presence_penalty": 1.0,
+            "logit_bias": {4: 2.0},
+        },
         {"temperature": 0.0},
         {},
     ]
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 3
     logits[1, 7] = float("nan")
     tokens = []
-    for chooser in (TORCH, TritonChooser()):
+    for sampler_backend in (TORCH, TritonSamplerBackend()):
         sampler = Sampler(6, 300, DEVICE, seed=0)
-        sampler.chooser = chooser
+        sampler.sampler_backend = sampler_backend
         for row, one in enumerate(settings):
-            sampler.set_row(row, SamplingParams(**{"temperature": 0.9, "seed": row, **one}), prompt_ids=[1])
+            sampler.set_row(
+                row, SamplingParams(**{"temperature": 0.9, "seed": row, **one}), prompt_ids=[1]
+            )
         for part in [[row] for row in range(6)] if alone else [list(range(6))]:
             rows = torch.tensor(part, device=DEVICE)
             for step in range(4):
@@ -80,7 +100,12 @@ def test_the_kernels_sampler_is_torchs_with_every_setting(alone: bool) -> None:
 
 
 def assert_same_draw(
-    logits: Tensor, sampler: Sampler, order: list[int], steps: Tensor, want: Tensor, got: Tensor
+    logits: Tensor,
+    sampler: Sampler,
+    order: list[int],
+    steps: Tensor,
+    want: Tensor,
+    got: Tensor,
 ) -> None:
     """Where two draws differ, the two tokens' perturbed logits have to be a near tie."""
     for place in (want != got).nonzero().flatten().tolist():
@@ -89,4 +114,6 @@ def assert_same_draw(
         assert temperature > 0, "greedy tokens are exact"
         values = perturbed(logits[place], temperature, int(key), int(steps[place]))
         gap = float((values[want[place]] - values[got[place]]).abs())
-        assert gap < 1e-5, f"place {place}: {int(got[place])}, not {int(want[place])}; {gap:.1e} apart"
+        assert gap < 1e-5, (
+            f"place {place}: {int(got[place])}, not {int(want[place])}; {gap:.1e} apart"
+        )

@@ -49,7 +49,9 @@ def test_a_weight_comes_back_within_a_step(name: str, shape: tuple[int, int]) ->
     back = checked(found).dequantize()
     assert back.shape == shape and back.dtype == torch.float32
     worst = float((back - weight).abs().max() / weight.abs().max())
-    assert worst <= STEP[found.scheme.weights], f"{name} at {shape}: off by {worst:.3f} of the largest weight"
+    assert worst <= STEP[found.scheme.weights], (
+        f"{name} at {shape}: off by {worst:.3f} of the largest weight"
+    )
     size, least = (
         sum(part.nbytes for part in vars(found).values() if isinstance(part, torch.Tensor)),
         5 if found.scheme.bits == 4 else 3,
@@ -62,7 +64,9 @@ def test_what_was_rounded_once_is_not_rounded_again(name: str) -> None:
     """The largest is a number of the format, and so is its scale."""
     once = made(name).dequantize()
     again = quantize(once, made(name).scheme).dequantize()
-    assert torch.allclose(once, again, atol=1e-6), f"{name}: off by up to {(once - again).abs().max()}"
+    assert torch.allclose(once, again, atol=1e-6), (
+        f"{name}: off by up to {(once - again).abs().max()}"
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -84,19 +88,23 @@ def test_nibbles() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_joined_parts_keep_their_scales(name: str) -> None:
     parts = [made(name, n, 256, seed) for seed, n in enumerate((128, 128, 64))]
-    assert parts[0].joins(parts[1])
+    assert parts[0].can_concatenate(parts[1])
     whole = QuantizedWeight.cat(parts)
     apart = torch.cat([part.dequantize() for part in parts])
     assert torch.equal(whole.dequantize(), apart), f"{name}: joining changed a weight"
 
 
 def test_parts_that_do_not_go_together_stay_apart() -> None:
-    assert not made("int8").joins(made("fp8")), "other numbers"
-    assert not made("int4", k=64).joins(made("int4 32", k=64)), "other groups"
-    assert not made("block", 100, 256).joins(made("block", 128, 256)), "a block would hold rows of both"
+    assert not made("int8").can_concatenate(made("fp8")), "other numbers"
+    assert not made("int4", k=64).can_concatenate(made("int4 32", k=64)), "other groups"
+    assert not made("block", 100, 256).can_concatenate(made("block", 128, 256)), (
+        "a block would hold rows of both"
+    )
     order = torch.arange(64).flip(0)
-    turned = QuantizedWeight(made("int4").scheme, made("int4").data, made("int4").scale, order=order)
-    assert not turned.joins(made("int4")) and turned.joins(turned)
+    turned = QuantizedWeight(
+        made("int4").scheme, made("int4").data, made("int4").scale, order=order
+    )
+    assert not turned.can_concatenate(made("int4")) and turned.can_concatenate(turned)
     plain = torch.nn.Linear(64, 8)
     assert QuantLinear.joined(QuantLinear(made("int8")), plain) is None
 
@@ -107,22 +115,28 @@ def test_parts_that_do_not_go_together_stay_apart() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 32, 33, 70])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("n", "bias"), [(24, False), (32, True)])
-def test_a_product_is_that_of_the_weights_it_stands_for(name: str, tokens: int, n: int, bias: bool) -> None:
+def test_a_product_is_that_of_the_weights_it_stands_for(
+    name: str, tokens: int, n: int, bias: bool
+) -> None:
     k = 256
     layer = QuantLinear(made(name, n, k), torch.randn(n) if bias else None)
     x = torch.randn(2, tokens, k) if tokens == 2 else torch.randn(tokens, k)
     want = layer.exact(x)
-    layer.settle()
+    layer.pack_for_cpu()
     got = layer(x)
     assert got.shape == want.shape and got.dtype == x.dtype
     # Some routines round inputs, and offsets of groups, to bfloat16.
     worst = float((got - want).abs().max() / want.abs().max())
     assert worst < 1.5e-2, f"{name}, {tokens} tokens: off by {worst:.1e} of the largest output"
-    assert torch.equal(layer.exact(x), want), f"{name}: the weight is another one in its fastest form"
+    assert torch.equal(layer.exact(x), want), (
+        f"{name}: the weight is another one in its fastest form"
+    )
 
 
 @pytest.mark.parametrize("k", [8, 40, 130, 200])
-def test_rows_that_the_routine_for_few_would_read_beyond(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_the_routine_for_few_would_read_beyond(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It reads 16 inputs at a time. Beyond the end is other memory, or none: then the process dies."""
     routine = torch._weight_int8pack_mm
 
@@ -143,19 +157,27 @@ def test_sixteen_bits_of_an_input_go_through_two_products() -> None:
     x = torch.randn(16, 256)
     want = layer.exact(x)
     worst = float((layer(x) - want).abs().max() / want.abs().max())
-    assert worst < 1e-4, f"off by {worst:.1e} of the largest output: eight bits of the input are lost"
-    alone = torch.cat([cpu.int8_product(row.expand(16, -1), layer.data, layer.scale)[:1] for row in x])
-    assert torch.equal(cpu.int8_product(x, layer.data, layer.scale), alone), "neighbours change a token"
+    assert worst < 1e-4, (
+        f"off by {worst:.1e} of the largest output: eight bits of the input are lost"
+    )
+    alone = torch.cat(
+        [cpu.int8_product(row.expand(16, -1), layer.data, layer.scale)[:1] for row in x]
+    )
+    assert torch.equal(cpu.int8_product(x, layer.data, layer.scale), alone), (
+        "neighbours change a token"
+    )
 
 
 def test_four_bits_take_no_second_copy() -> None:
     layer = QuantLinear(made("int4", 64, 256))
     before = layer.weight
     size = sum(buffer.nbytes for buffer in layer.buffers())
-    layer.settle()
+    layer.pack_for_cpu()
     after = sum(buffer.nbytes for buffer in layer.buffers())
     assert after <= size * 1.1, f"a layer of {size} bytes takes {after} in its fastest form"
-    assert torch.equal(layer.weight.data, before.data) and torch.equal(layer.weight.scale, before.scale)
+    assert torch.equal(layer.weight.data, before.data) and torch.equal(
+        layer.weight.scale, before.scale
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -183,10 +205,22 @@ def test_layers_end_to_end_with_biases() -> None:
 
 def test_schemes_that_no_layer_can_have() -> None:
     for wrong, says in (
-        ({"weights": "int4", "scales": "channel"}, "int4 weights with a scale for each channel"),
-        ({"weights": "int8", "scales": "group", "group": 64}, "int8 weights with a scale for each group"),
-        ({"weights": "int4", "scales": "group", "group": 100}, "group_size is 100, but must be one of"),
-        ({"weights": "fp8", "scales": "channel", "zeros": True}, "zero points are supported for int4 only"),
+        (
+            {"weights": "int4", "scales": "channel"},
+            "int4 weights with a scale for each channel",
+        ),
+        (
+            {"weights": "int8", "scales": "group", "group": 64},
+            "int8 weights with a scale for each group",
+        ),
+        (
+            {"weights": "int4", "scales": "group", "group": 100},
+            "group_size is 100, but must be one of",
+        ),
+        (
+            {"weights": "fp8", "scales": "channel", "zeros": True},
+            "zero points are supported for int4 only",
+        ),
         ({"weights": "int8", "scales": "block"}, "int8 weights need a scale for each channel"),
     ):
         with pytest.raises(UserError, match=f"x: {says}"):

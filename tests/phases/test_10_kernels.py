@@ -11,7 +11,7 @@ from paged_cache.pool import LayerBlocks
 from quant.formats import Scheme
 from quant.kernel_layers import KernelLinear
 from quant.pairs import PAIRS
-from quant.products import Unscaled, round_rows
+from quant.products import PendingScales, round_rows
 from quant.rtn import quantize_tokens
 from tests.quant_layers import DEVICE, DTYPE, assert_close, layer_of, named
 from triton_paged_attention.decode import paged_decode
@@ -20,7 +20,10 @@ from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_r
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 
-pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.slow]  # a minute in the interpreter
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.slow,
+]  # a minute in the interpreter
 
 
 @pytest.fixture
@@ -40,12 +43,16 @@ def test_a_product_is_that_of_the_dequantized_weight(
     kept = layer.weight
     for name, tensor in vars(plain.weight).items():
         if isinstance(tensor, Tensor):
-            assert torch.equal(getattr(kept, name).float(), tensor.float()), f"{name} is kept as it was"
+            assert torch.equal(getattr(kept, name).float(), tensor.float()), (
+                f"{name} is kept as it was"
+            )
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("size", [40, 256])
-def test_rows_are_rounded_as_the_lesson_does_it(kind: str, size: int, rng: torch.Generator) -> None:
+def test_rows_are_rounded_as_the_lesson_does_it(
+    kind: str, size: int, rng: torch.Generator
+) -> None:
     x = torch.randn(7, size, device=DEVICE, generator=rng).to(DTYPE)
     x[2] = 0  # a token of zeros
     x[3, 0] = 1000.0
@@ -99,14 +106,19 @@ def caches(
 def test_attention_reads_values_in_pairs(
     d: int, size: int, block_n: int, window: int | None, rng: torch.Generator
 ) -> None:
-    lens, queries, heads, kv_heads = [1, 2, 33, 40, 7], [1, 1, 1, 1, 1], 6, 2
+    lens = [1, 2, 33, 40, 7]
+    queries = [1, 1, 1, 1, 1]
+    heads = 6
+    kv_heads = 2
     one, two, tables = caches(lens, size, kv_heads, d, rng)
     contexts = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     q = torch.randn(len(lens), heads, d, device=DEVICE, generator=rng).to(DTYPE)
     for splits in (1, 4):
         config = DecodeConfig(block_n, 2, 2, splits)
         found, wanted = (
-            paged_decode(q, cache, tables, contexts, scale=d**-0.5, sliding_window=window, config=config)
+            paged_decode(
+                q, cache, tables, contexts, scale=d**-0.5, sliding_window=window, config=config
+            )
             for cache in (two, one)
         )
         assert_close(found, wanted, f"decode, {splits} splits")
@@ -115,7 +127,9 @@ def test_attention_reads_values_in_pairs(
     tiles = torch.from_numpy(query_tiles(queries, lens, 16 // (heads // kv_heads))).to(DEVICE)
     config = PrefillConfig(16, block_n, 2, 2)
     found, wanted = (
-        paged_prefill(q, cache, tables, tiles, scale=d**-0.5, sliding_window=window, config=config)
+        paged_prefill(
+            q, cache, tables, tiles, scale=d**-0.5, sliding_window=window, config=config
+        )
         for cache in (two, one)
     )
     assert_close(found, wanted, "prefill")
@@ -124,7 +138,11 @@ def test_attention_reads_values_in_pairs(
 @pytest.mark.parametrize("paired", [False, True])
 def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) -> None:
     """A pending projection, normalized, rotated and stored at once, as if each were done by itself."""
-    tokens, heads, kv_heads, d, size = 5, 4, 2, 24, 4
+    tokens = 5
+    heads = 4
+    kv_heads = 2
+    d = 24
+    size = 4
     spec = LayerSpec(0, heads, kv_heads, d, d**-0.5, None, None)
     columns = (heads + 2 * kv_heads) * d
     values = torch.randn(tokens, columns, device=DEVICE, generator=rng).to(DTYPE)
@@ -139,8 +157,10 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
         data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
         made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
     pending = ProductScales(rows, each, DTYPE)
-    q, _, _ = norm_rope(values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending)
-    product = Unscaled(values, rows, each).finished(DTYPE)
+    q, _, _ = norm_rope(
+        values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending
+    )
+    product = PendingScales(values, rows, each).finished(DTYPE)
     wanted, k, v = norm_rope(product, cos, sin, spec, norms=norms)
     kv_store(k, v, made[1], slots)
     assert_close(q, wanted, "queries")

@@ -43,23 +43,35 @@ def tiny() -> Model:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_loading_gives_what_rounding_a_loaded_model_gives(folders: dict[str, Path], scheme: str) -> None:
+def test_loading_gives_what_rounding_a_loaded_model_gives(
+    folders: dict[str, Path], scheme: str
+) -> None:
     made = Quantize(SCHEMES[scheme], SCHEMES["int8"])
-    loaded = load_model(str(folders["qwen2"]), device="cpu", dtype="float32", linears=made)
+    loaded = load_model(
+        str(folders["qwen2"]), device="cpu", dtype="float32", weight_loader=made
+    )
     plain = load_model(str(folders["qwen2"]), device="cpu", dtype="float32")
-    after = load_model(plain, linears=made)
-    assert after is not plain and not any(isinstance(layer, QuantLinear) for layer in plain.modules())
-    layers = {name: layer for name, layer in loaded.named_modules() if isinstance(layer, QuantLinear)}
+    after = load_model(plain, weight_loader=made)
+    assert after is not plain and not any(
+        isinstance(layer, QuantLinear) for layer in plain.modules()
+    )
+    layers = {
+        name: layer for name, layer in loaded.named_modules() if isinstance(layer, QuantLinear)
+    }
     assert len(layers) == 2 * 7 + 1, "every linear layer, and the head"
     for name, layer in layers.items():
         other = after.get_submodule(name)
         assert isinstance(other, QuantLinear)
         assert torch.equal(layer.weight.dequantize(), other.weight.dequantize()), name
-        assert not any(tensor.is_meta for tensor in (*layer.buffers(), *layer.parameters())), name
+        assert not any(tensor.is_meta for tensor in (*layer.buffers(), *layer.parameters())), (
+            name
+        )
     assert torch.equal(logits(loaded), logits(after))
 
 
-def test_never_two_copies_of_the_layers(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_two_copies_of_the_layers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When a layer's weight is quantized, none of those before it is alive as it was."""
     import quant.loading
 
@@ -69,7 +81,9 @@ def test_never_two_copies_of_the_layers(folders: dict[str, Path], monkeypatch: p
     def watched(weight: Tensor, scheme: Any, name: str) -> Any:
         model = models[0]
         layers = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
-        plain.append(sum(not layer.weight.is_meta and other != name for other, layer in layers))
+        plain.append(
+            sum(not layer.weight.is_meta and other != name for other, layer in layers)
+        )
         return real(weight, scheme, name)
 
     models: list[Any] = []
@@ -81,7 +95,7 @@ def test_never_two_copies_of_the_layers(folders: dict[str, Path], monkeypatch: p
 
     monkeypatch.setattr(quant.loading, "quantized", watched)
     both = Watching(SCHEMES["int8"], SCHEMES["int8"])
-    load_model(str(folders["llama"]), device="cpu", dtype="float32", linears=both)
+    load_model(str(folders["llama"]), device="cpu", dtype="float32", weight_loader=both)
     assert plain == [0] * 15, f"plain layers alive while each layer was quantized: {plain}"
 
 
@@ -89,15 +103,23 @@ def test_the_callers_model_stays_as_it_is(tiny: Model) -> None:
     before = {name: id(part) for name, part in tiny.named_modules()}
     engine = quant.load(tiny, quantization="int4", **SMALL)
     assert {name: id(part) for name, part in tiny.named_modules()} == before
-    assert engine.ledger.weights < weight_bytes(tiny) / 2
-    assert quant.load(tiny, **SMALL).runner.model is tiny, "nothing to do, so nothing is copied"
+    assert engine.memory_plan.weights < weight_bytes(tiny) / 2
+    assert quant.load(tiny, **SMALL).runner.model is tiny, (
+        "nothing to do, so nothing is copied"
+    )
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "a scheme": ({"quantization": "int3"}, "quantization is 'int3', but must be .*did you mean 'int"),
+    "a scheme": (
+        {"quantization": "int3"},
+        "quantization is 'int3', but must be .*did you mean 'int",
+    ),
     "a group": ({"group_size": 100}, "group_size is 100, but must be one of 16, 32"),
     "keys": ({"kv_cache": "fp4"}, "kv_cache is 'fp4', but must be one of none, fp8, int8"),
-    "off": ({"quant": False, "quantization": "int8"}, "quantization is 'int8', but quant is off on cpu"),
+    "off": (
+        {"quant": False, "quantization": "int8"},
+        "quantization is 'int8', but quant is off on cpu",
+    ),
 }
 
 
@@ -130,17 +152,25 @@ def test_every_way_gives_the_same_tokens(tiny: Model, scheme: str | None, kv: st
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="needs triton's interpreter")
+@pytest.mark.skipif(
+    not os.environ.get("TRITON_INTERPRET"), reason="needs triton's interpreter"
+)
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "w8a8", "int4"])
-def test_kernels_give_the_same_tokens(tiny: Model, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_give_the_same_tokens(
+    tiny: Model, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the definition: kernels multiply in float32, a CPU's own routines in bfloat16."""
     params = replace(PARAMS[0], max_tokens=3)
     with monkeypatch.context() as exact:
         exact.setattr(QuantLinear, "_on_cpu", lambda layer, *given: None)
         exact.setattr("quant.cpu.tiles_fit", lambda *about: False)
-        (wanted,) = quant.load(tiny, quantization=scheme, **SMALL).generate(PROMPTS[:1], params)
+        (wanted,) = quant.load(tiny, quantization=scheme, **SMALL).generate(
+            PROMPTS[:1], params
+        )
     engine = quant.load(tiny, quantization=scheme, kernels=True, graphs=False, **SMALL)
-    assert not any(isinstance(part, nn.Linear) for part in engine.runner.model.modules()), "a plain layer"
+    assert not any(isinstance(part, nn.Linear) for part in engine.runner.model.modules()), (
+        "a plain layer"
+    )
     (found,) = engine.generate(PROMPTS[:1], params)
     assert found.token_ids == wanted.token_ids
 
@@ -163,7 +193,10 @@ def test_scales_hold_what_was_seen(tiny: Model, kind: str) -> None:
     with torch.no_grad():
         tiny(ids, torch.arange(len(ids)), Spy())
     for (layer, side), x in seen.items():
-        stored = encode(x, scales[layer, side], KV_DTYPES[kind]).float() * scales[layer, side][:, None]
+        stored = (
+            encode(x, scales[layer, side], KV_DTYPES[kind]).float()
+            * scales[layer, side][:, None]
+        )
         worst = float(((x - stored).abs() / x.abs().amax((0, 2))[:, None]).max())
         most = 1 / 16 if kind == "fp8" else 1 / 200
         assert worst < most, f"layer {layer}, side {side}: off by {worst:.3f}"
@@ -192,12 +225,16 @@ def test_gptq_loses_less_than_rounding_to_nearest(k: int) -> None:
     nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
     kept = weight.clone(), hessian.clone()
     found = checked(gptq.quantize(weight, hessian, scheme))
-    assert torch.equal(weight, kept[0]) and torch.equal(hessian, kept[1]), "its inputs were changed"
+    assert torch.equal(weight, kept[0]) and torch.equal(hessian, kept[1]), (
+        "its inputs were changed"
+    )
     got = loss(weight, found.dequantize(), x)
     assert got < nearest / 2, f"GPTQ loses {got:.4f}, rounding to nearest {nearest:.4f}"
     if k > gptq.COLUMNS:
         within = loss(weight, blockwise(weight, hessian, scheme), x)
-        assert got < within, f"errors beyond a block of columns are not passed on: {got:.4f}, {within:.4f}"
+        assert got < within, (
+            f"errors beyond a block of columns are not passed on: {got:.4f}, {within:.4f}"
+        )
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
@@ -207,7 +244,9 @@ def test_gptq_of_eight_bits(name: str) -> None:
     nearest = loss(weight, rtn.quantize(weight, scheme).dequantize(), x)
     found = checked(gptq.quantize(weight, hessian, scheme))
     got = loss(weight, found.dequantize(), x)
-    assert got < nearest / 2, f"{name}: GPTQ loses {got:.5f}, rounding to nearest {nearest:.5f}"
+    assert got < nearest / 2, (
+        f"{name}: GPTQ loses {got:.5f}, rounding to nearest {nearest:.5f}"
+    )
 
 
 def blockwise(weight: Tensor, hessian: Tensor, scheme: Any) -> Tensor:
@@ -224,19 +263,25 @@ def test_gptq_is_what_its_definition_says() -> None:
     weight, _, hessian = problem(8, 64)
     scheme = quant.Scheme("x", "int4", "group", group=32)
     scale = gptq.search_scales(weight, hessian.diagonal(), scheme, torch.float32)
-    damped = hessian.double() + gptq.DAMPING * hessian.double().diagonal().mean() * torch.eye(64)
+    damped = hessian.double() + gptq.DAMPING * hessian.double().diagonal().mean() * torch.eye(
+        64
+    )
     columns, want = weight.double(), torch.zeros(8, 64)
     left = hessian.diagonal().argsort(descending=True)
     while len(left):
         inverse, first = damped[left][:, left].inverse(), int(left[0])
         step = scale[:, first // 32]
-        want[:, first] = (rtn.to_nibbles(columns[:, first].float(), step, None).float() - 8) * step
+        want[:, first] = (
+            rtn.to_nibbles(columns[:, first].float(), step, None).float() - 8
+        ) * step
         error = (columns[:, first] - want[:, first]) / inverse[0, 0]
         columns[:, left] -= error[:, None] * inverse[0]
         left = left[1:]
     found = gptq.quantize(weight, hessian, scheme).dequantize()
     others = float(((found - want).abs() > 1e-4).float().mean())
-    assert others < 0.03, f"{others:.0%} of the weights are not those of the definition: errors go elsewhere"
+    assert others < 0.03, (
+        f"{others:.0%} of the weights are not those of the definition: errors go elsewhere"
+    )
 
 
 def test_gptq_without_correlations_is_rounding() -> None:
@@ -270,14 +315,22 @@ def test_awq_moves_scales_without_changing_the_model(
     want, changed = logits(model), clone(model)
     monkeypatch.setattr("quant.methods._each", lambda *given: None)
     quantize_model(changed, INT4, "awq", [list(range(1, 60))])
-    moved, before = (one.get_parameter("layers.0.mlp.up_proj.weight") for one in (changed, model))
+    moved, before = (
+        one.get_parameter("layers.0.mlp.up_proj.weight") for one in (changed, model)
+    )
     assert not torch.equal(moved, before)
     off = float((logits(changed) - want).abs().max() / want.abs().max())
-    assert off < 1e-4, f"{family}: scales moved into a layer, but not out of what is before it: {off:.1e}"
+    assert off < 1e-4, (
+        f"{family}: scales moved into a layer, but not out of what is before it: {off:.1e}"
+    )
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("llama", "awq"), ("gemma3", "gptq")])
-def test_methods_are_better_than_nearest(folders: dict[str, Path], family: str, method: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "gptq"), ("llama", "awq"), ("gemma3", "gptq")]
+)
+def test_methods_are_better_than_nearest(
+    folders: dict[str, Path], family: str, method: Any
+) -> None:
     model = load_model(str(folders[family]), device="cpu", dtype="float32")
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(97, (1200,), generator=generator).tolist()
@@ -293,14 +346,21 @@ def test_methods_are_better_than_nearest(folders: dict[str, Path], family: str, 
 
 
 WRONG: dict[str, tuple[str, str, list[list[int]], str]] = {
-    "nothing to choose": ("fp8-block", "gptq", [[1]], "method is 'gptq', which does not go with fp8-block"),
+    "nothing to choose": (
+        "fp8-block",
+        "gptq",
+        [[1]],
+        "method is 'gptq', which does not go with fp8-block",
+    ),
     "eight bits": ("fp8", "awq", [[1]], "method is 'awq', which does not go with fp8"),
     "no text": ("int4", "awq", [], "method is 'awq', which needs a calibration text"),
 }
 
 
 @pytest.mark.parametrize(("scheme", "method", "texts", "says"), WRONG.values(), ids=WRONG)
-def test_methods_that_make_no_sense(tiny: Model, scheme: str, method: Any, texts: Any, says: str) -> None:
+def test_methods_that_make_no_sense(
+    tiny: Model, scheme: str, method: Any, texts: Any, says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         quantize_model(clone(tiny), SCHEMES[scheme], method, texts)
 
@@ -309,7 +369,9 @@ def test_a_text_that_is_too_short() -> None:
     assert samples(list(range(10)), 2, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     last = samples(list(range(10)), 1, 4)
     assert last == [[4, 5, 6, 7]], f"calibration takes the end of the text, not {last}"
-    with pytest.raises(UserError, match="the calibration text has 3 tokens, but must have 4 at least"):
+    with pytest.raises(
+        UserError, match="the calibration text has 3 tokens, but must have 4 at least"
+    ):
         samples([1, 2, 3], 2, 4)
 
 
@@ -323,7 +385,9 @@ def test_layers_by_definition_are_dequantized_and_multiplied_in_float32(scheme: 
     x = torch.randn(2, 9, 256) * 3
     want, found = layer.exact(x), defined_layer(layer)(x)
     worst = float((found - want).abs().max() / want.abs().max())
-    assert worst < 2e-5, f"{scheme}: an output by definition differs by {worst:.1e} of the largest"
+    assert worst < 2e-5, (
+        f"{scheme}: an output by definition differs by {worst:.1e} of the largest"
+    )
 
 
 def test_quality_is_of_the_whole_text(tiny: Model) -> None:
@@ -333,9 +397,13 @@ def test_quality_is_of_the_whole_text(tiny: Model) -> None:
     sums = torch.zeros(3, dtype=torch.float64)
     for at in (0, 32):
         ids = torch.tensor(tokens[at : at + 32])
-        true, guess = (logits(exactly(model), ids)[:-1].log_softmax(-1) for model in (tiny, other))
+        true, guess = (
+            logits(exactly(model), ids)[:-1].log_softmax(-1) for model in (tiny, other)
+        )
         sums += difference(true, guess, ids[1:])
     found = compare(tiny, [("int4", other, RecomputeAttention())], tokens, window=32)["int4"]
-    assert found.kl == pytest.approx(float(sums[0]) / 62, rel=1e-3), "the divergence is of other tokens"
+    assert found.kl == pytest.approx(float(sums[0]) / 62, rel=1e-3), (
+        "the divergence is of other tokens"
+    )
     assert found.perplexity == pytest.approx(float((sums[1] / 62).exp()), rel=1e-4)
     assert found.agreement == pytest.approx(float(sums[2]) / 62) and found.tokens == 62

@@ -15,20 +15,34 @@ from common.sampling.params import SamplingParams
 from continuous.seams import Drafter
 from forward.model import Model
 from paged_cache import PagedEngine
-from speculative.control import SAMPLES, Control, Cost
-from speculative.loops import Watcher, watched
-from speculative.speculation import Source, Speculator, verify
+from speculative.control import SAMPLES, Cost, DraftController
+from speculative.loops import HostDrafter, draft_loop_around
+from speculative.speculation import Proposer, SpeculativeRunner, verify
 
-SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
+SMALL = {
+    "max_rows": 6,
+    "max_len": 96,
+    "block_size": 4,
+    "cache_bytes": 1 << 20,
+    "step_tokens": 64,
+}
 
 
 class Machine:
     """Steps of known cost, in plain steps, and drafts of which a known share is right."""
 
-    def __init__(self, rows: int = 1, *, each: float = 0.02, fixed: float = 0.1, most: int = 8) -> None:
-        self.control, self.rows, self.each, self.fixed = Control(most), rows, each, fixed
+    def __init__(
+        self, rows: int = 1, *, each: float = 0.02, fixed: float = 0.1, most: int = 8
+    ) -> None:
+        self.control = DraftController(most)
+        self.rows = rows
+        self.each = each
+        self.fixed = fixed
         self.requests = [Request(n, [1], 1, 10**9, SamplingParams()) for n in range(rows)]
-        self.rng, self.plain, self.seconds, self.tokens = random.Random(0), 1.0, 0.0, 0
+        self.rng = random.Random(0)
+        self.plain = 1.0
+        self.seconds = 0.0
+        self.tokens = 0
         self.drafts = list[int]()  # in each step
         self.was = False  # guessing
 
@@ -45,7 +59,10 @@ class Machine:
             if length:
                 control.saw(request, length, accepted)
         drafts = sum(lengths)
-        took = self.plain * (1 + (self.fixed + self.each * drafts if drafts else 0.0)) + interrupted
+        took = (
+            self.plain * (1 + (self.fixed + self.each * drafts if drafts else 0.0))
+            + interrupted
+        )
         cost = control.cost(rows)
         if on == self.was:  # the step between is not timed
             cost.saw_drafts(took, rows, drafts, came) if on else cost.saw_plain(took)
@@ -75,7 +92,9 @@ def test_no_hundred_steps_in_vain_stand_out(rows: int) -> None:
     machine = Machine(rows, each=(0.05 + 0.9 * rows / 256) / rows, fixed=0.2, most=3)
     found = [machine.run(0.0, 128) for _ in range(8)]
     assert max(found) < 1.04, f"128 steps of {rows} requests cost {max(found) - 1:.1%} more"
-    assert sum(found) < 8 * 1.025, f"all steps of {rows} requests cost {sum(found) / 8 - 1:.1%} more"
+    assert sum(found) < 8 * 1.025, (
+        f"all steps of {rows} requests cost {sum(found) / 8 - 1:.1%} more"
+    )
 
 
 def test_some_slow_moments_do_not_end_what_pays() -> None:
@@ -86,14 +105,20 @@ def test_some_slow_moments_do_not_end_what_pays() -> None:
         for _ in range(count):
             machine.step(0.7, interrupted=2.0)
         machine.run(0.7, 250)
-        assert machine.run(0.7, 100) < 0.8, f"guessing is off 250 steps after {count} that were slow"
+        assert machine.run(0.7, 100) < 0.8, (
+            f"guessing is off 250 steps after {count} that were slow"
+        )
 
 
 def test_guessing_pays_where_it_is_right() -> None:
     assert Machine().run(0.95, 4000) < 0.2
     assert Machine(4).run(0.8, 2000) < 0.5
-    assert Machine(each=0.05, fixed=0.3).run(0.5, 4000) < 0.85, "0.77 is the best that there is"
-    assert Machine(each=0.02, fixed=0.6).run(0.7, 4000) < 0.65, "having any is dear, and eight are worth it"
+    assert Machine(each=0.05, fixed=0.3).run(0.5, 4000) < 0.85, (
+        "0.77 is the best that there is"
+    )
+    assert Machine(each=0.02, fixed=0.6).run(0.7, 4000) < 0.65, (
+        "having any is dear, and eight are worth it"
+    )
 
 
 def test_where_a_draft_costs_as_much_as_a_token_nobody_guesses() -> None:
@@ -120,8 +145,12 @@ def test_steps_grow_with_their_contexts() -> None:
     for _ in range(3000):
         machine.plain *= 4 ** (1 / 3000)
         machine.step(0.7)
-    assert machine.control.cost(1).plain == pytest.approx(4.0, rel=0.2), "plain steps are those of long ago"
-    assert sum(count > 0 for count in machine.drafts[-128:]) > 110, "guessing is off though it pays"
+    assert machine.control.cost(1).plain == pytest.approx(4.0, rel=0.2), (
+        "plain steps are those of long ago"
+    )
+    assert sum(count > 0 for count in machine.drafts[-128:]) > 110, (
+        "guessing is off though it pays"
+    )
 
 
 def test_what_was_wrong_is_tried_again() -> None:
@@ -130,7 +159,9 @@ def test_what_was_wrong_is_tried_again() -> None:
         machine = Machine(each=0.1, fixed=0.0, most=4)
         machine.run(0.0, wrong)
         machine.run(0.9, 3000)
-        assert machine.run(0.9, 500) < 0.6, f"after {wrong} wrong steps guessing has not begun again"
+        assert machine.run(0.9, 500) < 0.6, (
+            f"after {wrong} wrong steps guessing has not begun again"
+        )
 
 
 def test_a_step_that_waits_does_not_count_beside_those_that_do_not() -> None:
@@ -152,7 +183,7 @@ class Clock:
         return self.now
 
 
-class Stubborn(Source):
+class Stubborn(Proposer):
     """Guesses the same token again and again, which is wrong, or nothing."""
 
     def __init__(self, count: int, watches: bool = False) -> None:
@@ -163,16 +194,18 @@ class Stubborn(Source):
 
 
 def clocked(
-    model: Model, source: Source, took: Callable[[Any], float], in_turn: bool = False
-) -> tuple[PagedEngine, Speculator, Clock]:
+    model: Model, source: Proposer, took: Callable[[Any], float], in_turn: bool = False
+) -> tuple[PagedEngine, SpeculativeRunner, Clock]:
     """An engine that overlaps, whose steps take as many seconds as `took` says of each when it lands."""
     clock = Clock()
     engine = speculative.load(model, drafter="none", **SMALL)
-    speculator = engine.scheduler.drafter = Speculator(source, Control(4), clock)
-    engine.loop = watched(engine)
+    speculator = engine.scheduler.drafter = SpeculativeRunner(
+        source, DraftController(4), clock
+    )
+    engine.loop = draft_loop_around(engine)
     verify(engine)
     speculator.attach(engine)
-    speculator.pace.in_turn = in_turn
+    speculator.throttle.in_turn = in_turn
     collect = engine.collect
 
     def timed(pending: Any) -> None:
@@ -183,20 +216,26 @@ def clocked(
     return engine, speculator, clock
 
 
-class Around(Watcher):
+class Around(HostDrafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
 
 
 @pytest.mark.parametrize("around", [False, True], ids=["alone", "another around it"])
-def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(model: Model, around: bool) -> None:
+def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(
+    model: Model, around: bool
+) -> None:
     engine = speculative.load(model, drafter="ngram", **SMALL)
-    speculator = Speculator(Stubborn(2), Control(4, adaptive=False))
+    speculator = SpeculativeRunner(Stubborn(2), DraftController(4, adaptive=False))
     engine.scheduler.drafter = Around(speculator) if around else speculator
     speculator.attach(engine)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
-    assert speculator.stats.steps > 15, "a drafter that took the place of another one is never asked"
-    assert not speculator.control.rates, "request 0 has ended, but its drafter has not been told"
+    assert speculator.stats.steps > 15, (
+        "a drafter that took the place of another one is never asked"
+    )
+    assert not speculator.control.rates, (
+        "request 0 has ended, but its drafter has not been told"
+    )
 
 
 def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) -> None:
@@ -206,16 +245,22 @@ def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) ->
     def took(pending: Any) -> float:
         nonlocal waited, steps
         steps += 1
-        waited += speculator.waits and steps > 300
-        return 3.0 if steps < 3 else 1.5 if speculator.waits or steps < 8 else 1.0
+        waited += speculator.needs_finished_step and steps > 300
+        return (
+            3.0 if steps < 3 else 1.5 if speculator.needs_finished_step or steps < 8 else 1.0
+        )
 
     engine, speculator, _clock = clocked(model, Stubborn(0), took)
     for _ in range(10):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=90, ignore_eos=True))
-    assert waited < 60, f"{waited} of the last 600 steps waited for the one before, with no drafts"
+    assert waited < 60, (
+        f"{waited} of the last 600 steps waited for the one before, with no drafts"
+    )
 
 
-def test_where_the_device_is_the_host_a_slow_moment_is_not_blamed_on_guessing(model: Model) -> None:
+def test_where_the_device_is_the_host_a_slow_moment_is_not_blamed_on_guessing(
+    model: Model,
+) -> None:
     """Steps overlap with nothing there, so one without drafts takes what it takes without guessing."""
     steps = 0
 
@@ -228,20 +273,28 @@ def test_where_the_device_is_the_host_a_slow_moment_is_not_blamed_on_guessing(mo
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for number in range(8):
         engine.generate([[1, 2, 3]], params)
-        assert speculator.waits, f"request {number}: guessing has paid for what the machine did meanwhile"
+        assert speculator.needs_finished_step, (
+            f"request {number}: guessing has paid for what the machine did meanwhile"
+        )
         if number in (2, 7):
             seen, now = speculator.control.costs[1].plain, 2.0 if number == 2 else 1.0
-            assert seen == pytest.approx(now, rel=0.05), f"request {number}: plain steps take {now} s now"
+            assert seen == pytest.approx(now, rel=0.05), (
+                f"request {number}: plain steps take {now} s now"
+            )
 
 
 @pytest.mark.parametrize("count", [0, 9], ids=["nothing", "always wrong"])
-def test_a_source_that_watches_is_judged_by_steps_that_do_not_wait(model: Model, count: int) -> None:
+def test_a_source_that_watches_is_judged_by_steps_that_do_not_wait(
+    model: Model, count: int
+) -> None:
     """A head sees its first request from the prompt on, so that all steps of it wait, and are slow."""
     steps = list[bool]()
 
     def took(pending: Any) -> float:
-        steps.append(speculator.waits)
-        return (1.5 if speculator.waits else 1.0) + 0.1 * sum(len(work.drafts) for work in pending.works)
+        steps.append(speculator.needs_finished_step)
+        return (1.5 if speculator.needs_finished_step else 1.0) + 0.1 * sum(
+            len(work.drafts) for work in pending.works
+        )
 
     engine, speculator, clock = clocked(model, Stubborn(count, watches=True), took)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -249,7 +302,9 @@ def test_a_source_that_watches_is_judged_by_steps_that_do_not_wait(model: Model,
     assert all(steps), "request 0: a step was not watched"
     assert speculator.control.costs[1].plain == pytest.approx(1.5)
     engine.generate([[1, 2, 3]], params)
-    assert speculator.control.costs[1].plain == pytest.approx(1.0), "it is compared with steps that wait"
+    assert speculator.control.costs[1].plain == pytest.approx(1.0), (
+        "it is compared with steps that wait"
+    )
     for _ in range(4):
         engine.generate([[1, 2, 3]], params)
     before = clock.now

@@ -25,33 +25,39 @@ from common.events import Completion
 from common.models.hub import model_folder
 from common.request import Request
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Needs
+from common.sampling.sampler import SamplingFlags
 from common.text.tokenizer import Tokenizer
 from continuous.rows import write
 from continuous.runner import Results
-from continuous.seams import NO_DRAFTS, Journal
+from continuous.seams import NO_DRAFTS, EngineObserver
 from continuous.work import Work
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
 from forward.surgery import clone
-from paged_cache import PagedEngine, PagedSizes, Parts, Recipe
+from paged_cache import EngineBuilder, PagedEngine, PagedSizes, Recipe
 from prefix_cache import PrefixCache
 from speculative import head, ngram, rejection
-from speculative.control import SAMPLES, Control
+from speculative.control import SAMPLES, DraftController
 from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
-from speculative.loops import watched
+from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers, stream
+from speculative.loops import draft_loop_around
 from speculative.ngram import NGramIndex, follow
-from speculative.speculation import Source, Speculator, verify
+from speculative.speculation import Proposer, SpeculativeRunner, verify
 from speculative.stats import SpeculationStats
-from speculative.taps import Taps, stream, tapped
-from speculative.verify_graph import VerifyPlan, verify_sizes
+from speculative.verify_graph import VerifyGraphExecutor, verify_sizes
 from tests.equivalence.compare import assert_all_same, next_logits
 from tests.heads import clean_drafts, head_of, hidden_states, save_head
 from tests.schedules import check
 
-SMALL = {"max_rows": 6, "max_len": 96, "block_size": 4, "cache_bytes": 1 << 20, "step_tokens": 64}
+SMALL = {
+    "max_rows": 6,
+    "max_len": 96,
+    "block_size": 4,
+    "cache_bytes": 1 << 20,
+    "step_tokens": 64,
+}
 
 
 def asks() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -71,8 +77,8 @@ def asks() -> tuple[list[list[int]], list[SamplingParams]]:
         ([200] * 40, {"logprobs": 3}),
     ]
     prompts = [prompt for prompt, _ in pairs]
-    usual = {"max_tokens": 24, "ignore_eos": True}
-    return prompts, [SamplingParams(**(usual | settings)) for _, settings in pairs]
+    defaults = {"max_tokens": 24, "ignore_eos": True}
+    return prompts, [SamplingParams(**(defaults | settings)) for _, settings in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +86,30 @@ def truth(model: Model) -> list[Completion]:
     return continuous.load(model, max_rows=4, max_len=96).generate(*asks())
 
 
-class Scripted(Source):
-    """A `Source` that knows what will come, and does something with it."""
+class Scripted(Proposer):
+    """A `Proposer` that knows what will come, and does something with it."""
 
-    def __init__(self, outputs: dict[tuple[int, int], list[int]], change: Callable[[list[int]], list[int]]):
-        self.outputs, self.change, self.left = outputs, change, set[Request]()
+    def __init__(
+        self,
+        outputs: dict[tuple[int, int], list[int]],
+        change: Callable[[list[int]], list[int]],
+    ):
+        self.outputs = outputs
+        self.change = change
+        self.left = set[Request]()
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         return [self._one(*pair) for pair in zip(requests, lengths, strict=True)]
 
     def _one(self, request: Request, length: int) -> list[int]:
-        assert request.placeholders == 0, f"request {request.id} is guessed for before its tokens are known"
+        assert request.placeholders == 0, (
+            f"request {request.id} is guessed for before its tokens are known"
+        )
         done = len(request.tokens) - request.prompt_len
         coming = self.outputs.get((request.index, request.sample), [])[done:]
         return self.change((coming + [1] * 99)[: length + 5])
 
-    def landed(self, work: Work, accepted: int) -> None:
+    def on_step_finished(self, work: Work, accepted: int) -> None:
         assert 0 <= accepted <= len(work.drafts)
 
     def leave(self, request: Request) -> None:
@@ -117,19 +131,22 @@ def plain(completions: Sequence[Completion]) -> list[tuple[list[int], str | None
     return [(one.token_ids, one.finish_reason) for one in completions]
 
 
-def speculate(engine: PagedEngine, speculator: Speculator) -> None:
+def speculate(engine: PagedEngine, speculator: SpeculativeRunner) -> None:
     """As the feature does."""
     engine.scheduler.drafter = speculator
-    engine.loop = watched(engine)
+    engine.loop = draft_loop_around(engine)
     verify(engine)
     speculator.attach(engine)
 
 
-def scripted(model: Model, truth: list[Completion], script: str, **options: Any) -> PagedEngine:
+def scripted(
+    model: Model, truth: list[Completion], script: str, **options: Any
+) -> PagedEngine:
     engine = speculative.load(model, **{"drafter": "none", **SMALL, **options})
     outputs = {(one.index, one.sample): one.token_ids for one in truth}
-    speculator = Speculator(
-        Scripted(outputs, SCRIPTS[script]), Control(options.get("draft_length", 6), adaptive=False)
+    speculator = SpeculativeRunner(
+        Scripted(outputs, SCRIPTS[script]),
+        DraftController(options.get("draft_length", 6), adaptive=False),
     )
     speculate(engine, speculator)
     return engine
@@ -146,11 +163,15 @@ def clean(engine: PagedEngine) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_no_draft_changes_a_token(model: Model, truth: list[Completion], script: str, overlap: bool) -> None:
+def test_no_draft_changes_a_token(
+    model: Model, truth: list[Completion], script: str, overlap: bool
+) -> None:
     engine = scripted(model, truth, script, overlap=overlap)
     completions = engine.generate(*asks())
     for one, right in zip(completions, truth, strict=True):
-        assert plain([one]) == plain([right]), f"prompt {one.index}, sample {one.sample}, drafts {script}"
+        assert plain([one]) == plain([right]), (
+            f"prompt {one.index}, sample {one.sample}, drafts {script}"
+        )
     clean(engine)
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
     if script.startswith("always right"):
@@ -160,9 +181,15 @@ def test_no_draft_changes_a_token(model: Model, truth: list[Completion], script:
         assert stats.steps > 0 and sum(stats.accepted) == 0
 
 
-@pytest.mark.parametrize("script", ["always right, and beyond what was asked for", "right at first"])
-def test_logprobs_are_those_of_the_tokens_emitted(model: Model, truth: list[Completion], script: str) -> None:
-    for one, right in zip(scripted(model, truth, script).generate(*asks()), truth, strict=True):
+@pytest.mark.parametrize(
+    "script", ["always right, and beyond what was asked for", "right at first"]
+)
+def test_logprobs_are_those_of_the_tokens_emitted(
+    model: Model, truth: list[Completion], script: str
+) -> None:
+    for one, right in zip(
+        scripted(model, truth, script).generate(*asks()), truth, strict=True
+    ):
         assert (one.logprobs is None) == (right.logprobs is None)
         for mine, theirs in zip(one.logprobs or (), right.logprobs or (), strict=True):
             assert mine.chosen == pytest.approx(theirs.chosen, abs=1e-4), f"prompt {one.index}"
@@ -199,7 +226,9 @@ def test_drafts_take_nobodys_place_in_a_step(
     for _ in range(8):
         engine.step()
     for request in decodes:
-        assert request.output_ids, f"the drafts of others keep request {request.id} from its first token"
+        assert request.output_ids, (
+            f"the drafts of others keep request {request.id} from its first token"
+        )
     late = engine.add([9] * 40, params, index=1)[0] if prompt_behind else None
     for step in range(1, 16):
         before = {request.id: len(request.output_ids) for request in decodes}
@@ -207,24 +236,36 @@ def test_drafts_take_nobodys_place_in_a_step(
         engine.step()
         for request in decodes:
             more = len(request.output_ids) - before[request.id]
-            assert more or request.finish_reason, f"step {step}: request {request.id} has no token"
+            assert more or request.finish_reason, (
+                f"step {step}: request {request.id} has no token"
+            )
         if late and step > 1 and late.prefilling:
-            assert late.num_computed_tokens >= computed + 2, f"step {step}: drafts took the prompt's quarter"
+            assert late.num_computed_tokens >= computed + 2, (
+                f"step {step}: drafts took the prompt's quarter"
+            )
     assert engine.scheduler.drafter.stats.steps > 0, "nobody has guessed"  # type: ignore[attr-defined]
 
 
 def test_right_drafts_save_steps(model: Model, truth: list[Completion]) -> None:
     """24 tokens: one with the prompt, then 7 at a time."""
-    engine = scripted(model, truth, "always right, and beyond what was asked for", overlap=False)
+    engine = scripted(
+        model, truth, "always right, and beyond what was asked for", overlap=False
+    )
     engine.generate(asks()[0][:1], asks()[1][0])
     assert engine.stats.steps == 1 + -(-23 // 7)
 
 
-def test_a_request_with_penalties_is_not_guessed_for(model: Model, truth: list[Completion]) -> None:
-    engine = scripted(model, truth, "always right, and beyond what was asked for", overlap=False)
+def test_a_request_with_penalties_is_not_guessed_for(
+    model: Model, truth: list[Completion]
+) -> None:
+    engine = scripted(
+        model, truth, "always right, and beyond what was asked for", overlap=False
+    )
     prompts, params = asks()
     penalized = [place for place, one in enumerate(params) if one.penalized]
-    engine.generate([prompts[place] for place in penalized], [params[place] for place in penalized])
+    engine.generate(
+        [prompts[place] for place in penalized], [params[place] for place in penalized]
+    )
     assert penalized and engine.scheduler.drafter.stats.steps == 0  # type: ignore[attr-defined]
 
 
@@ -244,24 +285,34 @@ def test_the_prefix_cache_finds_as_much_as_without(model: Model) -> None:
     assert hits[0] == hits[1] > 0.3, "wrong drafts are shared, or right ones are not"
 
 
-def test_a_step_waits_only_while_its_drafter_does(model: Model, truth: list[Completion]) -> None:
+def test_a_step_waits_only_while_its_drafter_does(
+    model: Model, truth: list[Completion]
+) -> None:
     engine = scripted(model, truth, "nothing")
     order: list[str] = []
     launch, collect = engine.forward, engine.collect
-    engine.forward = lambda works: (order.append("launch"), launch(works))[1] if works else None  # type: ignore
+    engine.forward = lambda works: (
+        (order.append("launch"), launch(works))[1] if works else None
+    )  # type: ignore
     engine.collect = lambda pending: (order.append("collect"), collect(pending))[1]  # type: ignore
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     engine.generate([[1, 2, 3]], params)
-    assert order == ["launch", "collect"] * 4, "a step is scheduled before the tokens before it are known"
+    assert order == ["launch", "collect"] * 4, (
+        "a step is scheduled before the tokens before it are known"
+    )
     order.clear()
-    engine.scheduler.drafter.pace.on = False  # type: ignore[attr-defined]
+    engine.scheduler.drafter.throttle.on = False  # type: ignore[attr-defined]
     engine.scheduler.drafter.control.decide = lambda rows: False  # type: ignore[attr-defined]
     engine.generate([[1, 2, 3]], params)
-    assert order[:3] == ["launch", "launch", "collect"], "steps do not overlap, though nobody guesses"
+    assert order[:3] == ["launch", "launch", "collect"], (
+        "steps do not overlap, though nobody guesses"
+    )
 
 
 @pytest.mark.parametrize("kind", ["scripted", "head", "model"])
-def test_guessing_may_begin_and_end_at_any_step(model: Model, truth: list[Completion], kind: str) -> None:
+def test_guessing_may_begin_and_end_at_any_step(
+    model: Model, truth: list[Completion], kind: str
+) -> None:
     """In overlap with tokens on their way, and behind steps whose hidden states nobody kept."""
     if kind == "scripted":
         engine = scripted(model, truth, "always right, and beyond what was asked for")
@@ -270,7 +321,7 @@ def test_guessing_may_begin_and_end_at_any_step(model: Model, truth: list[Comple
     else:
         engine, _ = with_draft_model(model, small_model(model, 0.0))
     speculator = engine.scheduler.drafter
-    assert isinstance(speculator, Speculator)
+    assert isinstance(speculator, SpeculativeRunner)
     rng = random.Random(4)
     speculator.control.decide = lambda rows: rng.random() < 0.6  # type: ignore[method-assign]
     assert plain(engine.generate(*asks())) == plain(truth)
@@ -305,7 +356,9 @@ def test_what_repeats_goes_on_repeating() -> None:
     assert follow([9, 1, 2, 3], 1, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_an_index_takes_each_token_once_and_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_takes_each_token_once_and_stays_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ngram, "MOST_TOKENS", 64)
     index, tokens = NGramIndex(), list[int]()
     for token in range(1000):
@@ -323,7 +376,9 @@ def test_stats_for_people() -> None:
     first, one, two = stats.lines()
     assert first == "speculation: 2 drafts in 1 steps, 50% accepted, 2.00 tokens a step"
     assert "draft  1: 100% of 1" in one and "draft  2:   0% of 1" in two
-    assert stats.marks == {(0, 0): {5}}, "of request 0's output token 5 was a right draft, and 6 a wrong one"
+    assert stats.marks == {(0, 0): {5}}, (
+        "of request 0's output token 5 was a right draft, and 6 a wrong one"
+    )
 
 
 # Options.
@@ -351,7 +406,11 @@ def test_wrong_options(model: Model, options: dict[str, Any], says: str) -> None
 
 
 def test_off_is_phase_09(model: Model) -> None:
-    for options in ({"drafter": "none"}, {"speculate": False}, {"speculate": False, "drafter": "none"}):
+    for options in (
+        {"drafter": "none"},
+        {"speculate": False},
+        {"speculate": False, "drafter": "none"},
+    ):
         engine = speculative.load(model, **SMALL, **options)  # type: ignore[arg-type]
         assert type(engine.loop) is type(cuda_graphs.load(model, **SMALL).loop)
         assert engine.scheduler.drafter is NO_DRAFTS
@@ -360,7 +419,12 @@ def test_off_is_phase_09(model: Model) -> None:
 @pytest.mark.parametrize("accept", [0.0, 1.0, 2.5, 3.0])
 def test_synthetic_acceptance_is_what_was_asked_for(model: Model, accept: float) -> None:
     engine = speculative.load(
-        model, drafter="synthetic", draft_accept=accept, draft_adaptive=False, draft_length=3, **SMALL
+        model,
+        drafter="synthetic",
+        draft_accept=accept,
+        draft_adaptive=False,
+        draft_length=3,
+        **SMALL,
     )
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=81, ignore_eos=True))
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
@@ -377,21 +441,25 @@ def small_model(model: Model, noise: float) -> Model:
     generator = torch.Generator().manual_seed(3)
     for name, weight in small.named_parameters():
         own = model.get_parameter(name)
-        weight.data.copy_(own + noise * own.std() * torch.randn(own.shape, generator=generator))
+        weight.data.copy_(
+            own + noise * own.std() * torch.randn(own.shape, generator=generator)
+        )
     return small
 
 
-def parts_of(model: Model, sizes: dict[str, Any]) -> Parts:
-    parts = Parts(Recipe(model, PagedSizes(**sizes)))
-    parts.model = model
-    return parts
+def parts_of(model: Model, sizes: dict[str, Any]) -> EngineBuilder:
+    builder = EngineBuilder(Recipe(model, PagedSizes(**sizes)))
+    builder.model = model
+    return builder
 
 
-def with_draft_model(model: Model, small: Model, **options: Any) -> tuple[PagedEngine, DraftModel]:
+def with_draft_model(
+    model: Model, small: Model, **options: Any
+) -> tuple[PagedEngine, DraftModel]:
     engine = speculative.load(model, drafter="none", **{**SMALL, **options})
     sizes = {**SMALL, **{k: v for k, v in options.items() if k in SMALL}}
     source = DraftModel(draft_engine(parts_of(model, sizes), small, ()))
-    speculator = Speculator(source, Control(4, adaptive=False))
+    speculator = SpeculativeRunner(source, DraftController(4, adaptive=False))
     speculate(engine, speculator)
     return engine, source
 
@@ -419,10 +487,14 @@ def beside(source: DraftModel, oracle: Callable[[list[int], int], list[int]]) ->
         found = guess(requests, lengths)
         for request, drafts in zip(requests, found, strict=True):
             right = oracle(request.tokens, len(drafts))
-            assert list(drafts) == right, f"request {request.id}, drafts behind {len(request.tokens)} tokens"
+            assert list(drafts) == right, (
+                f"request {request.id}, drafts behind {len(request.tokens)} tokens"
+            )
             seen.append(len(drafts))
             if isinstance(source, HeadSource) and drafts:
-                source.carried(request, drafts)  # as where a graph has drafted them; nothing changes
+                source.carried(
+                    request, drafts
+                )  # as where a graph has drafted them; nothing changes
         return found
 
     source.guess = compared  # type: ignore[method-assign]
@@ -444,7 +516,9 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
             known.append(int(next_logits(small, known).argmax()))
         return known[len(tokens) :]
 
-    def drafted_elsewhere(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    def drafted_elsewhere(
+        requests: Sequence[Request], lengths: Sequence[int]
+    ) -> list[tuple[int, ...]]:
         for request, most in zip(requests, lengths, strict=True):
             if request in source.shadows and rng.random() < 0.5:
                 own, drafts = source.shadows[request].request, recomputed(request.tokens, most)
@@ -453,18 +527,26 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
                 write(source.rows.tokens, [(own.row, 0, computed)])
                 source.runner.run([Work(own, own.row, 0, len(computed))])
                 source.carried(request, drafts)
-                assert own.tokens == request.tokens, f"request {request.id}: the draft model has other tokens"
+                assert own.tokens == request.tokens, (
+                    f"request {request.id}: the draft model has other tokens"
+                )
                 carried.append(request.id)
         return guess(requests, lengths)
 
-    rng, carried, guess = random.Random(1), list[int](), source.guess
+    rng = random.Random(1)
+    carried = list[int]()
+    guess = source.guess
     source.guess = drafted_elsewhere  # type: ignore[method-assign]
     seen = beside(source, recomputed)
     # With pauses, in which tokens come that nobody has guessed.
     engine.scheduler.drafter.control.decide = lambda rows: rng.random() < 0.5  # type: ignore[attr-defined]
-    engine.generate([[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=24, ignore_eos=True))
+    engine.generate(
+        [[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=24, ignore_eos=True)
+    )
     stats = engine.scheduler.drafter.stats  # type: ignore[attr-defined]
-    assert sum(seen) > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), "all drafts were right, or none"
+    assert sum(seen) > 20 and 0 < sum(stats.accepted) < sum(stats.drafted), (
+        "all drafts were right, or none"
+    )
     assert {0, 1, 2} == set(carried), "a graph's drafts are carried over for each request"
 
 
@@ -476,14 +558,18 @@ def test_nobody_drafts_beyond_the_end_of_a_row(model: Model) -> None:
     engine, source = with_draft_model(model, small_model(model, 0.0))
     starts = list[int]()
     forward = source.runner.forward
-    source.runner.forward = lambda works: starts.extend(w.start + w.count for w in works) or forward(works)  # type: ignore[method-assign, func-returns-value, assignment]
+    source.runner.forward = lambda works: (
+        starts.extend(w.start + w.count for w in works) or forward(works)
+    )  # type: ignore[method-assign, func-returns-value, assignment]
     assert plain(engine.generate(prompts, params)) == plain(right)
     assert starts and max(starts) <= 96, "a draft is written beyond the end of a row"
     clean(engine)
     clean_drafts(source)
 
 
-def test_a_draft_model_without_room_drafts_for_fewer(model: Model, truth: list[Completion]) -> None:
+def test_a_draft_model_without_room_drafts_for_fewer(
+    model: Model, truth: list[Completion]
+) -> None:
     engine, source = with_draft_model(model, small_model(model, 0.1))
     taken = source.cache.allocator.allocate(source.cache.free - 12)
     assert plain(engine.generate(*asks())) == plain(truth)
@@ -516,18 +602,22 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     made = head_of(model)
     assert engine.runner.model is own
     made.room(2048)
-    taps = Taps(own, made.taps, SMALL["step_tokens"])
-    source = HeadSource(draft_engine(parts_of(model, SMALL), made, ()), taps)  # type: ignore[arg-type]
-    speculator = Speculator(source, Control(3, adaptive=False))
+    hooks = HiddenStateHooks(own, made.hooks, SMALL["step_tokens"])
+    source = HeadSource(draft_engine(parts_of(model, SMALL), made, ()), hooks)  # type: ignore[arg-type]
+    speculator = SpeculativeRunner(source, DraftController(3, adaptive=False))
     speculate(engine, speculator)
     return engine, source
 
 
 @pytest.mark.parametrize("options", [{"overlap": False}, {}], ids=str)
 @pytest.mark.slow
-def test_a_head_changes_no_token(model: Model, truth: list[Completion], options: dict[str, Any]) -> None:
+def test_a_head_changes_no_token(
+    model: Model, truth: list[Completion], options: dict[str, Any]
+) -> None:
     engine, source = with_head(model, **options)
-    for _ in range(2):  # the second time prefixes are found, whose hidden states nobody has seen
+    for _ in range(
+        2
+    ):  # the second time prefixes are found, whose hidden states nobody has seen
         assert plain(engine.generate(*asks())) == plain(truth)
         clean(engine)
         clean_drafts(source)
@@ -543,11 +633,13 @@ def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
     asked = list[tuple[Request, int]]()
     guess = source.guess
 
-    def watched(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    def draft_loop_around(
+        requests: Sequence[Request], lengths: Sequence[int]
+    ) -> list[tuple[int, ...]]:
         asked.extend((request, len(request.tokens)) for request in requests)
         return guess(requests, lengths)
 
-    source.guess = watched  # type: ignore[method-assign]
+    source.guess = draft_loop_around  # type: ignore[method-assign]
     assert plain(engine.generate(prompts, params)) == plain(right)
     assert len(set(asked)) < len(asked), "everybody had a turn in every step"
     clean(engine)
@@ -555,18 +647,24 @@ def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in turn"])
-def test_a_head_that_comes_back_sees_the_prompt(model: Model, tmp_path: Any, overlap: bool) -> None:
+def test_a_head_that_comes_back_sees_the_prompt(
+    model: Model, tmp_path: Any, overlap: bool
+) -> None:
     """Guessing is off for one request and on for the next: the step with its prompt has to be watched."""
     path = tmp_path / "head.safetensors"
     save_head(head_of(model), path)
-    engine = speculative.load(model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL)
+    engine = speculative.load(
+        model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL
+    )
     speculator: Any = engine.scheduler.drafter
-    allowed, speculator.pace.on = False, False
+    allowed, speculator.throttle.on = False, False
     speculator.control.cost(1).samples = SAMPLES
     speculator.control.decide = lambda rows: allowed
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     engine.generate([[5, 6, 7, 8]], params)
-    assert speculator.source._first == {}, "request 0: guessing was off, and somebody has watched"
+    assert speculator.source._first == {}, (
+        "request 0: guessing was off, and somebody has watched"
+    )
     allowed = True
     engine.add([9, 8, 7, 6], params)
     for _ in range(6):
@@ -585,7 +683,7 @@ def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None
 
     def recomputed(known: list[int], count: int) -> list[int]:
         ids = torch.tensor(known)
-        features, tokens = made.mix(hidden_states(model, ids, made.taps)[:-1]), ids[1:]
+        features, tokens = made.mix(hidden_states(model, ids, made.hooks)[:-1]), ids[1:]
         for _ in range(count):
             attention = forward.attention.RecomputeAttention()
             out = made.step(tokens, features, torch.arange(len(tokens)), attention)
@@ -594,30 +692,40 @@ def test_a_head_drafts_what_it_would_say_to_the_whole_text(model: Model) -> None
         return tokens[len(ids) - 1 :].tolist()
 
     seen = beside(source, recomputed)
-    engine.generate([[1, 2, 3], [5] * 20, list(range(70))], SamplingParams(max_tokens=8, ignore_eos=True))
+    engine.generate(
+        [[1, 2, 3], [5] * 20, list(range(70))], SamplingParams(max_tokens=8, ignore_eos=True)
+    )
     assert sum(seen) > 20
 
 
 @pytest.mark.slow
-def test_a_head_goes_to_a_file_and_back(model: Model, truth: list[Completion], tmp_path: Any) -> None:
+def test_a_head_goes_to_a_file_and_back(
+    model: Model, truth: list[Completion], tmp_path: Any
+) -> None:
     made, path = head_of(model), tmp_path / "head.safetensors"
     save_head(made, path)
     again = head.load(path, model)
     assert again.config.num_layers == 1
     for name, value in made.own().items():
         assert torch.allclose(value, again.own()[name], atol=1e-2), name
-    usual: dict[str, Any] = {**SMALL, "step_tokens": None}
-    engine = speculative.load(model, drafter="head", draft_model=str(path), draft_adaptive=False, **usual)
+    defaults: dict[str, Any] = {**SMALL, "step_tokens": None}
+    engine = speculative.load(
+        model, drafter="head", draft_model=str(path), draft_adaptive=False, **defaults
+    )
     assert plain(engine.generate(*asks())) == plain(truth)
     with pytest.raises(UserError, match="Llama family"):
-        head.load(path, forward.load_model("random:tiny-window", device="cpu", dtype="float32"))
+        head.load(
+            path, forward.load_model("random:tiny-window", device="cpu", dtype="float32")
+        )
 
 
 def test_a_head_reads_the_layers_that_it_was_trained_on() -> None:
-    assert tapped(30) == (2, 15), "SmolLM2's head has learned from these"
-    assert tapped(2) == (1, 1), "of a model with fewer layers there are these"
+    assert hooked_layers(30) == (2, 15), "SmolLM2's head has learned from these"
+    assert hooked_layers(2) == (1, 1), "of a model with fewer layers there are these"
     fused = torch.full((2,), 1.0), torch.full((2,), 2.0)
-    assert stream(fused).tolist() == [3.0, 3.0], "a fused layer leaves its last addition to the next"
+    assert stream(fused).tolist() == [3.0, 3.0], (
+        "a fused layer leaves its last addition to the next"
+    )
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
@@ -629,7 +737,12 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
     save_head(head_of(model), tmp_path / "head")
     options: dict[str, Any] = {"quantization": scheme, "head": scheme, "kernels": kernels}
     engine = speculative.load(
-        model, drafter="head", draft_model=str(tmp_path / "head"), group_size=16, **options, **SMALL
+        model,
+        drafter="head",
+        draft_model=str(tmp_path / "head"),
+        group_size=16,
+        **options,
+        **SMALL,
     )
     source = engine.scheduler.drafter.source  # type: ignore[attr-defined]
     small, whole = source.runner.model.lm_head, model.get_parameter("lm_head.weight")
@@ -640,7 +753,13 @@ def test_a_drafter_has_the_rows_of_a_quantized_head(
 
 
 @pytest.mark.parametrize(
-    "says", ["no file of weights", "layers is 'x'", "ids name no tokens", "norm.weight is .*, but must be"]
+    "says",
+    [
+        "no file of weights",
+        "layers is 'x'",
+        "ids name no tokens",
+        "norm.weight is .*, but must be",
+    ],
 )
 def test_damaged_drafters_are_refused(model: Model, tmp_path: Path, says: str) -> None:
     """A file that somebody has cut or written over."""
@@ -739,7 +858,9 @@ def test_rejection_keeps_the_distribution(seed: int) -> None:
         counts[tokens[0]] += 1
         if len(tokens) == 2:
             behind[tokens[1]] += 1
-    assert chi_square(counts, p.numpy()) < 4, "the first token is not distributed as without drafts"
+    assert chi_square(counts, p.numpy()) < 4, (
+        "the first token is not distributed as without drafts"
+    )
     assert chi_square(behind, second.numpy()) < 4, "the token behind an accepted draft is not"
     assert counts.sum() > behind.sum() > 0
 
@@ -782,11 +903,13 @@ def test_a_request_has_graphs_for_two_four_and_all_its_tokens() -> None:
     assert verify_sizes(1, 6) == {1: [2, 4, 7]}
 
 
-class EachTaker(Journal):
-    def landed(self, works: Sequence[Work], results: Results) -> None:
-        takers = [taker.id for work in works for taker in work.takers]
-        assert len(results) == len(takers), (
-            f"{len(results)} have tokens of a step, but requests {takers} take"
+class EachTaker(EngineObserver):
+    def on_step_finished(self, works: Sequence[Work], results: Results) -> None:
+        sampled_requests = [
+            sampled_request.id for work in works for sampled_request in work.sampled_requests
+        ]
+        assert len(results) == len(sampled_requests), (
+            f"{len(results)} have tokens of a step, but requests {sampled_requests} take"
         )
 
 
@@ -799,24 +922,30 @@ class EachTaker(Journal):
     ],
 )
 def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: bool) -> None:
-    prompts = [[3, 1], [7], [5, 6, 7, 8] * 3]  # the first two, without drafts, fit a graph of four tokens
-    usual = {"max_tokens": 6, "ignore_eos": True}
+    prompts = [
+        [3, 1],
+        [7],
+        [5, 6, 7, 8] * 3,
+    ]  # the first two, without drafts, fit a graph of four tokens
+    defaults = {"max_tokens": 6, "ignore_eos": True}
     params = [
-        SamplingParams(temperature=0.8, seed=1, **usual),
-        SamplingParams(**usual),
-        SamplingParams(frequency_penalty=0.5, **usual),  # no graph samples with penalties
+        SamplingParams(temperature=0.8, seed=1, **defaults),
+        SamplingParams(**defaults),
+        SamplingParams(frequency_penalty=0.5, **defaults),  # no graph samples with penalties
     ]
     right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
     options = {"drafter": "ngram", "draft_length": 3, "max_rows": 2, **GRAPHS}
     engine = scripted(model, right, script, overlap=overlap, **options)
     engine.journal = EachTaker()
     assert isinstance(engine.runner, GraphRunner)
-    used: list[tuple[int, int, Needs]] = []
-    for key, graph in engine.runner.plan(VerifyPlan).graphs.items():
+    used: list[tuple[int, int, SamplingFlags]] = []
+    for key, graph in engine.runner.plan(VerifyGraphExecutor).graphs.items():
         replay = graph.replay
         graph.replay = lambda key=key, replay=replay: (used.append(key), replay())[1]  # type: ignore
     assert plain(engine.generate(prompts, params)) == plain(right)
-    assert Needs.RANDOM in {features for *_, features in used}, "no step that verifies was replayed"
+    assert SamplingFlags.RANDOM in {features for *_, features in used}, (
+        "no step that verifies was replayed"
+    )
     clean(engine)
 
 
@@ -830,7 +959,10 @@ def test_real_graphs_give_the_same_tokens(drafter: str, tmp_path: Any) -> None:
         save_head(head_of(model).to("cuda"), tmp_path / "head")
         options["draft_model"] = str(tmp_path / "head")
     engine = speculative.load(model, drafter=drafter, draft_adaptive=False, **options)
-    assert isinstance(engine.runner, GraphRunner) and engine.runner.plan(VerifyPlan).graphs
+    assert (
+        isinstance(engine.runner, GraphRunner)
+        and engine.runner.plan(VerifyGraphExecutor).graphs
+    )
     assert_all_same(model, right, engine.generate(*asks()), asks()[1])
     assert engine.scheduler.drafter.stats.steps > 0  # type: ignore[attr-defined]
     engine.check_integrity()

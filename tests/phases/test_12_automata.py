@@ -75,13 +75,21 @@ def test_patterns_match_what_pythons_do(pattern: str) -> None:
         for letters in itertools.product("abcdxyz1.é", repeat=length):
             text = "".join(letters)
             expected = bool(re.fullmatch(pattern, text))
-            assert accepts(large, text) == expected, f"{pattern!r} and {text!r}, before it is made small"
+            assert accepts(large, text) == expected, (
+                f"{pattern!r} and {text!r}, before it is made small"
+            )
             assert accepts(dfa, text) == expected, f"{pattern!r} and {text!r}"
 
 
 @pytest.mark.parametrize(
     ("pattern", "states"),
-    [("(a|b)*abb", 4), ("a*", 1), ("(ab|c)+d", 4), ("(a|b)*a(a|b){5}", 64), ("aa|ab|ba|bb", 3)],
+    [
+        ("(a|b)*abb", 4),
+        ("a*", 1),
+        ("(ab|c)+d", 4),
+        ("(a|b)*a(a|b){5}", 64),
+        ("aa|ab|ba|bb", 3),
+    ],
 )
 def test_automata_are_as_small_as_can_be(pattern: str, states: int) -> None:
     found = len(compile(parse(pattern)).table)
@@ -95,7 +103,9 @@ def test_no_two_states_are_alike() -> None:
         # With equal rows and ends two states would be one.
         for state in range(len(dfa.table)):
             key = dfa.table[state].tobytes(), bool(dfa.accepting[state])
-            assert key not in seen, f"{pattern!r}: states {state} and {seen.get(key)} are the same"
+            assert key not in seen, (
+                f"{pattern!r}: states {state} and {seen.get(key)} are the same"
+            )
             seen[key] = state
 
 
@@ -105,7 +115,9 @@ def test_searching_finds_anywhere() -> None:
         for length in range(4):
             for letters in itertools.product("abc", repeat=length):
                 text = "".join(letters)
-                assert accepts(dfa, text) == bool(re.search(pattern, text)), f"{pattern!r} in {text!r}"
+                assert accepts(dfa, text) == bool(re.search(pattern, text)), (
+                    f"{pattern!r} in {text!r}"
+                )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +135,9 @@ def test_patterns_that_are_refused(pattern: str, says: str) -> None:
         parse(pattern)
 
 
-@pytest.mark.parametrize("low", [0, 0x41, 0x7F, 0x80, 0x7FE, 0xD7FF, 0xE001, 0xFFFE, 0x10000, 0x10FFF0])
+@pytest.mark.parametrize(
+    "low", [0, 0x41, 0x7F, 0x80, 0x7FE, 0xD7FF, 0xE001, 0xFFFE, 0x10000, 0x10FFF0]
+)
 def test_every_character_has_one_form(low: int) -> None:
     for high in (low, low + 1, low + 70, 0x10FFFF):
         if high > 0x10FFFF:
@@ -135,7 +149,10 @@ def test_every_character_has_one_form(low: int) -> None:
         for code in {low, high, (low + high) // 2} - set(range(0xD800, 0xE000)):
             raw = chr(code).encode()
             alike = [form for form in forms if len(form) == len(raw)]
-            hits = [all(a <= byte <= b for (a, b), byte in zip(form, raw, strict=True)) for form in alike]
+            hits = [
+                all(a <= byte <= b for (a, b), byte in zip(form, raw, strict=True))
+                for form in alike
+            ]
             assert sum(hits) == 1, f"U+{code:04X} in {low:x}..{high:x}"
 
 
@@ -193,7 +210,9 @@ def test_a_mask_says_exactly_what_can_be_read(name: str, backend: AutomataBacken
     for _ in range(25):
         place, found = matcher.places[-1], mask(matcher)
         for token, text in enumerate(vocabulary().tokens):
-            can = bool(text and after(machine, place, text)) or (token == EOS and machine.may_end(place))
+            can = bool(text and after(machine, place, text)) or (
+                token == EOS and machine.may_end(place)
+            )
             assert (token in found) == can, f"{name}: {text!r} at {place}"
         found = [token for token in found if token != EOS]
         if not found:
@@ -219,12 +238,16 @@ def must_agree(schema: Any, values: list[Any]) -> None:
     validator = jsonschema.Draft202012Validator(schema)
     for value in values:
         place = machine.start
-        if isinstance(value, dict) and isinstance(schema, dict):  # keys in the order of the schema
+        if isinstance(value, dict) and isinstance(
+            schema, dict
+        ):  # keys in the order of the schema
             order = (*schema.get("properties", ()), *schema.get("required", ()), *value)
             value = {key: value[key] for key in dict.fromkeys(order) if key in value}
         for byte in json.dumps(value, ensure_ascii=False).encode():
             nested = isinstance(value, (list, dict))
-            assert not (nested and machine.may_end(place)), f"{schema}: {value!r} may end before its end"
+            assert not (nested and machine.may_end(place)), (
+                f"{schema}: {value!r} may end before its end"
+            )
             place = machine.step(place, byte)
         assert machine.may_end(place) == validator.is_valid(value), f"{schema}: {value!r}"
 
@@ -259,7 +282,8 @@ VALUES += [
     {"a": 1, "b": 2, "c": [{}]},
 ]
 AGREED: list[Any] = [
-    True, {}, {"type": "string", "minLength": 1, "maxLength": 3}, {"type": ["null", "integer"]},
+    True, {}, {"type": "string", "minLength": 1, "maxLength": 3},
+    {"type": ["null", "integer"]},
     {"type": "string", "pattern": "b"}, {"pattern": "^a.*e$"}, {"type": "number"}, {"type": "array", "minItems": 3},
     {"enum": [1, "a", None, [], {"a": 1}]}, {"const": 2.5}, {"type": "array", "minItems": 1, "maxItems": 2},
     {"type": "array", "items": {"type": "integer"}}, {"type": ["array", "null"], "minItems": 2, "maxItems": 1}, {"enum": [1.0]},
@@ -281,7 +305,9 @@ def test_random_walks_validate(name: str, backend: AutomataBackend) -> None:
     grammar = backend.compile(Grammar.json_schema(SCHEMAS[name]))
     ended = 0
     for seed in range(40):
-        rng, matcher, out = random.Random(seed), grammar.matcher(), list[int]()
+        rng = random.Random(seed)
+        matcher = grammar.matcher()
+        out = list[int]()
         for _ in range(200):
             found = mask(matcher)
             assert found, f"{name}: nothing may follow {tokenizer().decode(out)!r}"
@@ -299,8 +325,14 @@ def test_keys_that_have_a_schema_come_once() -> None:
     """Behind the first, a second `a` would count, and it is any value."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": True}}
     machine = Machine(rules_of(schema), "start")
-    for text, fits in (('"a": 1, "b": 2', True), ('"a": 1, "a": "x"', False), ('"c": 1, "a": "x"', False)):
-        assert machine.may_end(after(machine, machine.start, f"{{{text}}}".encode())) == fits, text
+    for text, fits in (
+        ('"a": 1, "b": 2', True),
+        ('"a": 1, "a": "x"', False),
+        ('"c": 1, "a": "x"', False),
+    ):
+        assert (
+            machine.may_end(after(machine, machine.start, f"{{{text}}}".encode())) == fits
+        ), text
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -311,7 +343,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "http://x/y"}, r"#/\$ref: 'http://x/y' is no reference"),
     ({"$ref": "#/$defs/no"}, "points to nothing"),
     ({"anyOf": [{"$ref": "#"}]}, "no output that ever ends"),
-    ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "no output that ever ends"),
+    (
+        {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
+        "no output that ever ends",
+    ),
     ({"enum": [1], "minLength": 3}, "#/enum: enum beside minLength"),
     ({"type": "wat"}, "#/type: 'wat' is no type"),
     ({"minLength": -1}, "#/minLength: -1 is no count"),
@@ -353,7 +388,9 @@ HOSTILE: dict[str, Grammar] = {
         {"type": "object", "properties": {f"k{n}": {"enum": [n]} for n in range(2000)}}
     ),
     "choices": Grammar.choice([f"{n:x}" * 4 for n in range(9000)]),
-    "alike": Grammar.json_schema({"anyOf": [{"type": "array", "minItems": n} for n in range(60)]}),
+    "alike": Grammar.json_schema(
+        {"anyOf": [{"type": "array", "minItems": n} for n in range(60)]}
+    ),
 }
 
 

@@ -26,7 +26,7 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from phases import phase_named
 from phases.commands.grammars import check_grammar, chosen_grammar, show_trace
-from structured.loop import TwoHalves
+from structured.loop import MaskedLoop
 from tests.fakes import OddOnly
 from tests.schedules import check
 from tests.structured_kit import (
@@ -58,7 +58,9 @@ pytestmark = pytest.mark.timeout(120)
 
 def engine_of(model: Model, **options: Any) -> PagedEngine:
     """An engine with masks by the automata, which other tests may slow down."""
-    return structured.load(model, tokenizer=tokenizer(), **{**SMALL, "grammar_seconds": 60.0, **options})
+    return structured.load(
+        model, tokenizer=tokenizer(), **{**SMALL, "grammar_seconds": 60.0, **options}
+    )
 
 
 @pytest.fixture
@@ -83,7 +85,10 @@ def test_greedy_and_sampled_outputs_obey(
 ) -> None:
     engine, grammar = make(model, overlap=overlap), Grammar.json_schema(schemas[name])
     params = [SamplingParams(max_tokens=60, grammar=grammar)]
-    params += [SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=grammar) for s in range(4)]
+    params += [
+        SamplingParams(max_tokens=60, temperature=1.0, seed=s, grammar=grammar)
+        for s in range(4)
+    ]
     for completion in engine.generate([PROMPT] * len(params), params):
         must_obey(completion, name, schemas)
     check(engine)
@@ -105,11 +110,15 @@ def test_rows_without_a_grammar_are_as_ever(model: Model, engine: PagedEngine) -
     free = [
         SamplingParams(max_tokens=12, ignore_eos=True),
         SamplingParams(max_tokens=12, temperature=0.9, seed=4, ignore_eos=True),
-        SamplingParams(max_tokens=9, temperature=1.0, top_k=9, seed=4, logprobs=2, repetition_penalty=1.2),
+        SamplingParams(
+            max_tokens=9, temperature=1.0, top_k=9, seed=4, logprobs=2, repetition_penalty=1.2
+        ),
     ]
     plain = cuda_graphs.load(model, **SMALL).generate([PROMPT] * 3, free)
     bound = SamplingParams(max_tokens=20, temperature=1.0, seed=2, grammar=GRAMMARS["person"])
-    found = engine.generate([PROMPT] * 6, [one for settings in free for one in (settings, bound)])[::2]
+    found = engine.generate(
+        [PROMPT] * 6, [one for settings in free for one in (settings, bound)]
+    )[::2]
     for left, right in zip(plain, found, strict=True):
         assert left.token_ids == right.token_ids, "a neighbour's grammar changes tokens"
         for one, other in zip(left.logprobs or [], right.logprobs or [], strict=True):
@@ -118,9 +127,13 @@ def test_rows_without_a_grammar_are_as_ever(model: Model, engine: PagedEngine) -
 
 def test_logprobs_are_raw(engine: PagedEngine) -> None:
     ask = SamplingParams(max_tokens=1, logprobs=20)
-    free, bound = engine.generate([PROMPT] * 2, [ask, replace(ask, grammar=Grammar.regex("~x"))])
+    free, bound = engine.generate(
+        [PROMPT] * 2, [ask, replace(ask, grammar=Grammar.regex("~x"))]
+    )
     assert free.logprobs and bound.logprobs
-    assert bound.logprobs[0].top == free.logprobs[0].top, "log-probabilities are those of the mask"
+    assert bound.logprobs[0].top == free.logprobs[0].top, (
+        "log-probabilities are those of the mask"
+    )
     assert bound.token_ids != free.token_ids
 
 
@@ -132,24 +145,31 @@ def test_penalties_bias_and_truncation_stay_inside(engine: PagedEngine) -> None:
         {"logit_bias": dict.fromkeys(digits, -100.0), "temperature": 1.0},
         {"frequency_penalty": 2.0, "temperature": 1.0, "logprobs": 3, "seed": 2},
     ]
-    params = [SamplingParams(max_tokens=40, grammar=Grammar.regex("[0-9]{30}"), **one) for one in settings]
+    params = [
+        SamplingParams(max_tokens=40, grammar=Grammar.regex("[0-9]{30}"), **one)
+        for one in settings
+    ]
     for completion in engine.generate([PROMPT] * 4, params):
-        assert re.fullmatch("[0-9]{30}", text_of(completion)), f"{completion.index}: {text_of(completion)!r}"
+        assert re.fullmatch("[0-9]{30}", text_of(completion)), (
+            f"{completion.index}: {text_of(completion)!r}"
+        )
         assert completion.finish_reason == "stop"
 
 
 def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
     engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = engine.masks.fill
+    fill = engine.masks.fill_bitmask
 
     def filled(works: Sequence[Work]) -> Any:
         allowed = fill(works)
-        if allowed is not None and not any(work.drafts for work in works):  # behind an end there is nothing
+        if allowed is not None and not any(
+            work.drafts for work in works
+        ):  # behind an end there is nothing
             assert allowed.words.any(1).all(), "a mask allows nothing at all"
         return allowed
 
-    monkeypatch.setattr(engine.masks, "fill", filled)
+    monkeypatch.setattr(engine.masks, "fill_bitmask", filled)
     star, three = Grammar.regex("x[ab]*"), Grammar.regex("x[ab]{3}")
     params = [
         SamplingParams(max_tokens=40, min_tokens=20, temperature=1, seed=3, grammar=star),
@@ -160,10 +180,16 @@ def test_min_tokens_lengthens_as_far_as_the_grammar_goes(
                        grammar=Grammar.regex("xa+b")),
     ]  # fmt: skip
     long, short, endless, done, stopped = engine.generate([PROMPT] * 5, params)
-    assert long.finish_reason == "stop" and len(long.token_ids) > 20, "the end came before min_tokens"
-    assert short.finish_reason == "stop" and len(short.token_ids) < 20, "min_tokens beat the grammar's end"
+    assert long.finish_reason == "stop" and len(long.token_ids) > 20, (
+        "the end came before min_tokens"
+    )
+    assert short.finish_reason == "stop" and len(short.token_ids) < 20, (
+        "min_tokens beat the grammar's end"
+    )
     assert endless.finish_reason == "length" and len(endless.token_ids) == 24
-    assert done.finish_reason == "stop" and text_of(done) == "xab", "ignore_eos beat the grammar's end"
+    assert done.finish_reason == "stop" and text_of(done) == "xab", (
+        "ignore_eos beat the grammar's end"
+    )
     assert stopped.finish_reason == "stop"
 
 
@@ -171,14 +197,18 @@ def test_a_cut_says_so_and_a_stop_string_stops(engine: PagedEngine) -> None:
     grammar = Grammar.regex("a{50}")
     (cut,) = engine.generate([PROMPT], SamplingParams(max_tokens=7, grammar=grammar))
     assert cut.finish_reason == "length" and set(text_of(cut)) == {"a"}
-    (stopped,) = engine.generate([PROMPT], SamplingParams(max_tokens=40, grammar=grammar, stop=("aaaa",)))
+    (stopped,) = engine.generate(
+        [PROMPT], SamplingParams(max_tokens=40, grammar=grammar, stop=("aaaa",))
+    )
     assert stopped.finish_reason == "stop" and len(text_of(stopped)) < 10
     (none,) = engine.generate([PROMPT], SamplingParams(max_tokens=0, grammar=grammar))
     assert none.finish_reason == "length" and none.token_ids == []
 
 
 def test_samples_have_places_of_their_own(engine: PagedEngine) -> None:
-    params = SamplingParams(max_tokens=60, temperature=1.5, seed=1, n=5, grammar=GRAMMARS["person"])
+    params = SamplingParams(
+        max_tokens=60, temperature=1.5, seed=1, n=5, grammar=GRAMMARS["person"]
+    )
     done = engine.generate([PROMPT, [9, 9]], params)
     assert len({text_of(completion) for completion in done}) > 1
     for completion in done:
@@ -192,17 +222,23 @@ def test_preemption_loses_no_place(
 ) -> None:
     tight = make(model, overlap=overlap, cache_bytes=blocks(model, 18))
     params = [
-        SamplingParams(max_tokens=40, temperature=1.0, seed=seed, grammar=Grammar.json_schema(schema))
+        SamplingParams(
+            max_tokens=40, temperature=1.0, seed=seed, grammar=Grammar.json_schema(schema)
+        )
         for seed, schema in enumerate([*schemas.values()] * 2)
     ]
     prompts = [[seed + 1, 2, 3] for seed in range(len(params))]
-    left, right = (engine.generate(prompts, params) for engine in (make(model, overlap=overlap), tight))
+    left, right = (
+        engine.generate(prompts, params) for engine in (make(model, overlap=overlap), tight)
+    )
     assert tight.scheduler.preemptions > 0, "nobody was preempted: the test shows nothing"
     assert [c.token_ids for c in left] == [c.token_ids for c in right]
     check(tight)
 
 
-def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model, make: Make) -> None:
+def test_a_request_waits_for_its_grammar_and_nobody_else_does(
+    model: Model, make: Make
+) -> None:
     engine = make(model, grammar_seconds=60.0)
     Slow(engine, 2.0)
     (waits,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
@@ -214,7 +250,9 @@ def test_a_request_waits_for_its_grammar_and_nobody_else_does(model: Model, make
     assert waits.first_token is None, "the slow grammar was awaited by all"
     assert time.monotonic() - started < 1.5
     run(engine)
-    assert waits.finish_reason == "stop" and tokenizer().decode(waits.output_ids[:-1]) == "slow"
+    assert (
+        waits.finish_reason == "stop" and tokenizer().decode(waits.output_ids[:-1]) == "slow"
+    )
     check(engine)
 
 
@@ -229,14 +267,20 @@ def test_everybody_who_waits_is_asked_again(model: Model) -> None:
 
     engine.masks.ready = never  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=3, grammar=Grammar.regex("abc"))
-    requests = [request for _ in range(MOST_LOOKS + 6) for request in engine.add(PROMPT, params)]
+    requests = [
+        request for _ in range(MOST_LOOKS + 6) for request in engine.add(PROMPT, params)
+    ]
     engine.step()
     asked.clear()
     for step in range(1, 4):
         engine.step()
-        assert sum(asked.values()) <= step * MOST_LOOKS, f"{sum(asked.values())} looks in {step} steps"
+        assert sum(asked.values()) <= step * MOST_LOOKS, (
+            f"{sum(asked.values())} looks in {step} steps"
+        )
     for number, request in enumerate(requests):
-        assert asked[request] in (2, 3), f"request {number} was asked {asked[request]} times in three steps"
+        assert asked[request] in (2, 3), (
+            f"request {number} was asked {asked[request]} times in three steps"
+        )
     for request in requests:
         engine.abort(request)
     run(engine)
@@ -249,7 +293,10 @@ def test_what_takes_too_long_is_refused(model: Model) -> None:
     (late,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("slow")))
     (other,) = engine.add(PROMPT, SamplingParams(max_tokens=9, grammar=Grammar.regex("quick")))
     run(engine)
-    assert late.finish_reason == "error" and "longer to compile than grammar_seconds, 0.5" in str(late.error)
+    assert (
+        late.finish_reason == "error"
+        and "longer to compile than grammar_seconds, 0.5" in str(late.error)
+    )
     assert isinstance(late.error, UserError) and other.finish_reason == "stop"
     with pytest.raises(UserError, match="takes longer"):
         engine.generate([PROMPT], SamplingParams(grammar=Grammar.regex("slower")))
@@ -259,7 +306,9 @@ def test_what_takes_too_long_is_refused(model: Model) -> None:
 def test_aborted_while_it_waits(model: Model) -> None:
     engine = engine_of(model)
     Slow(engine, 0.3)
-    requests = engine.add(PROMPT, SamplingParams(max_tokens=9, n=3, grammar=Grammar.regex("slow")))
+    requests = engine.add(
+        PROMPT, SamplingParams(max_tokens=9, n=3, grammar=Grammar.regex("slow"))
+    )
     engine.step()
     engine.abort(requests[0])
     engine.abort(requests[2])
@@ -313,7 +362,9 @@ def test_no_grammars(make: Any, says: str) -> None:
 def test_engines_that_take_none(model: Model) -> None:
     grammar = SamplingParams(grammar=Grammar.regex("a"))
     for engine in (forward.load(model), cuda_graphs.load(model, **SMALL)):
-        with pytest.raises(UserError, match="grammar is set, but must be None for an engine that masks no"):
+        with pytest.raises(
+            UserError, match="grammar is set, but must be None for an engine that masks no"
+        ):
             list(engine.stream([PROMPT], grammar))
     without = structured.load(model, **SMALL)
     with pytest.raises(UserError, match="must be None for an engine that has no tokenizer"):
@@ -326,7 +377,9 @@ def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model, make: Ma
     for overlap in (True, False):
         engine = make(model, overlap=overlap, speculate=False)
         late = computed_after_their_end(engine)
-        (bad,) = engine.add(PROMPT, SamplingParams(max_tokens=20, min_tokens=15, grammar=Grammar.regex("a+")))
+        (bad,) = engine.add(
+            PROMPT, SamplingParams(max_tokens=20, min_tokens=15, grammar=Grammar.regex("a+"))
+        )
         # As many as it takes for masks to be made by threads, where there are threads.
         letters = Grammar.regex("[bc]{9}")
         params = SamplingParams(max_tokens=20, temperature=1.0, n=5, seed=2, grammar=letters)
@@ -340,15 +393,21 @@ def test_a_grammar_that_fails_midway_ends_its_own_request(model: Model, make: Ma
         else:
             bad.tokens[-1] = tokenizer().encode("z")[0]  # as if the sampler had gone wrong
         run(engine)
-        assert bad.finish_reason == "error" and "is not in the grammar" in str(bad.error), bad.error
+        assert bad.finish_reason == "error" and "is not in the grammar" in str(bad.error), (
+            bad.error
+        )
         for good in goods:
             text = tokenizer().decode(good.output_ids[:-1])
-            assert good.finish_reason == "stop" and re.fullmatch("[bc]{9}", text), f"{good.id}: {text!r}"
+            assert good.finish_reason == "stop" and re.fullmatch("[bc]{9}", text), (
+                f"{good.id}: {text!r}"
+            )
         assert not late, f"requests {late} are computed in rows that they have given back"
         check(engine)
 
 
-def test_masks_that_cannot_be_made_end_their_own_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_cannot_be_made_end_their_own_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     must_end_its_own_step(engine_of(model, speculate=False), monkeypatch, "held")
 
 
@@ -358,7 +417,9 @@ def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None
 
     def serve(patterns: str) -> None:
         for pattern in patterns:
-            engine.generate([PROMPT] * 2, SamplingParams(max_tokens=4, grammar=Grammar.regex(pattern)))
+            engine.generate(
+                [PROMPT] * 2, SamplingParams(max_tokens=4, grammar=Grammar.regex(pattern))
+            )
             assert pool.bytes <= 10_000
 
     serve("abaa")
@@ -371,9 +432,20 @@ def test_grammars_are_compiled_once_and_forgotten_in_order(model: Model) -> None
     assert pool.compiled == 5, "b was forgotten, and yet it is not compiled again"
 
 
-NAMES = ("counts", "counts of counts", "catastrophic", "blow-up", "deep", "many strings", "no base", "itself")
+NAMES = (
+    "counts",
+    "counts of counts",
+    "catastrophic",
+    "blow-up",
+    "deep",
+    "many strings",
+    "no base",
+    "itself",
+)
 HOSTILE: dict[str, Grammar] = {name: hostile()[name]() for name in NAMES}
-HOSTILE["wide"] = Grammar.json_schema({"type": "object", "properties": {f"p{n}": True for n in range(2000)}})
+HOSTILE["wide"] = Grammar.json_schema(
+    {"type": "object", "properties": {f"p{n}": True for n in range(2000)}}
+)
 
 
 def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
@@ -381,18 +453,22 @@ def test_hostile_grammars_harm_nobody(model: Model, make: Make) -> None:
 
 
 def test_masked_steps_overlap(model: Model) -> None:
-    must_mask_every_step(model, OddOnly(model.config.vocab_size), TwoHalves)
+    must_mask_every_step(model, OddOnly(model.config.vocab_size), MaskedLoop)
 
 
 @pytest.mark.parametrize("text", ["abab", "ccc", "zzz", "abzz", "d"])
-def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(model: Model, text: str) -> None:
+def test_guesses_of_another_drafter_are_cut_where_the_grammar_says(
+    model: Model, text: str
+) -> None:
     engine = engine_of(model, overlap=False)
     engine.scheduler.drafter = Guess(text)
     must_cut_guesses(engine_of(model, overlap=False), engine)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "speculating"])
-def test_a_crowd_parses(model: Model, make: Make, schemas: Mapping[str, Any], overlap: bool) -> None:
+def test_a_crowd_parses(
+    model: Model, make: Make, schemas: Mapping[str, Any], overlap: bool
+) -> None:
     crowd(make(model, **CROWD, overlap=overlap, cache_bytes=blocks(model, 90)), 60, schemas)
 
 
@@ -414,7 +490,9 @@ def test_each_flag_makes_its_grammar(tmp_path: Path) -> None:
 
 
 def test_wrong_flags(tmp_path: Path) -> None:
-    missing, binary, empty = tmp_path / "none.json", tmp_path / "b.json", tmp_path / "e.json"
+    missing = tmp_path / "none.json"
+    binary = tmp_path / "b.json"
+    empty = tmp_path / "e.json"
     binary.write_bytes(b"\xff\xfe\x00")
     empty.write_text("")
     for schema, regex, choice, says in (
@@ -430,7 +508,9 @@ def test_wrong_flags(tmp_path: Path) -> None:
 
 def test_phases_before_have_none() -> None:
     bound, this = SamplingParams(grammar=Grammar.regex("a")), phase_named("12")
-    with pytest.raises(UserError, match="a grammar is for phases from 12 on, but the phase is 09"):
+    with pytest.raises(
+        UserError, match="a grammar is for phases from 12 on, but the phase is 09"
+    ):
         check_grammar(phase_named("09"), bound, False, 1)
     with pytest.raises(UserError, match="--trace shows a grammar's masks"):
         check_grammar(this, SamplingParams(), True, 1)
@@ -439,12 +519,19 @@ def test_phases_before_have_none() -> None:
     check_grammar(this, bound, True, 1)
 
 
-@pytest.mark.parametrize(("most", "ends"), [(9, "the grammar is satisfied"), (2, "may be incomplete")])
-def test_the_trace_counts_what_was_allowed(most: int, ends: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("most", "ends"), [(9, "the grammar is satisfied"), (2, "may be incomplete")]
+)
+def test_the_trace_counts_what_was_allowed(
+    most: int, ends: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = forward.load_model("random:tiny", device="cpu", dtype="float32")
     engine = structured.load(model, tokenizer=tokenizer(), max_rows=2, max_len=64)
     code = show_trace(
-        engine, tokenizer(), [5, 6], SamplingParams(max_tokens=most, grammar=Grammar.regex("[ac]dez"))
+        engine,
+        tokenizer(),
+        [5, 6],
+        SamplingParams(max_tokens=most, grammar=Grammar.regex("[ac]dez")),
     )
     shown = capsys.readouterr()
     lines = shown.out.splitlines()

@@ -42,7 +42,11 @@ from tests.serving_kit import tokenizer as tokenizer
 LEAVERS: dict[str, tuple[int, int, Callable[[Request], bool]]] = {
     "queued": (2, 3, lambda request: request.row < 0),
     "prefilling": (0, 1, lambda request: request.prefilling and request.row >= 0),
-    "decoding": (1, 12, lambda request: request.row >= 0 and len(request.tokens) > request.prompt_len),
+    "decoding": (
+        1,
+        12,
+        lambda request: request.row >= 0 and len(request.tokens) > request.prompt_len,
+    ),
     "preempted": (1, 3, lambda request: request.preemptions > 0),
     "samples in line": (10, 1, lambda request: bool(request.siblings)),
     "samples": (10, 12, lambda request: not request.siblings),
@@ -54,10 +58,18 @@ LEAVERS: dict[str, tuple[int, int, Callable[[Request], bool]]] = {
 def test_whoever_leaves_has_nothing_after_two_steps(model, state):
     tight, (number, turns, is_so) = state == "preempted", LEAVERS[state]
     size = blocks(model, 24 if tight else 200)
-    engine, channel = load(model, max_rows=2, step_tokens=64, chunk_tokens=16, cache_bytes=size), Lists()
+    engine, channel = (
+        load(model, max_rows=2, step_tokens=64, chunk_tokens=16, cache_bytes=size),
+        Lists(),
+    )
     worker = Worker(engine, channel)
-    prompt, params = [1 + n % 200 for n in range(100)], SamplingParams(max_tokens=200, ignore_eos=True)
-    channel.commands = [AddRequest(n, each, params) for n, each in enumerate((prompt, prompt[::-1], prompt))]
+    prompt, params = (
+        [1 + n % 200 for n in range(100)],
+        SamplingParams(max_tokens=200, ignore_eos=True),
+    )
+    channel.commands = [
+        AddRequest(n, each, params) for n, each in enumerate((prompt, prompt[::-1], prompt))
+    ]
     if number == 10:
         channel.commands = [AddRequest(10, prompt, replace(params, n=2))]
     for _ in range(turns):
@@ -69,7 +81,11 @@ def test_whoever_leaves_has_nothing_after_two_steps(model, state):
     channel.commands.append(AbortRequests([number]))
     for _ in range(2):
         worker.turn()
-    gone = request.row < 0 and request not in engine.scheduler.running and number not in worker.live
+    gone = (
+        request.row < 0
+        and request not in engine.scheduler.running
+        and number not in worker.live
+    )
     assert gone, f"a request that left while {state} still holds something"
     channel.commands.append(AbortRequests(list(worker.live)))
     for _ in range(3):
@@ -80,8 +96,15 @@ def test_whoever_leaves_has_nothing_after_two_steps(model, state):
 def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
     engine, channel = load(model, max_rows=2, cache_bytes=blocks(model, 8)), Lists()
     worker = Worker(engine, channel)
-    good, bad = SamplingParams(max_tokens=4, ignore_eos=True), SamplingParams(max_tokens=900, ignore_eos=True)
-    channel.commands = [AddRequest(0, [5, 6], good), AddRequest(1, [5] * 100, bad), AddRequest(2, [7], good)]
+    good, bad = (
+        SamplingParams(max_tokens=4, ignore_eos=True),
+        SamplingParams(max_tokens=900, ignore_eos=True),
+    )
+    channel.commands = [
+        AddRequest(0, [5, 6], good),
+        AddRequest(1, [5] * 100, bad),
+        AddRequest(2, [7], good),
+    ]
     while not channel.steps or worker.live:
         worker.turn()
     ends = {end.number: end for step in channel.steps for end in step.ends}
@@ -96,23 +119,36 @@ def test_a_request_that_cannot_be_served_is_refused_and_no_other(model):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 0}, {"temperature": 1, "seed": 11}, {"temperature": 0, "stop": ["a", "\x10"]}],
+    [
+        {"temperature": 0},
+        {"temperature": 1, "seed": 11},
+        {"temperature": 0, "stop": ["a", "\x10"]},
+    ],
 )
 async def test_the_text_is_that_of_phase_09(make, model, tokenizer, stream, settings):
     app = make()
     body = {"max_tokens": 24, "stream": stream, **settings}
-    asked = [Client(app).request("/v1/completions", {"prompt": prompt, **body}) for prompt in PROMPTS]
+    asked = [
+        Client(app).request("/v1/completions", {"prompt": prompt, **body})
+        for prompt in PROMPTS
+    ]
     await asyncio.gather(*(one.run() for one in asked))
     params = SamplingParams(max_tokens=24, **settings)
-    for prompt, one, oracle in zip(PROMPTS, asked, texts(model, tokenizer, PROMPTS, params), strict=True):
-        assert one.text() == oracle, f"prompt {prompt[:20]!r} was answered differently from phase 09"
+    for prompt, one, oracle in zip(
+        PROMPTS, asked, texts(model, tokenizer, PROMPTS, params), strict=True
+    ):
+        assert one.text() == oracle, (
+            f"prompt {prompt[:20]!r} was answered differently from phase 09"
+        )
     assert leaks(app.engine.engine) == ""
 
 
 async def test_phase_13_serves_by_itself(engine, model, tokenizer):
     """Without the appendix: completions, whole and streamed, stops, usage, limits, unknown fields."""
     app = App(Loopback(engine), tokenizer, "tiny", limits=Limits(max_queue=1))
-    client, path, body = Client(app), "/v1/completions", {"max_tokens": 12, "temperature": 0}
+    client = Client(app)
+    path = "/v1/completions"
+    body = {"max_tokens": 12, "temperature": 0}
     (oracle,) = texts(model, tokenizer, PROMPTS[:1], SamplingParams(max_tokens=12))
     stop = await client.post(path, {"prompt": PROMPTS[0], **body, "stop": oracle[3:5]})
     assert stop[1]["choices"][0] == {
@@ -121,7 +157,12 @@ async def test_phase_13_serves_by_itself(engine, model, tokenizer):
     }
     told = (await client.post(path, {"prompt": PROMPTS[:2], **body, "n": 2}))[1]
     assert told["choices"][0]["text"] == oracle and told["usage"]["total_tokens"] > 4 * 5
-    more = {"prompt": PROMPTS[:2], "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    more = {
+        "prompt": PROMPTS[:2],
+        "n": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     *pieces, last, done = (await client.request(path, body | more).run()).events()
     assert done == "[DONE]" and last["usage"] == told["usage"] | {
         "prompt_tokens_details": last["usage"]["prompt_tokens_details"]
@@ -158,7 +199,9 @@ async def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, 
     for number in range(60):
         more = {"prompt": "other " * rng.randint(1, 30), "max_tokens": rng.randint(1, 60)}
         more |= {"stream": True, "seed": number}
-        other = client.request("/v1/completions", more | ({"stop": ["e"]} if number % 5 == 0 else {}))
+        other = client.request(
+            "/v1/completions", more | ({"stop": ["e"]} if number % 5 == 0 else {})
+        )
         other.leave_after = rng.randint(1, 20)
         others.append(other)
     tasks = [asyncio.ensure_future(one.run()) for one in watched + others]
@@ -170,7 +213,9 @@ async def test_nobody_elses_tokens_change_while_others_come_and_go(make, model, 
     await asyncio.gather(*tasks)
     oracle = texts(model, tokenizer, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     for one, prompt, text in zip(watched, prompts, oracle, strict=True):
-        assert one.text() == text, f"prompt {prompt[:12]!r} was answered differently from phase 09"
+        assert one.text() == text, (
+            f"prompt {prompt[:12]!r} was answered differently from phase 09"
+        )
     await settle(app)
 
 
@@ -182,33 +227,55 @@ async def test_samples_usage_and_ids(make):
     assert status == 200
     choices = found["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-    assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, "both samples are the same"
+    assert len({tuple(choice["token_ids"]) for choice in choices[:2]}) == 2, (
+        "both samples are the same"
+    )
     assert found["usage"]["prompt_tokens"] == 5 and found["usage"]["completion_tokens"] == 12
     _, again = await Client(app).post(path, body | {"prompt": "abc", "n": 1, "seed": 5})
-    assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], "sample 1 has not seed 4 plus 1"
+    assert again["choices"][0]["token_ids"] == choices[1]["token_ids"], (
+        "sample 1 has not seed 4 plus 1"
+    )
 
 
 async def test_chunks_put_together_are_the_whole(make):
     client, path = Client(make()), "/v1/chat/completions"
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3, "n": 2}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 12,
+        "seed": 3,
+        "n": 2,
+    }
     body |= {"logprobs": True, "top_logprobs": 3, "ignore_eos": True}
     whole = (await client.post(path, body))[1]
 
     async def streamed(usage: bool) -> list[Any]:
         options = {"include_usage": True, "continuous_usage_stats": usage}
-        return (await client.request(path, body | {"stream": True, "stream_options": options}).run()).events()
+        return (
+            await client.request(
+                path, body | {"stream": True, "stream_options": options}
+            ).run()
+        ).events()
 
     events = await streamed(True)
     last = [event if event == "[DONE]" else event["choices"] for event in events[-2:]]
-    assert last == [[], "[DONE]"], f"a stream ends with usage, then [DONE], not with {events[-2:]}"
-    assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
+    assert last == [[], "[DONE]"], (
+        f"a stream ends with usage, then [DONE], not with {events[-2:]}"
+    )
+    assert (
+        events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
+    )
     assert all("usage" in event for event in events[:-1])
     assert all(event["usage"] is None for event in (await streamed(False))[:-2])
     for choice in whole["choices"]:
-        mine = [e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]]
+        mine = [
+            e["choices"][0] for e in events[:-2] if e["choices"][0]["index"] == choice["index"]
+        ]
         assert mine[0]["delta"]["role"] == "assistant"
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        assert (
+            "".join(c["delta"].get("content", "") for c in mine)
+            == choice["message"]["content"]
+        )
         logprobs = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
         for one, other in zip(logprobs, choice["logprobs"]["content"], strict=True):
             assert one["bytes"] == other["bytes"]
@@ -218,15 +285,25 @@ async def test_chunks_put_together_are_the_whole(make):
 
 async def test_a_stop_string_ends_the_request_in_the_engine_too(make, model, tokenizer):
     app = make()
-    free = texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=60, ignore_eos=True))[0]
+    free = texts(model, tokenizer, ["hello"], SamplingParams(max_tokens=60, ignore_eos=True))[
+        0
+    ]
     stop = free[20:23]
-    body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 60, "stop": [stop]}
+    body = {
+        "prompt": "hello",
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 60,
+        "stop": [stop],
+    }
     found = (await Client(app).post("/v1/completions", body))[1]
     assert found["choices"][0]["text"] == free[: free.index(stop)]
     assert found["choices"][0]["finish_reason"] == "stop"
     assert found["usage"]["completion_tokens"] < 60
     await settle(app)
-    assert app.engine.engine.stats.computed_tokens < 40, "the engine went on after the stop string"
+    assert app.engine.engine.stats.computed_tokens < 40, (
+        "the engine went on after the stop string"
+    )
 
 
 # Requests that are refused.
@@ -243,6 +320,7 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "token out of range": ({"prompt": [1, 257]}, 400, "prompt", "between 0 and 256"),
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
+    "high temperature": ({"prompt": "a", "temperature": 2.01}, 400, "temperature", "between 0 and 2"),
     "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, None, "out of range"),
     "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
@@ -300,9 +378,17 @@ async def test_what_is_wrong_with_a_chat_is_named(make, what):
 async def test_unknown_fields_are_named(make):
     body = {"prompt": "a", "max_tokens": 1, "temprature": 0, "mirostat": 2, "user": "me"}
     asked = await Client(make()).request("/v1/completions", body).run()
-    assert asked.status == 200 and asked.headers["x-ladder-ignored"] == "mirostat, temprature, user"
-    nasty = await Client(make()).request("/v1/completions", body | {"a\r\nx: y\u00e9": 1}).run()
-    assert "\r" not in nasty.headers["x-ladder-ignored"] and "\n" not in nasty.headers["x-ladder-ignored"]
+    assert (
+        asked.status == 200
+        and asked.headers["x-ladder-ignored"] == "mirostat, temprature, user"
+    )
+    nasty = (
+        await Client(make()).request("/v1/completions", body | {"a\r\nx: y\u00e9": 1}).run()
+    )
+    assert (
+        "\r" not in nasty.headers["x-ladder-ignored"]
+        and "\n" not in nasty.headers["x-ladder-ignored"]
+    )
 
 
 async def test_routes_and_methods(make):
@@ -317,9 +403,17 @@ async def test_routes_and_methods(make):
     for path in ("/health", "/", "/events"):
         head = await Client(app).get(path, "HEAD")
         assert head.status == 200 and head.chunks == [b""] and head.complete
-    form = await Client(app).request("/v1/completions", b"{}", headers={"content-type": "text/plain"}).run()
+    form = (
+        await Client(app)
+        .request("/v1/completions", b"{}", headers={"content-type": "text/plain"})
+        .run()
+    )
     assert form.status == 415, f"a body of text/plain is answered {form.status}"
-    packed = await Client(app).request("/v1/completions", b"{}", headers={"content-encoding": "gzip"}).run()
+    packed = (
+        await Client(app)
+        .request("/v1/completions", b"{}", headers={"content-encoding": "gzip"})
+        .run()
+    )
     assert packed.status == 415 and "compressed" in packed.json()["error"]["message"]
     assert form.headers["x-request-id"].startswith("req-")
     mine = await Client(app).get("/version", x_request_id="abc")
@@ -330,8 +424,14 @@ async def test_routes_and_methods(make):
 
 async def test_large_and_slow_bodies(make):
     app = make(limits=Limits(max_body_bytes=1000, body_seconds=0.05))
-    told = await Client(app).request("/v1/completions", b"", headers={"content-length": "100000000"}).run()
-    assert told.status == 413 and told._body is not None, "a body too large by its own account was read"
+    told = (
+        await Client(app)
+        .request("/v1/completions", b"", headers={"content-length": "100000000"})
+        .run()
+    )
+    assert told.status == 413 and told._body is not None, (
+        "a body too large by its own account was read"
+    )
     untold = await Client(app).request("/v1/completions", b"x" * 1001).run()
     assert untold.status == 413
     slow = Client(app).request("/v1/completions", b"{")
@@ -355,11 +455,18 @@ async def test_a_full_queue_says_when_to_come_again(make):
     statuses = [one.status for one in asked]
     assert statuses.count(200) == 10 and statuses.count(429) == 2, statuses
     (full, *_) = [one for one in asked if one.status == 429]
-    assert int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
+    assert (
+        int(full.headers["retry-after"]) >= 1
+        and full.json()["error"]["type"] == "rate_limit_error"
+    )
     never = {"prompt": ["a"] * 11, "max_tokens": 1}
     refused = await Client(app).request("/v1/completions", never).run()
-    assert refused.status == 400 and "retry-after" not in refused.headers, "it can never be taken"
-    assert (await Client(app).post("/v1/completions", never | {"prompt": ["a"] * 10}))[0] == 200
+    assert refused.status == 400 and "retry-after" not in refused.headers, (
+        "it can never be taken"
+    )
+    assert (await Client(app).post("/v1/completions", never | {"prompt": ["a"] * 10}))[
+        0
+    ] == 200
 
 
 # Leaving.
@@ -382,7 +489,9 @@ async def test_who_leaves_is_let_go(make, stream):
 
 
 @pytest.mark.parametrize(
-    ("stream", "late"), [(False, 0.0), (True, 0.0), (False, 0.2)], ids=["whole", "stream", "slow to send"]
+    ("stream", "late"),
+    [(False, 0.0), (True, 0.0), (False, 0.2)],
+    ids=["whole", "stream", "slow to send"],
 )
 async def test_deadlines(make, stream, late):
     """A deadline counts from the beginning of the request: a client slow to send its body uses it up."""
@@ -398,16 +507,26 @@ async def test_deadlines(make, stream, late):
     asked.receive = slowly
     await asked.run()
     if stream and asked.status == 200:
-        assert asked.events()[-1]["error"]["code"] == "deadline", "a stream past its deadline has no error"
+        assert asked.events()[-1]["error"]["code"] == "deadline", (
+            "a stream past its deadline has no error"
+        )
     else:
         assert (asked.status, asked.json()["error"]["code"]) == (504, "deadline")
     await settle(app)
-    assert not late or app.engine.engine.stats.steps < 30, "a request too late on arrival was computed"
+    assert not late or app.engine.engine.stats.steps < 30, (
+        "a request too late on arrival was computed"
+    )
 
 
 async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenizer):
     app = make(limits=Limits(max_unsent=20))
-    body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = {
+        "prompt": "hello",
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0,
+    }
     slow, fast = (Client(app).request("/v1/completions", body) for _ in range(2))
     slow.reads.clear()
     tasks = [asyncio.ensure_future(one.run()) for one in (slow, fast)]
@@ -425,7 +544,8 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
 
 
 @pytest.mark.parametrize(
-    "rounds", [pytest.param(4, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)]
+    "rounds",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.long)],
 )
 def test_thousands_who_leave(make, rounds):
     """At every moment of a request's life, a hundred at a time; blocks come back, memory does not grow."""
@@ -437,7 +557,11 @@ def test_thousands_who_leave(make, rounds):
         async def some(count: int) -> None:
             asked: list[Asked] = []
             for _ in range(count):
-                body = {"prompt": "abc" * rng.randint(1, 9), "max_tokens": 50, "stream": rng.random() < 0.5}
+                body = {
+                    "prompt": "abc" * rng.randint(1, 9),
+                    "max_tokens": 50,
+                    "stream": rng.random() < 0.5,
+                }
                 one = Client(app).request("/v1/completions", body)
                 asked.append(one)
             tasks = [asyncio.ensure_future(one.run()) for one in asked]
@@ -458,9 +582,13 @@ def test_thousands_who_leave(make, rounds):
             sizes.append(process.memory_info().rss)
             objects.append(len(gc.get_objects()))
         grown = min(after / before - 1 for before, after in itertools.pairwise(sizes))
-        assert grown < 0.003, f"MB after each {25 * rounds} requests left: {[size >> 20 for size in sizes]}"
+        assert grown < 0.003, (
+            f"MB after each {25 * rounds} requests left: {[size >> 20 for size in sizes]}"
+        )
         kept = min(after - before for before, after in itertools.pairwise(objects))
-        assert kept < 150, f"{kept} Python objects are kept of each {25 * rounds} requests that were left"
+        assert kept < 150, (
+            f"{kept} Python objects are kept of each {25 * rounds} requests that were left"
+        )
         assert metrics(app).troubles["left"] > 50 * rounds
 
     asynchronously(test, 280.0)
@@ -470,7 +598,9 @@ class Driven:
     """Drives a coroutine by hand, counts its waits, and cancels it at one of them."""
 
     def __init__(self, coroutine: Any, at: int) -> None:
-        self.step, self.at, self.count = coroutine.__await__(), at, 0
+        self.step = coroutine.__await__()
+        self.at = at
+        self.count = 0
 
     def __await__(self) -> Any:
         value = None
@@ -516,13 +646,18 @@ def test_cancelled_at_every_await(make, monkeypatch, stream, more):
 
     asynchronously(all_of_them, 120.0)
     waits = found[0]
-    assert waits >= (8 if stream else 1), f"a request waits only {waits} times, so little would be tested"
+    assert waits >= (8 if stream else 1), (
+        f"a request waits only {waits} times, so little would be tested"
+    )
 
 
 async def test_engine_death_is_told_to_everybody(make):
     app = make()
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
-    asked = [Client(app).request("/v1/completions", body | {"stream": n % 2 == 0}) for n in range(16)]
+    asked = [
+        Client(app).request("/v1/completions", body | {"stream": n % 2 == 0})
+        for n in range(16)
+    ]
     tasks = [asyncio.ensure_future(one.run()) for one in asked]
     while not any(one.chunks for one in asked):
         await asyncio.sleep(0)
@@ -530,10 +665,17 @@ async def test_engine_death_is_told_to_everybody(make):
     _, waiting = await asyncio.wait(tasks, timeout=5)
     assert not waiting, f"{len(waiting)} requests were not told that their engine has died"
     for one in asked:
-        error = one.events()[-1] if one.headers["content-type"].startswith("text/event") else one.json()
+        error = (
+            one.events()[-1]
+            if one.headers["content-type"].startswith("text/event")
+            else one.json()
+        )
         assert error["error"]["code"] == "died", error
         assert one.status in (200, 503) and one.complete
-    assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[0] == 200
+    assert not metrics(app)._last, "of completions that no engine knows any more"
+    assert (await Client(app).post("/v1/completions", {"prompt": "a", "max_tokens": 1}))[
+        0
+    ] == 200
     await settle(app)
 
 
@@ -557,8 +699,12 @@ async def test_a_failed_step_is_a_500_for_its_own_requests(make, monkeypatch, st
     await task
     error = (asked.events()[-1] if stream else asked.json())["error"]
     assert (asked.status, error["code"]) == (200 if stream else 500, "error"), error
-    assert error["type"] == "server_error" and "device" not in error["message"], "an inner word has got out"
-    assert not stream or asked.events()[-2]["choices"], "nothing came before the step that failed"
+    assert error["type"] == "server_error" and "device" not in error["message"], (
+        "an inner word has got out"
+    )
+    assert not stream or asked.events()[-2]["choices"], (
+        "nothing came before the step that failed"
+    )
     assert (await Client(app).post("/v1/completions", body | {"stream": False}))[0] == 200
     await settle(app)
 
@@ -572,11 +718,19 @@ async def test_salts_part_the_prefix_cache_and_usage_tells_what_was_found(make):
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert await found(cache_salt="a") == 0, "the first request of salt a found a prefix"
-    assert await found(cache_salt="a") >= 48, "the second request of salt a did not find the first one's"
-    assert await found(cache_salt="b") == 0, "salt b found what salt a had left: tenants see each other"
-    assert await found(cache_salt="c", n=4) == 0, "samples are told to have found each other's prompt"
+    assert await found(cache_salt="a") >= 48, (
+        "the second request of salt a did not find the first one's"
+    )
+    assert await found(cache_salt="b") == 0, (
+        "salt b found what salt a had left: tenants see each other"
+    )
+    assert await found(cache_salt="c", n=4) == 0, (
+        "samples are told to have found each other's prompt"
+    )
     one = await found(cache_salt="c")
-    assert await found(cache_salt="c", n=4) == one >= 48, "what was found is told once a prompt"
+    assert await found(cache_salt="c", n=4) == one >= 48, (
+        "what was found is told once a prompt"
+    )
     twice = await found(cache_salt="c", prompt=[body["prompt"]] * 2, n=2)
     assert twice == 2 * one, "what was found is told for one of the two prompts"
 
@@ -588,8 +742,16 @@ async def test_nan_is_an_error_of_its_own_request_and_is_counted(tokenizer, stre
     broken.embed_tokens.weight.data[bad] = float("nan")
     engine = load(broken, max_rows=4, cache_bytes=blocks(broken, 60), step_tokens=64)
     app = whole_app(Loopback(engine), tokenizer, "tiny")
-    body = {"max_tokens": 6, "ignore_eos": True, "stream": stream, "logit_bias": {str(bad): -100}}
-    asked = [Client(app).request("/v1/completions", body | {"prompt": text}) for text in ("ab", "aqb", "c")]
+    body = {
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "stream": stream,
+        "logit_bias": {str(bad): -100},
+    }
+    asked = [
+        Client(app).request("/v1/completions", body | {"prompt": text})
+        for text in ("ab", "aqb", "c")
+    ]
     done = await asyncio.gather(*(one.run() for one in asked))
     assert [one.status for one in done] == [200, 500, 200]
     error = json.loads(b"".join(done[1].chunks))["error"]
@@ -605,7 +767,9 @@ async def test_metrics_are_what_happened(make):
     for number in range(3):
         body = {"prompt": "abcd", "max_tokens": 5, "ignore_eos": True, "seed": number}
         await Client(app).post("/v1/completions", body)
-    status, _ = await Client(app).post("/v1/completions", {"prompt": "abcd", "guided_regex": "a"})
+    status, _ = await Client(app).post(
+        "/v1/completions", {"prompt": "abcd", "guided_regex": "a"}
+    )
     assert status == 400, "the engine has refused it, and it is no request of any length"
     asked = await Client(app).get("/metrics")
     text = b"".join(asked.chunks).decode()
@@ -618,7 +782,11 @@ async def test_metrics_are_what_happened(make):
     assert found["vllm:time_to_first_token_seconds_count"] == 3
     assert found["vllm:inter_token_latency_seconds_count"] == 12
     assert found["vllm:request_success_total"] == 3
-    assert found["vllm:request_prompt_tokens_count"] == found["vllm:e2e_request_latency_seconds_count"] == 3
+    assert (
+        found["vllm:request_prompt_tokens_count"]
+        == found["vllm:e2e_request_latency_seconds_count"]
+        == 3
+    )
     assert found["ladder:troubles_total"] == 1
     assert found["vllm:num_requests_running"] == 0 and found["vllm:kv_cache_usage_perc"] == 0
     assert found["ladder:steps_total"] == app.engine.worker._steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -27,10 +29,11 @@ from cuda_graphs.capture import Capturer
 from forward.loading import load_model
 from forward.shapes import SHAPES
 from paged_cache.memory import weight_bytes
-from parallel import crew as crews
-from parallel.crew import RanksLost
-from parallel.launch import part
+from parallel import worker_group
+from parallel.launch import part, store_folder, together
+from parallel.ranks import Ranks
 from parallel.shard import Shard, Slice
+from parallel.worker_group import WorkerLostError
 from tests import structured_kit
 from tests.guidance_kit import served
 from tests.programs import environment
@@ -75,7 +78,12 @@ def test_heads_and_sizes_that_do_not_divide_are_refused_before_anything_starts()
         (tiny, 4, {}, heads.format(4, "")),
         (tiny, 0, {}, "tensor_parallel is 0, but must be"),
         ("random:gpt2", 2, {}, "tensor_parallel is 2, but gpt2 is not cut"),
-        (tiny, 3, {"drafter": "head"}, "tensor_parallel is 3, but drafter 'head' reads a whole vocabulary"),
+        (
+            tiny,
+            3,
+            {"drafter": "head"},
+            "tensor_parallel is 3, but drafter 'head' reads a whole vocabulary",
+        ),
     ):
         with pytest.raises(UserError, match=says):
             parallel.load(model, tensor_parallel=size, **SMALL, **more)
@@ -88,20 +96,26 @@ def test_a_shard_is_cut_where_its_shape_says() -> None:
     name = "layers.0.self_attn."
     assert last.cut(name + "q_proj.weight", (64, 32), (16, 32), 8) == Slice(0, 48, 16)
     assert last.cut(name + "o_proj.weight", (32, 64), (32, 16), 8) == Slice(1, 48, 16)
-    assert last.cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 8, 8), "rank 3 has head 1"
+    assert last.cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 8, 8), (
+        "rank 3 has head 1"
+    )
     assert Shard(1, 4).cut(name + "k_proj.weight", (16, 32), (8, 32), 2) == Slice(0, 0, 8)
     assert last.cut("norm.weight", (32,), (32,), 2) is None
     assert last.cut("lm_head.weight", (257, 32), (65, 32), 2) == Slice(0, 195, 65)
     assert last.vocabulary(257) == (195, 62, 65)
-    with pytest.raises(UserError, match="groups of weights that share a scale must stay together"):
+    with pytest.raises(
+        UserError, match="groups of weights that share a scale must stay together"
+    ):
         last.cut("layers.0.mlp.down_proj.weight_scale", (64, 3), (64, 1), 2)
-    assert last.first_alone(name + "o_proj.bias") and not last.first_alone(name + "q_proj.bias")
+    assert last.first_alone(name + "o_proj.bias") and not last.first_alone(
+        name + "q_proj.bias"
+    )
 
 
 def _own_weights(ranks: Any, model: str) -> dict[str, tuple[int, ...]]:
     from parallel.loading import load_part
 
-    part = load_part(model, device="cpu", dtype="float32", linears=None, ranks=ranks)
+    part = load_part(model, device="cpu", dtype="float32", weight_loader=None, ranks=ranks)
     return {name: tuple(tensor.shape) for name, tensor in part.state_dict().items()} | {
         "bytes": (weight_bytes(part),)
     }
@@ -114,8 +128,12 @@ def test_no_rank_holds_the_whole(llama: Path) -> None:
         assert found["layers.0.self_attn.q_proj.weight"] == (64, 64)
         assert found["layers.0.self_attn.o_proj.linear.weight"] == (64, 64)
         assert found["layers.1.mlp.down_proj.linear.weight"] == (64, 64)
-        assert found["embed_tokens.weight"] == (130, 64), "259 tokens are 130 a rank, and one place is empty"
-        assert found["bytes"][0] < 0.53 * weight_bytes(whole), "a rank of two has about half of the weights"
+        assert found["embed_tokens.weight"] == (130, 64), (
+            "259 tokens are 130 a rank, and one place is empty"
+        )
+        assert found["bytes"][0] < 0.53 * weight_bytes(whole), (
+            "a rank of two has about half of the weights"
+        )
 
 
 # The same tokens.
@@ -128,7 +146,9 @@ def expected(llama: Path) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_give_the_tokens_of_one(llama: Path, expected: list[list[int]], size: int) -> None:
+def test_ranks_give_the_tokens_of_one(
+    llama: Path, expected: list[list[int]], size: int
+) -> None:
     same(in_ranks(str(llama), size, SMALL), expected, f"{size} ranks of files")
 
 
@@ -137,7 +157,11 @@ def test_ranks_give_the_tokens_of_one(llama: Path, expected: list[list[int]], si
 def test_random_weights_are_those_of_one_rank(shape: str, size: int) -> None:
     """`tiny` has 6 heads and 3 key/value heads; in 4 ranks of `tiny-window` two share a key/value head."""
     model = f"random:{shape}"
-    same(in_ranks(model, size, SMALL), tokens_of(serving.load(model, **SMALL)), f"{size} ranks of {shape}")
+    same(
+        in_ranks(model, size, SMALL),
+        tokens_of(serving.load(model, **SMALL)),
+        f"{size} ranks of {shape}",
+    )
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -159,7 +183,11 @@ def test_every_feature_in_two_ranks(llama: Path, options: dict[str, Any]) -> Non
 @pytest.mark.slow
 def test_grammars_in_two_ranks() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    bound: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "grammar": Grammar.json_schema(schema)}
+    bound: dict[str, Any] = {
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "grammar": Grammar.json_schema(schema),
+    }
     params = [SamplingParams(seed=seed, **bound) for seed in (1, 2)]
     params.append(SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True))
     prompts = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
@@ -170,19 +198,29 @@ def test_grammars_in_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_grammar_that_fails_ends_its_request_on_every_rank() -> None:
-    bound: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "grammar": Grammar.regex("[a-z]*")}
+    bound: dict[str, Any] = {
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "grammar": Grammar.regex("[a-z]*"),
+    }
     options = SMALL | {"tokenizer": structured_kit.tokenizer()}
-    engine: Any = parallel.load("random:tiny-window", tensor_parallel=2, rank_check=1, **options)
-    first, second = (engine.add([5, 6, seed], SamplingParams(seed=seed, **bound))[0] for seed in (1, 2))
-    take_failed, error = engine.masks.inner.take_failed, RuntimeError("no way on")
+    engine: Any = parallel.load(
+        "random:tiny-window", tensor_parallel=2, rank_check=1, **options
+    )
+    first, second = (
+        engine.add([5, 6, seed], SamplingParams(seed=seed, **bound))[0] for seed in (1, 2)
+    )
+    take_failed, error = engine.masks.inner.pop_failed_requests, RuntimeError("no way on")
 
     def failed() -> list[tuple[Request, Exception]]:
         return take_failed() + [(first, error)] * (len(first.output_ids) == 3)
 
-    engine.masks.inner.take_failed = failed
+    engine.masks.inner.pop_failed_requests = failed
     while not engine.idle:
         engine.step()
-    assert (first.finish_reason, first.error) == ("error", error) and 3 <= len(first.output_ids) <= 4
+    assert (first.finish_reason, first.error) == ("error", error) and 3 <= len(
+        first.output_ids
+    ) <= 4
     assert second.finish_reason in ("length", "stop"), second.error
     agree(engine.loop)
     assert engine.cache.free == engine.cache.allocator.count
@@ -207,12 +245,14 @@ def test_aborts_reach_every_rank(llama: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_engine_leaves_the_next_one_alone(llama: Path, expected: list[list[int]]) -> None:
+def test_a_closed_engine_leaves_the_next_one_alone(
+    llama: Path, expected: list[list[int]]
+) -> None:
     """The next one has the same processes, which would take the steps of both."""
     first: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
     first.loop.close()
     second: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
-    with pytest.raises(RanksLost, match="the engine is closed"):
+    with pytest.raises(WorkerLostError, match="the engine is closed"):
         tokens_of(first)
     same(tokens_of(second), expected, "beside a closed engine")
     agree(second.loop)
@@ -228,14 +268,14 @@ def test_a_killed_rank_ends_the_engine(llama: Path, number: int) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
-    engine.loop.crew.members[0].process.send_signal(number)
+    engine.loop.workers.members[0].process.send_signal(number)
     begun = time.monotonic()
-    with pytest.raises(RanksLost, match="rank 1 has ended"):
+    with pytest.raises(WorkerLostError, match="rank 1 has ended"):
         while time.monotonic() - begun < 20:
             engine.step()
     assert time.monotonic() - begun < 10, "an engine that has lost a rank ends within 10 s"
     assert not engine.idle, "an idle engine would never tell that it is broken"
-    with pytest.raises(RanksLost):
+    with pytest.raises(WorkerLostError):
         engine.step()
 
 
@@ -244,7 +284,7 @@ def test_ranks_that_do_not_agree_end_the_engine(llama: Path) -> None:
     engine: Any = parallel.load(str(llama), tensor_parallel=2, rank_check=1, **SMALL)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.loop.checksum += 1  # as if this rank had done something else
-    with pytest.raises(RanksLost, match="rank 1 does not agree with rank 0 on step"):
+    with pytest.raises(WorkerLostError, match="rank 1 does not agree with rank 0 on step"):
         for _ in range(40):
             engine.step()
             time.sleep(0.01)
@@ -281,7 +321,9 @@ def test_sizes_of_the_vocabulary() -> None:
         for size in (1, 2, 3, 4):
             parts = [Shard(rank, size).vocabulary(vocab) for rank in range(size)]
             each = -(-vocab // size)
-            assert [first for first, _, _ in parts] == [min(vocab, rank * each) for rank in range(size)]
+            assert [first for first, _, _ in parts] == [
+                min(vocab, rank * each) for rank in range(size)
+            ]
             assert sum(count for _, count, _ in parts) == vocab
             assert len({room for _, _, room in parts}) == 1
 
@@ -303,47 +345,57 @@ def test_graphs_are_destroyed_before_the_ranks_part() -> None:
     graph = SimpleNamespace(reset=lambda: seen.append("graph"))
     capturer = Capturer(torch.device("cpu"))
     capturer._graphs.append(graph)  # type: ignore[arg-type]
-    crew: Any = SimpleNamespace(
-        reason="lost", tell=seen.append, kill=lambda: seen.append("crew"), size=0, awaited=nullcontext
+    workers: Any = SimpleNamespace(
+        reason="lost",
+        tell=seen.append,
+        kill=lambda: seen.append("crew"),
+        size=0,
+        awaited=nullcontext,
     )
-    part(crew, SimpleNamespace(close=lambda: seen.append("ranks")), capturer.let_go)  # type: ignore[arg-type]
+    part(workers, SimpleNamespace(close=lambda: seen.append("ranks")), capturer.release)  # type: ignore[arg-type]
     assert seen == ["graph", "crew"], "a lost crew has nobody to part from, but its graphs end"
-    capturer.let_go()
+    capturer.release()
     assert seen.count("graph") == 1
 
 
 @pytest.mark.slow
-def test_who_does_not_wait_for_a_lost_rank_is_not_ended(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_wait_for_a_lost_rank_is_not_ended(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program or a notebook that has an engine, and does something else."""
     ended = threading.Event()
-    monkeypatch.setattr(crews, "LAST_RESORT", 0.2)
-    monkeypatch.setattr(crews.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(worker_group, "LAST_RESORT", 0.2)
+    monkeypatch.setattr(worker_group.os, "_exit", lambda code: ended.set())
     engine: Any = parallel.load(str(llama), tensor_parallel=2, **SMALL)
-    engine.loop.crew.members[0].process.kill()
-    assert not ended.wait(1.5), "nobody was waiting for rank 1, and the whole program ends with it"
-    with pytest.raises(RanksLost, match="rank 1 has ended"):
+    engine.loop.workers.members[0].process.kill()
+    assert not ended.wait(1.5), (
+        "nobody was waiting for rank 1, and the whole program ends with it"
+    )
+    with pytest.raises(WorkerLostError, match="rank 1 has ended"):
         engine.step()
 
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_begin_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crews, "PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr(worker_group, "PROGRAM", "import sys; sys.exit(7)")
     end_crews()
     begun = time.monotonic()
-    with pytest.raises(RanksLost, match=r"rank 1 has ended \(exit code 7\)"):
+    with pytest.raises(WorkerLostError, match=r"rank 1 has ended \(exit code 7\)"):
         parallel.load("random:tiny-window", tensor_parallel=2, **SMALL)
     assert time.monotonic() - begun < 20, "rank 0 waits for a rank that has never begun"
 
 
-def test_a_loss_closes_nothing_that_another_thread_may_be_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_closes_nothing_that_another_thread_may_be_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Closed by both, its number would be another file's by the second time."""
-    monkeypatch.setattr(crews, "PROGRAM", "import time; time.sleep(60)")
-    crew = crews.Crew(3)
-    crew.lose("rank 2 has ended")
-    assert [member.process.wait(10) for member in crew.members] == [-signal.SIGKILL] * 2
-    assert not any(member.connection.closed for member in crew.members)
-    crew.kill()
-    assert all(member.connection.closed for member in crew.members)
+    monkeypatch.setattr(worker_group, "PROGRAM", "import time; time.sleep(60)")
+    workers = worker_group.WorkerGroup(3)
+    workers.lose("rank 2 has ended")
+    assert [member.process.wait(10) for member in workers.members] == [-signal.SIGKILL] * 2
+    assert not any(member.connection.closed for member in workers.members)
+    workers.kill()
+    assert all(member.connection.closed for member in workers.members)
 
 
 @pytest.mark.slow
@@ -356,7 +408,11 @@ def test_a_function_of_a_program_goes_to_every_rank(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     done = subprocess.run(
-        [sys.executable, str(program)], env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, str(program)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.strip() == "[40, 41]", done.stderr[-500:]
 
@@ -371,7 +427,7 @@ def _fails_on_the_second(ranks: Any) -> int:
 def test_a_rank_that_raises_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     end_crews()  # or the process would write where its standard error was when it began
     begun = time.monotonic()
-    with pytest.raises(RanksLost, match=r"rank 1 has (ended \(exit code 1\)|gone)"):
+    with pytest.raises(WorkerLostError, match=r"rank 1 has (ended \(exit code 1\)|gone)"):
         parallel.together(2, _fails_on_the_second)
     assert time.monotonic() - begun < 30
     assert "ValueError: this rank is wrong" in capfd.readouterr().err, "nobody says why"
@@ -382,8 +438,10 @@ def _quantized(ranks: Any, model: str, scheme: str) -> dict[str, Any]:
     from quant import Quant
     from quant.linear import QuantLinear
 
-    linears = Quant(quantization=scheme, group_size=16).linears()
-    part = load_part(model, device="cpu", dtype="float32", linears=linears, ranks=ranks)
+    weight_loader = Quant(quantization=scheme, group_size=16).weight_loader()
+    part = load_part(
+        model, device="cpu", dtype="float32", weight_loader=weight_loader, ranks=ranks
+    )
     return {
         name.replace(".linear", ""): layer.weight.dequantize().numpy()
         for name, layer in part.named_modules()
@@ -397,10 +455,30 @@ def test_quantized_parts_are_those_of_the_whole(llama: Path, scheme: str) -> Non
     from quant import Quant
     from quant.linear import QuantLinear
 
-    whole = load_model(str(llama), **PLACE, linears=Quant(quantization=scheme, group_size=16).linears())
+    whole = load_model(
+        str(llama),
+        **PLACE,
+        weight_loader=Quant(quantization=scheme, group_size=16).weight_loader(),
+    )
     parts = parallel.together(2, _quantized, str(llama), scheme)
     for name, layer in whole.named_modules():
         if isinstance(layer, QuantLinear) and name != "lm_head":
             dim = 1 if name.endswith(("o_proj", "down_proj")) else 0
             found = torch.cat([torch.from_numpy(part[name]) for part in parts], dim)
-            assert torch.equal(found, layer.weight.dequantize()), f"{name}: another weight in parts"
+            assert torch.equal(found, layer.weight.dequantize()), (
+                f"{name}: another weight in parts"
+            )
+
+
+def test_ranks_meet_by_a_file_that_only_this_user_can_reach():
+    folder = store_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert together(2, sockets_of, device="cpu") == [True, True]
+
+
+def sockets_of(ranks: Ranks) -> bool:
+    """Whether all that listens in this rank does so on the loopback."""
+    found = psutil.Process().net_connections("inet")
+    return all(
+        each.laddr.ip == "127.0.0.1" for each in found if each.status == psutil.CONN_LISTEN
+    )

@@ -25,7 +25,14 @@ from replicas.gate import GONE, KEY, NAME, Gate, RelayedAnswer
 from replicas.options import MOST_REPLICAS, ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of, keeper_of
 from replicas.replica import Replica
-from replicas.routing import InFlight, LeastLoaded, Memory, PrefixAware, RoundRobin, make_policy
+from replicas.routing import (
+    InFlight,
+    LeastLoaded,
+    Memory,
+    PrefixAware,
+    RoundRobin,
+    make_policy,
+)
 from serving.app import App
 from serving.http.limits import Limits
 from serving.liveness import StartupError
@@ -38,11 +45,15 @@ LESSON = ROOT / "phases" / "15_replicas" / "README.md"
 
 
 def body(prompt: Any = None, **more: Any) -> bytes:
-    return msgspec.json.encode(({"model": "m", "prompt": prompt} if prompt is not None else {}) | more)
+    return msgspec.json.encode(
+        ({"model": "m", "prompt": prompt} if prompt is not None else {}) | more
+    )
 
 
 def shared(a: list[int], b: list[int]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def test_chains_agree_as_far_as_texts_do():
@@ -51,18 +62,27 @@ def test_chains_agree_as_far_as_texts_do():
         other = text[:place] + "#" + text[place + 1 :]
         found = shared(chain_of(body(text)), chain_of(body(other)))
         expected = (place + 1) // BLOCK  # a quotation mark comes first
-        assert found == expected, f"texts differ at {place}: chains after {found} blocks, not {expected}"
+        assert found == expected, (
+            f"texts differ at {place}: chains after {found} blocks, not {expected}"
+        )
 
 
 def test_a_number_names_everything_before_its_block():
     one, two = chain([b"a" * 8, b"same"], b""), chain([b"b" * 8, b"same"], b"")
-    assert one[1] != two[1], "the last block is the same, and so is its number: what came before is not in it"
+    assert one[1] != two[1], (
+        "the last block is the same, and so is its number: what came before is not in it"
+    )
 
 
 def test_a_conversation_goes_on_and_so_does_its_chain():
-    said = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y" * 300}]
+    said = [
+        {"role": "user", "content": "x" * 300},
+        {"role": "assistant", "content": "y" * 300},
+    ]
     before, after = chain_of(body(messages=said)), chain_of(body(messages=[*said, said[0]]))
-    assert len(before) >= 4 and after[: len(before)] == before, "a turn more has changed the chain before it"
+    assert len(before) >= 4 and after[: len(before)] == before, (
+        "a turn more has changed the chain before it"
+    )
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "tools"])
@@ -74,12 +94,16 @@ def test_salt_and_tools_come_before_the_first_token(field):
 
 
 def test_other_fields_are_no_matter():
-    assert chain_of(body("x" * 999)) == chain_of(body("x" * 999, temperature=0.5, stream=True, seed=3))
+    assert chain_of(body("x" * 999)) == chain_of(
+        body("x" * 999, temperature=0.5, stream=True, seed=3)
+    )
 
 
 def test_token_ids_have_a_chain_too():
     ids = list(range(1000, 1200))
-    assert shared(chain_of(body([*ids, 1])), chain_of(body([*ids, 2]))) == len(chain_of(body(ids)))
+    assert shared(chain_of(body([*ids, 1])), chain_of(body([*ids, 2]))) == len(
+        chain_of(body(ids))
+    )
 
 
 def test_a_chain_has_an_end():
@@ -102,7 +126,12 @@ def chains(*texts: str) -> list[list[int]]:
 
 def test_policies_without_memory():
     turns, policy = RoundRobin(), LeastLoaded()
-    assert [turns.rank([], {"b": 9, "a": 0, "c": 3})[0] for _ in range(4)] == ["a", "b", "c", "a"]
+    assert [turns.rank([], {"b": 9, "a": 0, "c": 3})[0] for _ in range(4)] == [
+        "a",
+        "b",
+        "c",
+        "a",
+    ]
     assert all(policy.rank([], {"a": 2, "b": 1, "c": 3})[0] == "b" for _ in range(5))
     first = [policy.rank([], {"a": 1, "b": 1, "c": 3})[0] for _ in range(12)]
     assert set(first) == {"a", "b"}, f"of two equals, lone requests go to {set(first)} alone"
@@ -113,20 +142,28 @@ def test_a_known_beginning_is_gone_to():
     policy.sent(long, "b")
     for _ in range(6):
         assert policy.rank(long, {"a": 0, "b": 3, "c": 0})[0] == "b"
-        assert policy.rank(other, {"a": 0, "b": 3, "c": 0})[0] == "b", "half of the request is known there"
+        assert policy.rank(other, {"a": 0, "b": 3, "c": 0})[0] == "b", (
+            "half of the request is known there"
+        )
 
 
 def test_nobody_goes_beyond_the_bound():
     policy, (known,) = PrefixAware(imbalance=4), chains("abcdefgh")
     policy.sent(known, "b")
-    assert policy.rank(known, {"a": 1, "b": 5, "c": 2})[0] == "b", "4 more than the least loaded are allowed"
-    assert policy.rank(known, {"a": 1, "b": 6, "c": 2})[0] == "a", "5 more than the least loaded are not"
+    assert policy.rank(known, {"a": 1, "b": 5, "c": 2})[0] == "b", (
+        "4 more than the least loaded are allowed"
+    )
+    assert policy.rank(known, {"a": 1, "b": 6, "c": 2})[0] == "a", (
+        "5 more than the least loaded are not"
+    )
 
 
 def test_a_trifle_is_not_worth_a_queue():
     policy, (known, other) = PrefixAware(imbalance=4), chains("a" * 40, "a" * 2 + "b" * 38)
     policy.sent(known, "b")
-    assert policy.rank(other, {"a": 0, "b": 1})[0] == "a", "2 of 40 blocks are known, and it waits for them"
+    assert policy.rank(other, {"a": 0, "b": 1})[0] == "a", (
+        "2 of 40 blocks are known, and it waits for them"
+    )
 
 
 def test_where_nothing_is_known_replicas_fill_evenly():
@@ -135,14 +172,18 @@ def test_where_nothing_is_known_replicas_fill_evenly():
         best = policy.rank(one, {"a": 0, "b": 0, "c": 0, "d": 0})[0]
         policy.sent(one, best)
         placed.append(best)
-    assert sorted(placed.count(name) for name in "abcd") == [4, 4, 4, 4], f"16 prefixes went to {placed}"
+    assert sorted(placed.count(name) for name in "abcd") == [4, 4, 4, 4], (
+        f"16 prefixes went to {placed}"
+    )
 
 
 def test_the_longest_beginning_wins():
     policy, (short, long, asked) = PrefixAware(), chains("abcd", "abcdefgh", "abcdefghij")
     policy.sent(short, "a")
     policy.sent(long, "b")
-    assert policy.rank(asked, {"a": 0, "b": 0})[0] == "b", "8 blocks are known there, 4 by the other"
+    assert policy.rank(asked, {"a": 0, "b": 0})[0] == "b", (
+        "8 blocks are known there, 4 by the other"
+    )
 
 
 def test_a_gap_ends_a_beginning():
@@ -156,7 +197,9 @@ def test_memory_forgets_the_oldest_and_ends_before_beginnings():
     memory.learn(first)
     memory.learn(second)
     assert len(memory) == 8 and memory.found(second) == 4
-    assert memory.found(first) == 4, f"of 6 old blocks 4 fit, and the first {memory.found(first)} can be used"
+    assert memory.found(first) == 4, (
+        f"of 6 old blocks 4 fit, and the first {memory.found(first)} can be used"
+    )
     memory.learn(first[:4])
     memory.learn(chains("z")[0])
     assert memory.found(first) == 4, "what was used again was forgotten before what was not"
@@ -166,14 +209,19 @@ def test_a_replica_that_leaves_takes_its_knowledge_along():
     policy, (known,) = PrefixAware(imbalance=9), chains("abcdefgh")
     policy.sent(known, "b")
     policy.keep({"a"})
-    assert policy.rank(known, {"a": 0, "b": 5})[0] == "a", "a replica that came back has an empty cache"
+    assert policy.rank(known, {"a": 0, "b": 5})[0] == "a", (
+        "a replica that came back has an empty cache"
+    )
 
 
 @settings(max_examples=50)
 @given(st.data())
 def test_the_bound_holds_whatever_comes(data):
     imbalance = data.draw(st.integers(0, 3))
-    policy, flight, names, number = PrefixAware(imbalance), InFlight(), ["a", "b", "c"], 0
+    policy = PrefixAware(imbalance)
+    flight = InFlight()
+    names = ["a", "b", "c"]
+    number = 0
     open_requests: list[str] = []
     for _ in range(data.draw(st.integers(1, 40))):
         if open_requests and data.draw(st.booleans()):
@@ -184,24 +232,32 @@ def test_the_bound_holds_whatever_comes(data):
         order = policy.rank(one, loads)
         assert sorted(order) == names, f"{order} leaves somebody out"
         most = min(loads.values()) + imbalance
-        assert loads[order[0]] <= most, f"{order[0]} has {loads[order[0]]}, but may have {most}: {loads}"
+        assert loads[order[0]] <= most, (
+            f"{order[0]} has {loads[order[0]]}, but may have {most}: {loads}"
+        )
         policy.sent(one, order[0])
         flight.begin(str(number), order[0])
         open_requests.append(str(number))
         number += 1
     for request in open_requests:
         flight.end(request)
-    assert [flight.of(name) for name in names] == [0, 0, 0], "requests that have ended still count"
+    assert [flight.of(name) for name in names] == [0, 0, 0], (
+        "requests that have ended still count"
+    )
 
 
 def test_a_request_counts_once_wherever_it_goes():
     flight = InFlight()
     flight.begin("1", "a")
     flight.begin("1", "b")
-    assert (flight.of("a"), flight.of("b")) == (0, 1), "request 1 was given on, and counts at the wrong one"
+    assert (flight.of("a"), flight.of("b")) == (0, 1), (
+        "request 1 was given on, and counts at the wrong one"
+    )
     flight.end("1")
     flight.end("1")
-    assert (flight.of("a"), flight.of("b")) == (0, 0), "request 1 has ended twice, and counts for minus one"
+    assert (flight.of("a"), flight.of("b")) == (0, 0), (
+        "request 1 has ended twice, and counts for minus one"
+    )
     flight.begin("2", "a")
     flight.keep({"b"})
     flight.end("2")
@@ -215,7 +271,9 @@ def test_sixteen_prefixes_are_computed_once_each_instead_of_everywhere():
     order = [prefixes[n % 16] for n in range(160)]
     rng.shuffle(order)
     found = {route: hits(route, order) for route in ("prefix", "round-robin", "least-loaded")}
-    assert found["prefix"] >= 0.89, f"{found['prefix']:.0%} are found, but only the first 16 of 160 miss"
+    assert found["prefix"] >= 0.89, (
+        f"{found['prefix']:.0%} are found, but only the first 16 of 160 miss"
+    )
     assert found["round-robin"] <= 0.66, f"round-robin finds {found['round-robin']:.0%}"
 
 
@@ -232,8 +290,17 @@ def hits(route: str, order: list[list[int]]) -> float:
 
 
 def test_the_lessons_example_is_what_happens():
-    policy, flight, lines = PrefixAware(imbalance=1), InFlight(), []
-    texts = ["SHOP: tea?", "CODE: sort", "SHOP: tax?", "SHOP: tip?", "SHOP: toy?", "SHOP: tap?"]
+    policy = PrefixAware(imbalance=1)
+    flight = InFlight()
+    lines = []
+    texts = [
+        "SHOP: tea?",
+        "CODE: sort",
+        "SHOP: tax?",
+        "SHOP: tip?",
+        "SHOP: toy?",
+        "SHOP: tap?",
+    ]
     for text, one in zip(texts, chains(*texts), strict=True):
         loads = {name: flight.of(name) for name in "ab"}
         known = {name: policy.memory(name).found(one) for name in "ab"}
@@ -242,7 +309,9 @@ def test_the_lessons_example_is_what_happens():
         lines.append(f"{text}   {'   '.join(said)}   -> {best}")
         policy.sent(one, best)
         flight.begin(text, best)
-    told = LESSON.read_text(encoding="utf-8").split("<!-- example -->")[1].split("```")[1].strip()
+    told = (
+        LESSON.read_text(encoding="utf-8").split("<!-- example -->")[1].split("```")[1].strip()
+    )
     assert told.splitlines() == lines
 
 
@@ -283,7 +352,11 @@ def test_without_ray_the_flag_says_how_to_install_it(monkeypatch):
 
 
 def asked(
-    app: Any, method: str = "POST", data: bytes = b"", limits: Limits | None = None, **headers: str
+    app: Any,
+    method: str = "POST",
+    data: bytes = b"",
+    limits: Limits | None = None,
+    **headers: str,
 ) -> Asked:
     """One request through a gate, to the application that stands for Ray's proxy."""
     return to(Gate(app, limits), method, "/v1/completions", data, **headers)
@@ -298,9 +371,16 @@ def to(app: Any, method: str, path: str, data: bytes | None, **headers: str) -> 
 
 
 def start(
-    status: int = 200, name: bytes | None = b"a", kind: bytes = b"text/event-stream", gone: bool = False
+    status: int = 200,
+    name: bytes | None = b"a",
+    kind: bytes = b"text/event-stream",
+    gone: bool = False,
 ) -> Any:
-    headers = [(b"content-type", kind)] + ([(NAME, name)] if name else []) + ([(GONE, b"1")] if gone else [])
+    headers = (
+        [(b"content-type", kind)]
+        + ([(NAME, name)] if name else [])
+        + ([(GONE, b"1")] if gone else [])
+    )
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
@@ -326,7 +406,9 @@ def answering(*turns: list[Any], seen: list[Any] | None = None) -> Any:
 def test_the_gate_reads_the_body_and_makes_its_chain():
     seen: list[Any] = []
     data = body("x" * 1000)
-    wire = asked(answering([start(), part(b"data: [DONE]\n\n", more=False)], seen=seen), data=data)
+    wire = asked(
+        answering([start(), part(b"data: [DONE]\n\n", more=False)], seen=seen), data=data
+    )
     assert (wire.status, wire.chunks) == (200, [b"data: [DONE]\n\n"])
     assert seen[0]["chain"] == chain_of(data) and seen[0]["body"] == data.decode()
 
@@ -334,9 +416,18 @@ def test_the_gate_reads_the_body_and_makes_its_chain():
 def test_a_response_s_id_leads_to_the_replica_that_has_it():
     seen: list[Any] = []
     data = json.dumps({"input": "x", "previous_response_id": "resp_b7_0123"}).encode()
-    asked(answering([start(), part(b"", more=False)], seen=seen), data=data, **{"x-ladder-replica": "a"})
+    asked(
+        answering([start(), part(b"", more=False)], seen=seen),
+        data=data,
+        **{"x-ladder-replica": "a"},
+    )
     assert seen[0]["wanted"] == "b7"
-    for none in (b"{}", b"{", b'{"previous_response_id": 3}', b'{"previous_response_id": "other"}'):
+    for none in (
+        b"{}",
+        b"{",
+        b'{"previous_response_id": 3}',
+        b'{"previous_response_id": "other"}',
+    ):
         assert keeper_of(none) == ""
 
 
@@ -345,12 +436,16 @@ def test_a_reader_that_does_not_read_is_let_go():
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         try:
-            await answering([start(), part(b"data: 1\n\n"), part(b"", more=False)])(scope, receive, send)
+            await answering([start(), part(b"data: 1\n\n"), part(b"", more=False)])(
+                scope, receive, send
+            )
         except ConnectionError as error:
             told.append(str(error))
             raise
 
-    wire = Asked(Gate(app, Limits(slow_seconds=0.05)), "/v1/completions", body("x"), "POST", JSON)
+    wire = Asked(
+        Gate(app, Limits(slow_seconds=0.05)), "/v1/completions", body("x"), "POST", JSON
+    )
     wire.reads.clear()
     asynchronously(wire.run, 30)
     assert told == ["the reader is too slow"] and len(wire.chunks) == 1
@@ -365,7 +460,9 @@ def test_no_header_is_there_twice():
     said = start()
     said["headers"] += [(b"x-request-id", b"abc"), (b"x-request-id", b"abc")]
     asynchronously(lambda: RelayedAnswer(send).send(said), 30)
-    assert sent.count(b"x-request-id") == 1, f"Ray's id of a request comes beside the replica's: {sent}"
+    assert sent.count(b"x-request-id") == 1, (
+        f"Ray's id of a request comes beside the replica's: {sent}"
+    )
 
 
 def test_who_asks_for_a_replica_may_look_at_it_but_not_load_it():
@@ -379,7 +476,9 @@ def test_who_asks_for_a_replica_may_look_at_it_but_not_load_it():
 def test_a_stream_whose_replica_dies_ends_with_an_error():
     wire = asked(answering([start(), part(b"data: {}\n\n")]), data=body("x"))
     token, error = wire.events()
-    assert wire.complete and token == {} and error["error"]["code"] == "died", f"the stream ends with {error}"
+    assert wire.complete and token == {} and error["error"]["code"] == "died", (
+        f"the stream ends with {error}"
+    )
 
 
 def test_half_an_answer_is_not_taken_for_a_whole_one():
@@ -391,9 +490,13 @@ def test_half_an_answer_is_not_taken_for_a_whole_one():
 def test_another_replica_is_asked_while_nothing_was_said():
     seen: list[Any] = []
     refuses, dies = [start(503, gone=True), part(b"", more=False)], [RuntimeError("died")]
-    wire = asked(answering(refuses, dies, [start(), part(b"ok", more=False)], seen=seen), data=body("x"))
+    wire = asked(
+        answering(refuses, dies, [start(), part(b"ok", more=False)], seen=seen), data=body("x")
+    )
     assert (wire.status, wire.chunks) == (200, [b"ok"])
-    assert seen[1]["avoid"] == ["a"], f"the second try does not avoid the replica that has gone: {seen[1]}"
+    assert seen[1]["avoid"] == ["a"], (
+        f"the second try does not avoid the replica that has gone: {seen[1]}"
+    )
 
 
 def test_a_token_that_was_said_is_not_said_again():
@@ -404,20 +507,34 @@ def test_a_token_that_was_said_is_not_said_again():
 
 @pytest.mark.parametrize(("status", "becomes"), [(404, 503), (503, 503), (408, 504)])
 def test_what_ray_says_is_said_in_our_form(status, becomes):
-    said = [start(status, name=None, kind=b"text/plain"), part(b"Path '/' not found", more=False)]
+    said = [
+        start(status, name=None, kind=b"text/plain"),
+        part(b"Path '/' not found", more=False),
+    ]
     wire = asked(answering(said), data=body("x"))
-    assert wire.status == becomes and wire.json()["error"]["type"], f"{wire.status} {wire.chunks}"
+    assert wire.status == becomes and wire.json()["error"]["type"], (
+        f"{wire.status} {wire.chunks}"
+    )
 
 
 def test_bodies_have_limits_before_any_replica_hears_of_them():
     app = answering()
     assert asked(app, data=body("x" * 2000), limits=Limits(max_body_bytes=1000)).status == 413
     assert asked(app, data=b"{}", **{"content-type": "text/plain"}).status == 415
-    for kind in ("", "application/x-www-form-urlencoded"):  # as `curl -d` sends one: the replica decides
-        wire = asked(answering([start(), part(b"ok", more=False)]), data=b"{}", **{"content-type": kind})
+    for kind in (
+        "",
+        "application/x-www-form-urlencoded",
+    ):  # as `curl -d` sends one: the replica decides
+        wire = asked(
+            answering([start(), part(b"ok", more=False)]), data=b"{}", **{"content-type": kind}
+        )
         assert wire.status == 200, kind
-    long = asked(app, data=body("x"), limits=Limits(max_header_bytes=1000), **{"x-long": "x" * 1000})
-    assert long.status == 431 and long.json()["error"]["message"], "Ray has no limit of headers"
+    long = asked(
+        app, data=body("x"), limits=Limits(max_header_bytes=1000), **{"x-long": "x" * 1000}
+    )
+    assert long.status == 431 and long.json()["error"]["message"], (
+        "Ray has no limit of headers"
+    )
 
 
 def test_rays_own_addresses_are_rays():
@@ -474,7 +591,10 @@ def test_a_replica_whose_engine_has_died_takes_nothing_and_ends(tmp_path):
 
 def test_a_request_whose_engine_dies_before_its_first_token_goes_to_another(tmp_path):
     engine, app = served(tmp_path)
-    dying, data = Replica(app, "r1", lambda _: None), body([1, 2, 3], model="tiny", max_tokens=3)
+    dying, data = (
+        Replica(app, "r1", lambda _: None),
+        body([1, 2, 3], model="tiny", max_tokens=3),
+    )
     submit = engine.submit
 
     def submit_and_die(*given: Any, **more: Any) -> Any:
@@ -490,7 +610,9 @@ def test_a_request_whose_engine_dies_before_its_first_token_goes_to_another(tmp_
         await next(replicas)(scope, receive, send)
 
     wire = asked(proxy, data=data)
-    assert wire.status == 200, f"no token had come, but the client got {wire.status}: {wire.chunks}"
+    assert wire.status == 200, (
+        f"no token had come, but the client got {wire.status}: {wire.chunks}"
+    )
     assert wire.headers[NAME.decode()] == "r2"
 
 
@@ -551,7 +673,9 @@ def pending(number: str, said: dict[str, Any] | None) -> Any:
     scope = {} if said is None else {KEY: given}
     data = pickle.dumps(StreamingHTTPRequest(asgi_scope=scope, proxy_actor_name="proxy"))
     future = SimpleNamespace(cancelled=lambda: False)
-    return SimpleNamespace(args=[data], metadata=SimpleNamespace(internal_request_id=number), future=future)
+    return SimpleNamespace(
+        args=[data], metadata=SimpleNamespace(internal_request_id=number), future=future
+    )
 
 
 class Id:
@@ -588,7 +712,9 @@ def test_what_has_ended_or_left_counts_no_more(router):
     router.on_request_completed(both[0].replica_id, "0")
     requests[1].future.cancelled = lambda: True  # it left before it was sent
     chosen(router, pending("9", {}), both)
-    assert router.in_flight.of("a") + router.in_flight.of("b") == 3, "request 0 has ended and 1 has left"
+    assert router.in_flight.of("a") + router.in_flight.of("b") == 3, (
+        "request 0 has ended and 1 has left"
+    )
 
 
 @pytest.mark.slow
@@ -603,7 +729,9 @@ def test_wishes_and_what_is_to_be_avoided(router):
     both = replicas("a", "b")
     assert all(chosen(router, pending("1", {"wanted": "b"}), both) == "b" for _ in range(3))
     assert all(chosen(router, pending("2", {"avoid": ["b"]}), both) == "a" for _ in range(3))
-    assert chosen(router, pending("3", {"avoid": ["a", "b"]}), both) in "ab", "who avoids all gets nobody"
+    assert chosen(router, pending("3", {"avoid": ["a", "b"]}), both) in "ab", (
+        "who avoids all gets nobody"
+    )
     assert chosen(router, pending("4", None), both) in "ab"
 
 
@@ -613,12 +741,17 @@ def test_wishes_and_what_is_to_be_avoided(router):
 def engines(**more: Any) -> list[Any]:
     model = load_model("random:tiny")
     return [
-        cuda_graphs.load(model, max_rows=4, cache_bytes=2_000_000, block_size=16, **more) for _ in range(2)
+        cuda_graphs.load(model, max_rows=4, cache_bytes=2_000_000, block_size=16, **more)
+        for _ in range(2)
     ]
 
 
 def tokens(engine: Any, prompt: list[int], salt: str = "") -> list[int]:
-    engine.add(prompt, SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True), salt=salt)
+    engine.add(
+        prompt,
+        SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True),
+        salt=salt,
+    )
     found = []
     while not engine.idle:
         found += [output.token_id for output in engine.step() if output.token_id is not None]
@@ -629,8 +762,14 @@ def test_blocks_that_are_known_are_not_taken_twice():
     there, here = engines()
     prompt = list(range(1, 101))
     tokens(here, prompt[:50])
-    assert handover.enter(here, handover.prefill(there, prompt)) == 3, "3 of 6 blocks were here already"
+    assert handover.enter(here, handover.prefill(there, prompt)) == 3, (
+        "3 of 6 blocks were here already"
+    )
     assert handover.enter(here, handover.prefill(there, prompt)) == 0
     here.check_integrity()
-    assert here.cache.free == here.cache.allocator.count, "blocks that came from outside stay pinned"
-    assert tokens(here, prompt) == tokens(there, prompt), "a block from outside is in another's place"
+    assert here.cache.free == here.cache.allocator.count, (
+        "blocks that came from outside stay pinned"
+    )
+    assert tokens(here, prompt) == tokens(there, prompt), (
+        "a block from outside is in another's place"
+    )

@@ -30,11 +30,16 @@ from tests.schedules import check
 
 SMALL: dict[str, Any] = {"max_rows": 4, "max_len": 96, "step_tokens": 40, "block_size": 4}
 PROMPTS = [[5, 6, 7, 8] * 5, [5, 6, 7, 8] * 5 + [9], [3], list(range(1, 40))]
-PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.8, 0, 0)]
+PARAMS = [
+    SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=1)
+    for t in (0, 0.8, 0, 0)
+]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+def home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     """An empty cache folder, but for tests with real weights."""
     if "smollm2_folder" not in request.fixturenames:
         monkeypatch.setenv("LADDER_HOME", str(tmp_path))
@@ -51,7 +56,9 @@ def test_all_experts_are_the_dense_model(name: str) -> None:
     dense = load_model(name, device="cpu", dtype="float32")
     expected = generate(forward.load(dense), PROMPTS, PARAMS)
     engine = experts.load(dense, active_experts=8, **SMALL)
-    layers = [layer for layer in engine.runner.model.modules() if isinstance(layer, StackedExperts)]
+    layers = [
+        layer for layer in engine.runner.model.modules() if isinstance(layer, StackedExperts)
+    ]
     assert len(layers) == dense.config.num_layers
     assert_all_same(dense, expected, generate(engine, PROMPTS, PARAMS), PARAMS)
     check(engine)
@@ -100,7 +107,9 @@ def test_a_router_learns_which_part_is_large() -> None:
 def test_what_parts_have_in_common_decides_nothing() -> None:
     x, plan = torch.randn(3000, 12), torch.randn(5, 12)
     router = cut.fit(x, (x @ plan.t() + 3 * torch.randn(3000, 1)).exp())
-    torch.testing.assert_close(router, (plan - plan.mean(0)) / (1 + cut.RIDGE), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        router, (plan - plan.mean(0)) / (1 + cut.RIDGE), atol=0.02, rtol=0
+    )
 
 
 def test_few_tokens_and_empty_parts_leave_a_router_small() -> None:
@@ -110,7 +119,9 @@ def test_few_tokens_and_empty_parts_leave_a_router_small() -> None:
     assert cut.fit(x, sizes).isfinite().all()
 
 
-def test_what_was_found_is_kept(tiny: Model, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_is_kept(
+    tiny: Model, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = experts.load(tiny, active_experts=4, **SMALL).runner.model
     assert len([*home.rglob("*.safetensors")]) == 1
     monkeypatch.setattr(cut, "look", None)  # a second look would fail
@@ -132,7 +143,11 @@ def test_a_mixture_has_its_own_experts() -> None:
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "nine": ("random:tiny", {"active_experts": 9}, "active_experts is 9, but a layer has 8"),
     "none": ("random:tiny", {"active_experts": 0}, "active_experts is 0"),
-    "all of seven": ("random:tiny-moe", {"active_experts": 8}, "active_experts is 8, but a layer has 7"),
+    "all of seven": (
+        "random:tiny-moe",
+        {"active_experts": 8},
+        "active_experts is 8, but a layer has 7",
+    ),
     "few bits": ("random:tiny", {"active_experts": 4, "quantization": "int8"}, "or few bits"),
     "off": ("random:tiny", {"active_experts": 4, "experts": False}, "experts is off"),
 }
@@ -148,7 +163,10 @@ def test_what_cannot_be_cut(case: str) -> None:
 @pytest.mark.slow
 def test_smollm2_in_experts(smollm2_folder: Path) -> None:
     """All eight: the dense model's tokens. Six: a text is less likely, but far from random."""
-    model, tokenizer = load_model(smollm2_folder, device="cpu", dtype="float32"), Tokenizer(smollm2_folder)
+    model, tokenizer = (
+        load_model(smollm2_folder, device="cpu", dtype="float32"),
+        Tokenizer(smollm2_folder),
+    )
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8")[:2000])
     ids = torch.tensor(text)
     params = [SamplingParams(max_tokens=12, ignore_eos=True)]
@@ -160,5 +178,8 @@ def test_smollm2_in_experts(smollm2_folder: Path) -> None:
     def surprise(of: Model) -> float:
         return float(F.cross_entropy(logits_of(of, ids)[:-1], ids[1:]))
 
-    whole, six = surprise(model), surprise(experts.load(model, active_experts=6, **sizes).runner.model)
+    whole, six = (
+        surprise(model),
+        surprise(experts.load(model, active_experts=6, **sizes).runner.model),
+    )
     assert whole < six < whole + 1.5 < math.log(49_152)

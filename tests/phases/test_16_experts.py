@@ -70,12 +70,16 @@ def oracle(name: str, folder: Path) -> Any:
 def with_ties(model: Any) -> None:
     """Let two experts compute the same: either may be chosen."""
     for layer in model.model.layers:
-        stacks = [p for n, p in layer.mlp.named_parameters() if n.startswith(("experts", "gate.w"))]
+        stacks = [
+            p for n, p in layer.mlp.named_parameters() if n.startswith(("experts", "gate.w"))
+        ]
         for stack in stacks if len(stacks) == 3 else ():
             stack[-1] = stack[0]
 
 
-def layer_of(count: int = 7, top_k: int = 3, inside: int = 20, seed: int = 0, **facts: Any) -> Experts:
+def layer_of(
+    count: int = 7, top_k: int = 3, inside: int = 20, seed: int = 0, **facts: Any
+) -> Experts:
     """One layer of random weights."""
     config = replace(
         SHAPES["tiny-moe"],
@@ -124,7 +128,9 @@ def test_ties_go_to_the_lowest_number() -> None:
     for repeat in (1, 200):  # other numbers of rows are sorted by other algorithms
         weights, chosen = route(logits.repeat(repeat, 1), 2, normalize=True)
         wanted = [[0, 1], *[[7, 21]] * 4] * repeat
-        assert chosen.tolist() == wanted, f"{5 * repeat} tokens: of equal experts the lowest number is first"
+        assert chosen.tolist() == wanted, (
+            f"{5 * repeat} tokens: of equal experts the lowest number is first"
+        )
         assert torch.equal(weights, torch.full_like(weights, 0.5))
 
 
@@ -156,7 +162,9 @@ def test_products_return_to_their_tokens() -> None:
     weights = torch.tensor([[0.5, 2.0], [1.0, 3.0], [4.0, 0.0]])
     order, _ = sort_by_expert(chosen, 3)
     # A product says which choice it is of: the token, and the expert.
-    products = torch.stack([torch.tensor([i // 2, chosen.flatten()[i]]) for i in order.tolist()]).float()
+    products = torch.stack(
+        [torch.tensor([i // 2, chosen.flatten()[i]]) for i in order.tolist()]
+    ).float()
     expected = [[0 * 2.5, 0.5 * 2 + 2 * 0], [1 * 4.0, 1 * 1 + 3 * 2], [2 * 4.0, 4 * 0 + 0 * 1]]
     assert combine(products, order, weights).tolist() == expected
 
@@ -194,7 +202,9 @@ def test_both_forms_are_the_definition(facts: dict[str, Any], tokens: int) -> No
     for form in (layer, stacked(layer)):
         found = form(x)
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(form(x.view(1, tokens, 1, 48)), found.view(1, tokens, 1, 48))
+        torch.testing.assert_close(
+            form(x.view(1, tokens, 1, 48)), found.view(1, tokens, 1, 48)
+        )
 
 
 def test_ties_and_an_expert_that_no_token_chose() -> None:
@@ -204,7 +214,9 @@ def test_ties_and_an_expert_that_no_token_chose() -> None:
     layer.gate.weight.data[1] *= -1
     for number in (4, 5, 6):
         list_of(layer)[number].requires_grad_(False).apply(
-            lambda part: part.weight.fill_(float("nan")) if isinstance(part, nn.Linear) else None
+            lambda part: (
+                part.weight.fill_(float("nan")) if isinstance(part, nn.Linear) else None
+            )
         )
     # Experts 4 to 6 never come before 0, 2 and 3, so nothing of them may be read.
     for form in (layer, stacked(layer)):
@@ -216,7 +228,9 @@ def test_an_expert_computes_the_tokens_that_chose_it() -> None:
     rows: dict[int, int] = {}
     for number, expert in enumerate(list_of(layer)):
         expert.register_forward_hook(
-            lambda _, given, out, number=number: rows.update({number: rows.get(number, 0) + len(given[0])})
+            lambda _, given, out, number=number: rows.update(
+                {number: rows.get(number, 0) + len(given[0])}
+            )
         )
     layer(x)
     _, chosen = route(layer.gate(x), 3, normalize=True)
@@ -226,7 +240,9 @@ def test_an_expert_computes_the_tokens_that_chose_it() -> None:
 
 
 def test_half_precision_sums_in_float32() -> None:
-    parts = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 is 256 in bfloat16
+    parts = torch.tensor(
+        [[256.0], [1.0], [1.0]], dtype=torch.bfloat16
+    )  # 256 + 1 is 256 in bfloat16
     assert combine(parts, torch.arange(3), torch.ones(1, 3)).tolist() == [[258.0]]
     layer, x = layer_of(), torch.randn(40, 48).bfloat16()
     exact = written_out(layer.bfloat16(), x)
@@ -251,12 +267,24 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "too-many": ("normalized", {"num_experts_per_tok": 8}, "num_experts_per_tok is 8, but there are 7"),
-    "none": ("normalized", {"num_experts": None, "num_local_experts": None}, "no field 'num_experts'"),
+    "too-many": (
+        "normalized",
+        {"num_experts_per_tok": 8},
+        "num_experts_per_tok is 8, but there are 7",
+    ),
+    "none": (
+        "normalized",
+        {"num_experts": None, "num_local_experts": None},
+        "no field 'num_experts'",
+    ),
     "windows": ("normalized", {"use_sliding_window": True}, "use_sliding_window is True"),
     "no-biases": ("shared", {"qkv_bias": False}, "qkv_bias is False"),
     "no-layer": ("normalized", {"mlp_only_layers": ["one"]}, r"mlp_only_layers\[0\] is 'one'"),
-    "two-counts": ("normalized", {"num_experts": 7, "num_local_experts": 8}, "means the same field"),
+    "two-counts": (
+        "normalized",
+        {"num_experts": 7, "num_local_experts": 8},
+        "means the same field",
+    ),
 }
 
 
@@ -280,7 +308,14 @@ def moe() -> Model:
 
 def work() -> tuple[list[list[int]], list[SamplingParams]]:
     """Shared prefixes, repeated words that drafts find, greedy and sampled."""
-    prompts = [[5, 6, 7, 8] * 6, [5, 6, 7, 8] * 6 + [9], [3], list(range(1, 70)), [11, 12] * 20, [200] * 9]
+    prompts = [
+        [5, 6, 7, 8] * 6,
+        [5, 6, 7, 8] * 6 + [9],
+        [3],
+        list(range(1, 70)),
+        [11, 12] * 20,
+        [200] * 9,
+    ]
     params = [SamplingParams(max_tokens=24, ignore_eos=True) for _ in prompts]
     params[1] = replace(params[1], temperature=0.8, seed=3)
     params[3] = replace(params[3], temperature=1.0, seed=4, n=2)
@@ -312,7 +347,9 @@ def test_the_caller_s_model_stays_as_it_is(moe: Model) -> None:
     engine = experts.load(moe, **SMALL)
     own = engine.runner.model
     for index in (0, 2):
-        before, after = (model.get_submodule(f"layers.{index}.mlp.experts") for model in (moe, own))
+        before, after = (
+            model.get_submodule(f"layers.{index}.mlp.experts") for model in (moe, own)
+        )
         assert isinstance(before, ExpertList) and isinstance(after, StackedExperts)
     assert own.get_parameter("embed_tokens.weight") is moe.get_parameter("embed_tokens.weight")
     assert experts.load(moe, experts=False, **SMALL).runner.model is moe

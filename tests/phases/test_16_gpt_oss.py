@@ -119,7 +119,10 @@ def pack(folder: Path) -> None:
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
     save_file(tensors, file)
-    configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    configure(
+        folder,
+        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
 
 
 def configure(folder: Path, **change: Any) -> None:
@@ -139,7 +142,9 @@ def test_a_checkpoint_of_four_bits_equals_transformers(engine: str, tmp_path: Pa
     if engine == "forward":
         model = load_model(tmp_path, device="cpu", dtype="float32")
     else:
-        model = experts.load(tmp_path, device="cpu", dtype="float32", **{**SMALL, "max_len": 64}).runner.model
+        model = experts.load(
+            tmp_path, device="cpu", dtype="float32", **{**SMALL, "max_len": 64}
+        ).runner.model
     assert_same_logits(model, reference)
 
 
@@ -154,10 +159,17 @@ def test_other_families_and_other_methods_are_refused(tmp_path: Path) -> None:
     configure(tmp_path, hidden_size=40)
     with pytest.raises(UserError, match="40 inputs cannot be mxfp4"):
         load_model(tmp_path, device="cpu")
-    other = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 97, "num_hidden_layers": 3}
+    other = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "vocab_size": 97,
+        "num_hidden_layers": 3,
+    }
     heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
     method = {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **other, **heads, **method}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **other, **heads, **method})
+    )
     with pytest.raises(UserError, match="'mxfp4'"):
         load_model(tmp_path, device="cpu")
 
@@ -178,7 +190,11 @@ def test_configurations_that_are_refused(case: str) -> None:
     change, says = WRONG[case]
     raw = json.loads(transformers.GptOssConfig(**AWKWARD).to_json_string())
     config = ModelConfig.from_hf(raw)
-    assert config.experts is not None and config.experts.count == 5 and config.sliding_windows == (5, None, 5)
+    assert (
+        config.experts is not None
+        and config.experts.count == 5
+        and config.sliding_windows == (5, None, 5)
+    )
     with pytest.raises(UserError, match=says):
         ModelConfig.from_hf(raw | change)
 
@@ -211,7 +227,9 @@ def test_the_published_file() -> None:
 
 def test_a_sink_is_one_more_key_of_value_0() -> None:
     spec = LayerSpec(0, 4, 2, 8, 0.3)
-    q, k, v = torch.randn(4, 5, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)
+    q = torch.randn(4, 5, 8)
+    k = torch.randn(2, 9, 8)
+    v = torch.randn(2, 9, 8)
     sinks = torch.randn(4)
     mask = causal_mask(torch.arange(4, 9), torch.arange(9), 6)[None]
     found = attend(replace(spec, sinks=sinks), q, k, v, mask)
@@ -231,17 +249,27 @@ def test_sinks_in_kernels(size: float, window: int | None) -> None:
     from triton_paged_attention.prefill import paged_prefill, query_tiles
     from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 
-    for contexts, queries in (([1, 16, 17, 100], [1, 1, 1, 1]), ([3, 16, 40, 100], [3, 1, 4, 2])):
+    for contexts, queries in (
+        ([1, 16, 17, 100], [1, 1, 1, 1]),
+        ([3, 16, 40, 100], [3, 1, 4, 2]),
+    ):
         batch = make(contexts, queries, heads=(6, 2), d=16)
         sinks = torch.randn(6, device=DEVICE) + size
         want = torch.empty_like(batch.q)
         spec = LayerSpec(0, 6, 2, 16, 0.2, window, sinks=sinks)
         for request, (context, count) in enumerate(zip(contexts, queries, strict=True)):
-            rows = slice(int(batch.query_starts[request]), int(batch.query_starts[request + 1]))
-            k, v = (gather(part, batch.tables[request], context).transpose(0, 1) for part in batch.cache[:2])
+            rows = slice(
+                int(batch.query_starts[request]), int(batch.query_starts[request + 1])
+            )
+            k, v = (
+                gather(part, batch.tables[request], context).transpose(0, 1)
+                for part in batch.cache[:2]
+            )
             places = torch.arange(context, device=DEVICE)
             mask = causal_mask(places[-count:], places, window)[None]
-            want[rows] = attend(spec, batch.q[rows].transpose(0, 1), k, v, mask).transpose(0, 1)
+            want[rows] = attend(spec, batch.q[rows].transpose(0, 1), k, v, mask).transpose(
+                0, 1
+            )
         options: dict[str, Any] = {"scale": 0.2, "sliding_window": window, "sinks": sinks}
         for splits in (1, 3):
             found = paged_decode(
@@ -321,7 +349,9 @@ def test_two_ranks_give_the_tokens_of_one(cut: str, tmp_path: Path) -> None:
     oracle(tmp_path, **heads, vocab_size=259, max_position_embeddings=512)
     pack(tmp_path)
     expected = ranks_kit.tokens_of(experts.load(tmp_path, **ranks_kit.SMALL))
-    engine: Any = experts.load(tmp_path, tensor_parallel=2, rank_check=1, cut=cut, **ranks_kit.SMALL)
+    engine: Any = experts.load(
+        tmp_path, tensor_parallel=2, rank_check=1, cut=cut, **ranks_kit.SMALL
+    )
     try:
         ranks_kit.same(ranks_kit.tokens_of(engine), expected, f"two ranks, {cut}")
     finally:

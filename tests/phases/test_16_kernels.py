@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from experts.kernels import grouped as grouped_module
-from experts.kernels.few import gathered
 from experts.kernels.grouped import LARGE, OLDER, TABLE, Tile, grouped, tile_for
 from experts.kernels.routing import most_tiles, route_at_once, sort_in_tiles
+from experts.kernels.small_batch import gathered
 from experts.kernels.stack import ExpertStack, Swiglu, stacked
 from experts.routing import route, sort_by_expert
 from experts.stacked import StackedExperts
@@ -24,7 +24,10 @@ from tests.quant_layers import DEVICE, DTYPE, assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-E, TOP, HIDDEN, INNER = 7, 3, 48, 80
+E = 7
+TOP = 3
+HIDDEN = 48
+INNER = 80
 SMALL = Tile(16, 32, 32, 4, 2)
 
 
@@ -42,7 +45,9 @@ def stacks(rng: torch.Generator, bias: bool = False) -> tuple[ExpertStack, Exper
     down = normal(rng, E, HIDDEN, INNER, size=INNER**-0.5)
     if not bias:
         return ExpertStack(up), ExpertStack(down)
-    return ExpertStack(up, bias=normal(rng, E, 2 * INNER)), ExpertStack(down, bias=normal(rng, E, HIDDEN))
+    return ExpertStack(up, bias=normal(rng, E, 2 * INNER)), ExpertStack(
+        down, bias=normal(rng, E, HIDDEN)
+    )
 
 
 def routed(rng: torch.Generator, tokens: int, kind: str = "spread") -> tuple[Tensor, Tensor]:
@@ -71,7 +76,9 @@ def loop(
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (5, 16), (40, 16), (40, 32)])
-def test_choices_are_sorted_in_tiles_of_one_expert(tokens: int, rows: int, rng: torch.Generator) -> None:
+def test_choices_are_sorted_in_tiles_of_one_expert(
+    tokens: int, rows: int, rng: torch.Generator
+) -> None:
     _, chosen = routed(rng, tokens)
     places, tiles = sort_in_tiles(chosen.contiguous(), E, rows)
     order, offsets = sort_by_expert(chosen, E)
@@ -82,14 +89,18 @@ def test_choices_are_sorted_in_tiles_of_one_expert(tokens: int, rows: int, rng: 
         wanted += [[expert, at, min(rows, end - at)] for at in range(begin, end, rows)]
     table = tiles.t().tolist()
     assert table[: len(wanted)] == wanted
-    assert all(count == 0 for _, _, count in table[len(wanted) :]), "tiles left over have no rows"
+    assert all(count == 0 for _, _, count in table[len(wanted) :]), (
+        "tiles left over have no rows"
+    )
 
 
 def test_there_is_room_for_any_routing() -> None:
     for counts in ([16, 0, 0], [1, 1, 30], [17, 17, 17], [1, 0, 0]):
         needed = sum(-(-count // 16) for count in counts)
         assert needed <= most_tiles(sum(counts), len(counts), 16)
-    assert most_tiles(33, 3, 16) == 4, "17, 15 and 1 rows take four tiles; no routing takes five"
+    assert most_tiles(33, 3, 16) == 4, (
+        "17, 15 and 1 rows take four tiles; no routing takes five"
+    )
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -111,7 +122,13 @@ PLAIN, CLAMPED = Swiglu(), Swiglu(limit=0.5)
 
 
 def compute(
-    way: str, x: Tensor, up: ExpertStack, down: ExpertStack, weights: Tensor, chosen: Tensor, act: Swiglu
+    way: str,
+    x: Tensor,
+    up: ExpertStack,
+    down: ExpertStack,
+    weights: Tensor,
+    chosen: Tensor,
+    act: Swiglu,
 ) -> Tensor:
     layer = StackedExperts(up, down, act)
     if way == "few":
@@ -129,12 +146,18 @@ def test_it_is_the_loop_over_experts(
     x = normal(rng, tokens, HIDDEN)
     weights, chosen = routed(rng, tokens, kind)
     found = compute(way, x, up, down, weights, chosen, act)
-    assert_close(found, loop(x, up, down, weights, chosen, act), f"{way}, {tokens} tokens, {kind}, {act}")
+    assert_close(
+        found,
+        loop(x, up, down, weights, chosen, act),
+        f"{way}, {tokens} tokens, {kind}, {act}",
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["grouped", "few"])
-@pytest.mark.parametrize("scheme", [FP8, FP8_WEIGHTS, FP8_BLOCK, INT8], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize(
+    "scheme", [FP8, FP8_WEIGHTS, FP8_BLOCK, INT8], ids=lambda scheme: scheme.name
+)
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_eight_bits_are_the_dequantized_experts(
     way: str, scheme: Scheme, tokens: int, rng: torch.Generator
@@ -152,7 +175,9 @@ def test_eight_bits_are_the_dequantized_experts(
             gate, linear, out = layers[expert]
             middle = F.silu(gate.exact(x[token])) * linear.exact(x[token])
             wanted[token] += weight * out.exact(middle.to(DTYPE))
-    assert_close(compute(way, x, up, down, weights, chosen, PLAIN), wanted, f"{way}, {scheme.name}")
+    assert_close(
+        compute(way, x, up, down, weights, chosen, PLAIN), wanted, f"{way}, {scheme.name}"
+    )
 
 
 def plain(rng: torch.Generator, n: int, k: int) -> nn.Linear:
@@ -168,7 +193,9 @@ def layers_of(
     sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
     layers = [[plain(rng, *size) for size in sizes] for _ in range(E)]
     return (
-        layers if scheme is None else [[QuantLinear.of(one, scheme, "x") for one in each] for each in layers]
+        layers
+        if scheme is None
+        else [[QuantLinear.of(one, scheme, "x") for one in each] for each in layers]
     )
 
 
@@ -209,7 +236,9 @@ def test_what_is_on_its_way_fits_the_shared_memory(
         tile = tile_for(rows, torch.empty(0, dtype=dtype))
         stage = (tile.rows + tile.block_n) * tile.block_k * dtype.itemsize
         assert stage * (tile.num_stages - 1) <= room, f"{rows} rows an expert, {tile}"
-        assert tile.num_stages >= 2, f"{rows} rows an expert: nothing hides the way from memory"
+        assert tile.num_stages >= 2, (
+            f"{rows} rows an expert: nothing hides the way from memory"
+        )
 
 
 def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
@@ -219,14 +248,18 @@ def part_of(stack: ExpertStack, start: int, count: int) -> ExpertStack:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["grouped", "few"])
 @pytest.mark.parametrize("scheme", [None, FP8], ids=["plain", "fp8"])
-def test_parts_of_the_experts_add_up_to_all(way: str, scheme: Scheme | None, rng: torch.Generator) -> None:
+def test_parts_of_the_experts_add_up_to_all(
+    way: str, scheme: Scheme | None, rng: torch.Generator
+) -> None:
     layers = layers_of(rng, scheme)
     up, down = stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
     x = normal(rng, 6, HIDDEN)
     weights, chosen = routed(rng, 6)
     whole = compute(way, x, up, down, weights, chosen, PLAIN).float()
     parts = [
-        compute(way, x, part_of(up, *at), part_of(down, *at), weights, chosen - at[0], PLAIN).float()
+        compute(
+            way, x, part_of(up, *at), part_of(down, *at), weights, chosen - at[0], PLAIN
+        ).float()
         for at in ((0, 4), (4, 3))
     ]
     assert_close(parts[0] + parts[1], whole, "four experts and three")

@@ -19,7 +19,16 @@ from experts.kernels.stack import ExpertStack, stacked
 from quant.formats import FP8, FP8_BLOCK
 from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight
-from tests.ranks_kit import KERNELS, LLAMA, SMALL, agree, end_crews, same, tokens_of, write_checkpoint
+from tests.ranks_kit import (
+    KERNELS,
+    LLAMA,
+    SMALL,
+    agree,
+    end_crews,
+    same,
+    tokens_of,
+    write_checkpoint,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,8 +39,8 @@ def _end_crews() -> Iterator[None]:
 
 def test_every_expert_is_on_one_rank() -> None:
     for count, size in ((7, 2), (128, 8), (5, 4)):
-        parts: list[Any] = [_Rank(rank, size) for rank in range(size)]
-        found = [own_experts(count, rank) for rank in parts]
+        builder: list[Any] = [_Rank(rank, size) for rank in range(size)]
+        found = [own_experts(count, rank) for rank in builder]
         assert [expert for own in found for expert in own] == list(range(count))
         assert max(map(len, found)) - min(map(len, found)) <= 1
 
@@ -56,23 +65,27 @@ def _stacks(scheme: Any, hidden: int, inside: int) -> tuple[ExpertStack, ExpertS
     return stacked([each[:2] for each in layers]), stacked([each[2:] for each in layers])
 
 
-@pytest.mark.parametrize(("scheme", "sizes"), [(None, (6, 8)), (FP8, (6, 8)), (FP8_BLOCK, (130, 512))])
+@pytest.mark.parametrize(
+    ("scheme", "sizes"), [(None, (6, 8)), (FP8, (6, 8)), (FP8_BLOCK, (130, 512))]
+)
 def test_an_inside_that_is_cut_is_the_same_inside(scheme: Any, sizes: tuple[int, int]) -> None:
     up, down = _stacks(scheme, *sizes)
-    parts: list[tuple[ExpertStack, ExpertStack]] = []
+    builder: list[tuple[ExpertStack, ExpertStack]] = []
     for rank in range(2):
         ranks: Any = _Rank(rank, 2)
-        parts.append((cut_inside(up, ranks, True), cut_inside(down, ranks, False)))
+        builder.append((cut_inside(up, ranks, True), cut_inside(down, ranks, False)))
     half = sizes[1] // 2
 
     def gates(stack: ExpertStack) -> list[Tensor]:
         return list(dequantized(stack).chunk(2))
 
-    (gate, linear), (first, second) = gates(up), (gates(part) for part, _ in parts)
+    (gate, linear), (first, second) = gates(up), (gates(part) for part, _ in builder)
     assert torch.equal(torch.cat([first[0], second[0]]), gate) and len(first[0]) == half
     assert torch.equal(torch.cat([first[1], second[1]]), linear)
-    assert torch.equal(torch.cat([dequantized(part) for _, part in parts], 1), dequantized(down))
-    biases = [part.bias for _, part in parts]
+    assert torch.equal(
+        torch.cat([dequantized(part) for _, part in builder], 1), dequantized(down)
+    )
+    biases = [part.bias for _, part in builder]
     assert down.bias is not None and biases[0] is not None and biases[1] is not None
     assert torch.equal(biases[0] + biases[1], down.bias), "the bias is added once"
 
@@ -81,20 +94,30 @@ def test_some_experts_are_a_copy() -> None:
     up, _ = _stacks(FP8, 6, 8)
     found = up.only(range(1, 2))
     assert torch.equal(dequantized(found), dequantized(up)) and len(found.data) == 1
-    assert found.bias is not None and up.bias is not None and torch.equal(found.bias[0], up.bias[1])
-    assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), "the rest can go"
+    assert (
+        found.bias is not None
+        and up.bias is not None
+        and torch.equal(found.bias[0], up.bias[1])
+    )
+    assert found.data.untyped_storage().nbytes() < up.data.untyped_storage().nbytes(), (
+        "the rest can go"
+    )
 
 
 def test_an_inside_that_cannot_be_cut_is_refused() -> None:
     ranks: Any = _Rank(0, 3)
-    with pytest.raises(UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"):
+    with pytest.raises(
+        UserError, match="tensor_parallel is 3, but an expert's inside is 8: cut 'experts'"
+    ):
         cut_inside(_stacks(None, 6, 8)[0], ranks, True)
     ranks = _Rank(0, 4)
     with pytest.raises(UserError, match="an expert's inside is 384"):
         cut_inside(_stacks(FP8_BLOCK, 130, 384)[1], ranks, False)
     with pytest.raises(UserError, match="cut is 'columns', but"):
         experts.load("random:tiny-moe", cut="columns", **SMALL)
-    with pytest.raises(UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"):
+    with pytest.raises(
+        UserError, match="tensor_parallel is 9, but a layer has 7 experts: cut 'inside'"
+    ):
         experts.load("random:tiny-moe", tensor_parallel=9, **SMALL)
     with pytest.raises(UserError, match="active_experts cuts a dense model on one GPU"):
         experts.load("random:tiny", tensor_parallel=3, active_experts=4, **SMALL)
@@ -137,7 +160,9 @@ def _in_ranks(model: Path, *given: Any, **options: Any) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["experts", "inside"])
-def test_ranks_give_the_tokens_of_one(mixture: Path, expected: list[list[int]], cut: str) -> None:
+def test_ranks_give_the_tokens_of_one(
+    mixture: Path, expected: list[list[int]], cut: str
+) -> None:
     same(_in_ranks(mixture, cut=cut), expected, f"two ranks, {cut}")
 
 
@@ -151,7 +176,10 @@ def test_experts_of_few_bits_are_those_of_one_rank(mixture: Path) -> None:
 
 @pytest.mark.slow
 def test_kernels_in_ranks_give_the_tokens_of_one(mixture: Path) -> None:
-    short = [SamplingParams(max_tokens=3, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8)]
+    short = [
+        SamplingParams(max_tokens=3, ignore_eos=True, temperature=t, seed=5)
+        for t in (0.0, 0.8)
+    ]
     given = ([[3], [5, 6, 7, 8, 9, 10]], short)
     options = SMALL | KERNELS | {"quantization": "fp8-weights"}
     wanted = tokens_of(experts.load(str(mixture), **options), *given)
@@ -162,16 +190,23 @@ def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]
     """Shapes of what a rank keeps of each layer's second product."""
     from experts.layer import Experts
     from experts.stacked import StackedExperts
-    from paged_cache.parts import Parts, Recipe
+    from paged_cache.builder import EngineBuilder, Recipe
     from parallel.feature import Parallel, Split
 
-    features = (Split(Parallel(), ranks), experts.MixtureOfExperts(), experts.ExpertParallel(cut))
-    parts = Parts(Recipe(model, features=features, device="cpu", dtype="float32"), {"load": [], "plan": []})
+    features = (
+        Split(Parallel(), ranks),
+        experts.MixtureOfExperts(),
+        experts.ExpertParallel(cut),
+    )
+    builder = EngineBuilder(
+        Recipe(model, features=features, device="cpu", dtype="float32"),
+        {"load": [], "plan": []},
+    )
     for feature in features:
-        feature.prepare(parts)
-    for call in parts.stages["load"]:
-        call(parts)
-    layers = (layer.mlp for layer in parts.model.layers)  # type: ignore[union-attr]
+        feature.prepare(builder)
+    for call in builder.stages["load"]:
+        call(builder)
+    layers = (layer.mlp for layer in builder.model.layers)  # type: ignore[union-attr]
     return {
         index: tuple(layer.experts.down.data.shape)
         for index, layer in enumerate(layers)
@@ -182,6 +217,9 @@ def _own_experts(ranks: Any, model: str, cut: str) -> dict[int, tuple[int, ...]]
 @pytest.mark.slow
 def test_no_rank_holds_the_whole(mixture: Path) -> None:
     first, second = parallel.together(2, _own_experts, str(mixture), "experts")
-    assert first == {0: (3, 64, 48), 2: (3, 64, 48)} and second == {0: (4, 64, 48), 2: (4, 64, 48)}
+    assert first == {0: (3, 64, 48), 2: (3, 64, 48)} and second == {
+        0: (4, 64, 48),
+        2: (4, 64, 48),
+    }
     both = parallel.together(2, _own_experts, str(mixture), "inside")
     assert both == [{0: (7, 64, 24), 2: (7, 64, 24)}] * 2

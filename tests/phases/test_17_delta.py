@@ -23,7 +23,7 @@ from common.events import TokenEvent
 from common.models.config import DeltaConfig, ModelConfig
 from common.request import Request
 from common.sampling.params import SamplingParams
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.work import Work
 from forward import Generator, load_model
 from forward.loading import random_model
@@ -37,7 +37,7 @@ from hybrid_cache.state_pool import StatePool
 from paged_cache import PagedBatch
 from phases import phase_named
 from phases.registry import load_engine
-from speculative.speculation import Source
+from speculative.speculation import Proposer
 from tests.fakes import FakeRunner, fingerprint, must
 from tests.oracles import assert_same_logits, logits_of, written
 from tests.paged_batches import DEVICE
@@ -80,7 +80,9 @@ def oracle(name: str, folder: Path) -> Any:
 @pytest.mark.parametrize("name", ORACLES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = oracle(name, tmp_path)
-    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, name, length=70)
+    assert_same_logits(
+        load_model(tmp_path, device="cpu", dtype="float32"), reference, name, length=70
+    )
 
 
 def test_half_precision_stays_close(tmp_path: Path) -> None:
@@ -89,7 +91,9 @@ def test_half_precision_stays_close(tmp_path: Path) -> None:
     half = logits_of(load_model(tmp_path, device="cpu", dtype="bfloat16"), ids)
     with torch.inference_mode():
         exact, theirs = reference(ids).logits, reference.bfloat16()(ids).logits.float()
-    assert half.dtype == torch.float32 and (half - exact).norm() < 1.1 * (theirs - exact).norm()
+    assert (
+        half.dtype == torch.float32 and (half - exact).norm() < 1.1 * (theirs - exact).norm()
+    )
 
 
 def test_a_multimodal_checkpoint_is_its_text_model(tmp_path: Path) -> None:
@@ -100,11 +104,21 @@ def test_a_multimodal_checkpoint_is_its_text_model(tmp_path: Path) -> None:
         name.replace("model.", "model.language_model.", 1): value
         for name, value in load_file(tmp_path / "model.safetensors").items()
     }
-    tensors |= {"model.visual.patch_embed.proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
-    outer = {"model_type": "qwen3_5", "text_config": raw, "vision_config": {}, "tie_word_embeddings": True}
+    tensors |= {
+        "model.visual.patch_embed.proj.weight": torch.ones(2, 2),
+        "mtp.fc.weight": torch.ones(2, 2),
+    }
+    outer = {
+        "model_type": "qwen3_5",
+        "text_config": raw,
+        "vision_config": {},
+        "tie_word_embeddings": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     save_file(tensors, tmp_path / "model.safetensors")
-    assert_same_logits(load_model(tmp_path, device="cpu", dtype="float32"), reference, length=30)
+    assert_same_logits(
+        load_model(tmp_path, device="cpu", dtype="float32"), reference, length=30
+    )
 
 
 RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
@@ -115,9 +129,18 @@ RAW = {**AWKWARD, "model_type": "qwen3_5_text"}
     [
         ({"attn_output_gate": False}, "attn_output_gate is False, but only True"),
         ({"linear_num_value_heads": 4}, "not a multiple of linear_num_key_heads 3"),
-        ({"layer_types": [LINEAR, "full_attention"]}, "layer_types has 2 entries for 5 layers"),
-        ({"layer_types": ["sliding_attention"] * 5}, "'sliding_attention' is not supported, only linear"),
-        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "at another"),
+        (
+            {"layer_types": [LINEAR, "full_attention"]},
+            "layer_types has 2 entries for 5 layers",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 5},
+            "'sliding_attention' is not supported, only linear",
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+            "at another",
+        ),
         ({"partial_rotary_factor": 1.5}, "must be a number between 0.001 and 1"),
         ({"head_dim": 12}, "head_dim is 12, but rotary embeddings turn pairs"),
     ],
@@ -127,7 +150,9 @@ def test_what_is_not_computed_is_refused(change: dict[str, Any], says: str) -> N
         ModelConfig.from_hf({**RAW, **change})
 
 
-def tokens(length: int, *, leading: tuple[int, ...] = (), slow: bool = True, seed: int = 0) -> DeltaTokens:
+def tokens(
+    length: int, *, leading: tuple[int, ...] = (), slow: bool = True, seed: int = 0
+) -> DeltaTokens:
     """Random inputs of a layer of 3 heads; `slow`: the state stays for long."""
     rng = torch.Generator().manual_seed(seed)
     q, k = (unit(torch.randn(*leading, length, 3, 8, generator=rng)) for _ in range(2))
@@ -144,7 +169,9 @@ def test_one_token_writes_what_the_state_gets_wrong() -> None:
     beta = torch.tensor([[1.0, 0.5]])
     given = DeltaTokens(3 * ones, ones, 10 * ones, torch.full((1, 2), 0.5).log(), beta)
     out, after = recurrence(state, given)
-    assert after.flatten().tolist() == [10.0, 6.0], "half of 4 is 2; 8 is missing, of which beta is written"
+    assert after.flatten().tolist() == [10.0, 6.0], (
+        "half of 4 is 2; 8 is missing, of which beta is written"
+    )
     assert out.flatten().tolist() == [30.0, 18.0]
 
 
@@ -223,12 +250,16 @@ def expected(model: Model) -> dict[tuple[int, int], list[int | None]]:
 def poisoned(model: Model, **options: Any) -> Any:
     """An engine whose free slots are full of NaN when a step is launched."""
     engine: Any = hybrid_cache.load(model, **options)
-    pool, books, take = engine.runner.attention.pool, engine.cache.states.stock.books, engine.cache.take_moves
+    pool = engine.runner.attention.pool
+    books = engine.cache.states.stock.books
+    take = engine.cache.take_moves
 
     def take_moves(works: Sequence[Work]) -> Any:
         free = [slot for slot in range(books.count) if books.refs[slot] == 0]
         for part in (pool.states.recurrent, pool.states.conv):
-            assert not part[:, pool.states.null].any(), "something was written to the null slot"
+            assert not part[:, pool.states.null].any(), (
+                "something was written to the null slot"
+            )
             part[:, [*free, pool.states.null + 1]] = float("nan")
         return take(works)
 
@@ -255,7 +286,9 @@ def test_engine_gives_the_tokens_of_phase_01(
     for time in ("first", "second"):
         found = outputs(engine.stream(AT_ONCE, GREEDY))
         wrong = [index for index, _ in expected if found[index, 0] != expected[index, 0]]
-        assert not wrong, f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
+        assert not wrong, (
+            f"{name}, {time} time: prompts {wrong} have other tokens than in phase 01"
+        )
         engine.scheduler.check_integrity()
     cache = engine.scheduler.cache
     if name == "few-blocks":
@@ -279,25 +312,33 @@ def test_a_conversation_goes_on_from_a_snapshot(model: Model) -> None:
     """The second prompt begins with the first and its answer; what is found need not be computed."""
     engine = hybrid_cache.load(model, block_size=4)
     (first,) = prompts_of(30, seed=2)
-    answer = [token for token in outputs(engine.stream([first], GREEDY))[0, 0] if token is not None]
+    answer = [
+        token for token in outputs(engine.stream([first], GREEDY))[0, 0] if token is not None
+    ]
     second = first + answer + prompts_of(9, seed=3)[0]
     cache = engine.scheduler.cache
     assert isinstance(cache, hybrid_cache.HybridCache)
     before = cache.stats.hit_tokens
     found = outputs(engine.stream([second], GREEDY))
     assert found == outputs(Generator(model).stream([second], GREEDY))
-    assert cache.stats.hit_tokens - before >= 48, "decodes leave a snapshot at each block's end"
+    assert cache.stats.hit_tokens - before >= 48, (
+        "decodes leave a snapshot at each block's end"
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"drafter": "none"}, {"graphs": False}], ids=str)
 def test_guesses_and_small_steps_in_graphs(options: dict[str, Any]) -> None:
     """Whatever graph a step has, the device knows the slots of its works."""
-    model = random_model(SHAPES["tiny-delta"], device=torch.device("cuda"), dtype=torch.float32)
+    model = random_model(
+        SHAPES["tiny-delta"], device=torch.device("cuda"), dtype=torch.float32
+    )
     prompts = [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 9 + [9], [3], list(range(1, 70)), [200] * 9]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     expected = outputs(Generator(model).stream(prompts, params))
-    engine = load_engine(phase_named("17"), model, max_rows=8, max_len=256, step_tokens=64, **options)
+    engine = load_engine(
+        phase_named("17"), model, max_rows=8, max_len=256, step_tokens=64, **options
+    )
     for time in ("first", "second"):
         found = outputs(engine.stream(prompts, params))
         for key, tokens in expected.items():
@@ -305,16 +346,22 @@ def test_guesses_and_small_steps_in_graphs(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_and_torch_agree(model: Model, expected: dict[tuple[int, int], list[int | None]]) -> None:
+def test_kernels_and_torch_agree(
+    model: Model, expected: dict[tuple[int, int], list[int | None]]
+) -> None:
     """In the interpreter, or on a GPU inside graphs."""
     own = ("norms", "rope", "activation", "projections")
-    options: dict[str, Any] = {} if DEVICE == "cuda" else dict.fromkeys(own, "torch") | {"kernels": True}
+    options: dict[str, Any] = (
+        {} if DEVICE == "cuda" else dict.fromkeys(own, "torch") | {"kernels": True}
+    )
     on_device = copy.deepcopy(model).to(DEVICE)
     engine = hybrid_cache.load(on_device, block_size=16, step_tokens=60, **options)
     few = AT_ONCE[1:3]
     found = outputs(engine.stream(few, SamplingParams(temperature=0.0, max_tokens=4)))
     for at, index in enumerate((1, 2)):
-        assert found[at, 0] == expected[index, 0][:4], f"prompt {index} has other tokens by kernels"
+        assert found[at, 0] == expected[index, 0][:4], (
+            f"prompt {index} has other tokens by kernels"
+        )
 
 
 def test_decodes_of_a_long_answer_leave_the_snapshots_of_prompts(model: Model) -> None:
@@ -322,7 +369,11 @@ def test_decodes_of_a_long_answer_leave_the_snapshots_of_prompts(model: Model) -
     engine = hybrid_cache.load(model, block_size=4, max_rows=2)
     first, other = prompts_of(30, 9)
     for prompt, count in ((first, 1), (other, 60), ([*first, 1, 2, 3], 1)):
-        list(engine.stream([prompt], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+        list(
+            engine.stream(
+                [prompt], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            )
+        )
     assert engine.scheduler.cache.stats.hit_tokens == 28  # type: ignore[attr-defined]
 
 
@@ -335,7 +386,7 @@ def test_a_step_that_begins_within_a_page_leaves_a_snapshot_at_its_end(model: Mo
     assert engine.scheduler.cache.stats.hit_tokens == 8  # type: ignore[attr-defined]
 
 
-class Knowing(Source):
+class Knowing(Proposer):
     """Guesses the tokens that will come, and a wrong one every now and then."""
 
     def __init__(self, texts: list[list[int]]) -> None:
@@ -346,12 +397,16 @@ class Knowing(Source):
         for request, length in zip(requests, lengths, strict=True):
             known = len(request.tokens)
             text = next(text for text in self.texts if text[:known] == request.tokens)
-            found.append([token + (self.rng.random() < 0.2) for token in text[known : known + length]])
+            found.append(
+                [token + (self.rng.random() < 0.2) for token in text[known : known + length]]
+            )
         return found
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "step_tokens": 9, "max_rows": 2}])
-def test_guesses_go_back_to_the_state_before_them(model: Model, options: dict[str, Any]) -> None:
+def test_guesses_go_back_to_the_state_before_them(
+    model: Model, options: dict[str, Any]
+) -> None:
     """Right ones are computed again, and wrong ones leave no trace: the tokens are those without guesses."""
     prompts = prompts_of(36, 21, 9)
     wanted = outputs(Generator(model).stream(prompts, GREEDY))
@@ -374,7 +429,9 @@ def test_the_second_prompt_leaves_a_snapshot_where_it_parts(model: Model) -> Non
     for end in ends:
         before = stats.hit_tokens
         prompt = beginning + end
-        assert outputs(engine.stream([prompt], GREEDY)) == outputs(Generator(model).stream([prompt], GREEDY))
+        assert outputs(engine.stream([prompt], GREEDY)) == outputs(
+            Generator(model).stream([prompt], GREEDY)
+        )
         found.append(stats.hit_tokens - before)
     assert found == [0, 0, 40]
 
@@ -384,7 +441,9 @@ def delta_layer(config: DeltaConfig, rng: torch.Generator) -> GatedDeltaNet:
     shape = SimpleNamespace(hidden_size=24, norm_eps=1e-6)
     layer = GatedDeltaNet(cast(ModelConfig, shape), config, 0).requires_grad_(False)
     for parameter in layer.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=rng) * parameter.shape[-1] ** -0.5)
+        parameter.copy_(
+            torch.randn(parameter.shape, generator=rng) * parameter.shape[-1] ** -0.5
+        )
     return layer.to(DEVICE)
 
 
@@ -397,7 +456,9 @@ WORKS: list[tuple[int, list[tuple[int, int]], int]] = [
 """Widths of the convolution, works (start, count), and sizes of blocks."""
 
 
-def compare_kernels(scan: Any, width: int, works: list[tuple[int, int]], block_size: int) -> None:
+def compare_kernels(
+    scan: Any, width: int, works: list[tuple[int, int]], block_size: int
+) -> None:
     """Outputs, states at the end of each work (start, count), and those at its cut are torch's."""
     from hybrid_cache.delta_kernels import mix
     from hybrid_cache.kernels import FusedDelta
@@ -409,11 +470,15 @@ def compare_kernels(scan: Any, width: int, works: list[tuple[int, int]], block_s
     places = -(-int(contexts.max()) // block_size)
     pools = []
     for _ in range(2):
-        pool = StatePool(config, 40, 64, block_size, device=torch.device(DEVICE), dtype=torch.float32)
+        pool = StatePool(
+            config, 40, 64, block_size, device=torch.device(DEVICE), dtype=torch.float32
+        )
         rng.manual_seed(1)
         for part in (pool.recurrent, pool.conv):
             part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
-        pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[: len(works) * places].int()
+        pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[
+            : len(works) * places
+        ].int()
         lasts = (contexts - 1) // block_size
         cuts = np.where(lasts * block_size > starts, contexts - lasts * block_size, 0)
         if block_size == 16:
@@ -446,7 +511,9 @@ def compare_kernels(scan: Any, width: int, works: list[tuple[int, int]], block_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "works", "block_size"), WORKS)
-def test_kernels_leave_the_states_of_torch(width: int, works: list[tuple[int, int]], block_size: int) -> None:
+def test_kernels_leave_the_states_of_torch(
+    width: int, works: list[tuple[int, int]], block_size: int
+) -> None:
     from hybrid_cache.delta_kernels import scan
 
     compare_kernels(scan, width, works, block_size)
@@ -462,7 +529,7 @@ class StateRunner(GroupRunner):
     work of a step may write what another one reads or writes.
     """
 
-    def __init__(self, rows: Rows, cache: HybridCache) -> None:
+    def __init__(self, rows: RequestRows, cache: HybridCache) -> None:
         super().__init__(rows, cache)
         assert cache.states is not None
         self.null, self.snapshots = cache.states.stock.null, 0
@@ -478,13 +545,22 @@ class StateRunner(GroupRunner):
 
     def _refresh(self) -> None:
         behind = self.cache.states.behind  # type: ignore[union-attr]
-        copies = [pair for _, pairs in self.cache._block_copies for pair in pairs if pair[0] >= behind]
+        copies = [
+            pair
+            for _, pairs in self.cache._block_copies
+            for pair in pairs
+            if pair[0] >= behind
+        ]
         super()._refresh()
-        self.states |= {target - behind: self.states[source - behind] for source, target in copies}
+        self.states |= {
+            target - behind: self.states[source - behind] for source, target in copies
+        }
 
     def _compute(self, work: Work, written: dict[tuple[int, int], Work]) -> list[list[int]]:
         chosen = super()._compute(work, written)
-        name, size, end = f"request {work.request.id}", self.cache.block_size, work.start + work.count
+        name = f"request {work.request.id}"
+        size = self.cache.block_size
+        end = work.start + work.count
         states, state = [0], 0
         for position in range(end):
             state = fingerprint(state, self.tokens[work.row][position])
@@ -495,16 +571,28 @@ class StateRunner(GroupRunner):
         def slot_behind(tokens: int) -> int:
             return int(slots[table[(tokens - 1) // size]]) if tokens else self.null
 
-        source, tail = slot_behind(work.start), int(tails[table[(end - 1) // size]]) if work.count > 1 else 0
+        source, tail = (
+            slot_behind(work.start),
+            int(tails[table[(end - 1) // size]]) if work.count > 1 else 0,
+        )
         right = self.states.get(source) == states[work.start]
         must(right, f"{name}: slot {source} has not the state behind {work.start} tokens")
-        must(self.writes.get(source, work) is work, f"{name} reads slot {source}, which others write")
+        must(
+            self.writes.get(source, work) is work,
+            f"{name} reads slot {source}, which others write",
+        )
         self.reads[source] = work
         if tail >= 0:
-            must(slot_behind(end) != self.null, f"{name}: nowhere to write the state behind {end} tokens")
+            must(
+                slot_behind(end) != self.null,
+                f"{name}: nowhere to write the state behind {end} tokens",
+            )
             self._write(name, work, slot_behind(end), states[end])
-        uncertain = 0 if work.certain else len(work.drafts)
-        must(max(0, -tail) == uncertain, f"{name}: {uncertain} tokens are guesses, but {-tail} are cut off")
+        uncertain = 0 if work.drafts_forced else len(work.drafts)
+        must(
+            max(0, -tail) == uncertain,
+            f"{name}: {uncertain} tokens are guesses, but {-tail} are cut off",
+        )
         cut = end - abs(tail)
         if tail and (boundary := slot_behind(cut)) != self.null:
             must(tail < 0 or cut % size == 0, f"{name}: a snapshot within a page")
@@ -514,12 +602,18 @@ class StateRunner(GroupRunner):
 
     def _write(self, name: str, work: Work, slot: int, state: int) -> None:
         for others in (self.reads, self.writes):
-            must(others.get(slot, work) is work, f"{name} writes slot {slot}, which another work uses")
+            must(
+                others.get(slot, work) is work,
+                f"{name} writes slot {slot}, which another work uses",
+            )
         self.writes[slot], self.states[slot] = work, state
 
 
 DELTA = DeltaConfig(1, 1, 1, 1, 2, (False, False, True))
-STATEFUL = [LayerGroups(1, {None: [[1]]}, DELTA), LayerGroups(1, {5: [[0]], None: [[1]]}, DELTA)]
+STATEFUL = [
+    LayerGroups(1, {None: [[1]]}, DELTA),
+    LayerGroups(1, {5: [[0]], None: [[1]]}, DELTA),
+]
 """Layers with keys and layers with states."""
 
 
@@ -539,7 +633,9 @@ def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
         hits += runner.cache.stats.hit_tokens
         nothing_leaks(engine)
         states = runner.cache.states
-        assert states is not None and states.stock.books.free == states.stock.books.count, "slots are lost"
+        assert states is not None and states.stock.books.free == states.stock.books.count, (
+            "slots are lost"
+        )
         snapshots += runner.snapshots
         preemptions += engine.scheduler.preemptions
     assert min(snapshots, hits, preemptions) > 5, (snapshots, hits, preemptions)
@@ -547,5 +643,7 @@ def test_any_schedule_reads_the_right_states(drafts: bool, seeds: int) -> None:
 
 @pytest.mark.parametrize("number", ["02", "05", "13"])
 def test_phases_without_states_refuse_the_model_before_a_request_comes(number: str) -> None:
-    with pytest.raises(UserError, match=r"layers of Gated DeltaNet, which keep a state: phases from 17 on"):
+    with pytest.raises(
+        UserError, match=r"layers of Gated DeltaNet, which keep a state: phases from 17 on"
+    ):
         load_engine(phase_named(number), "random:tiny-delta", device="cpu")

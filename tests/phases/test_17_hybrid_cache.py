@@ -20,7 +20,7 @@ from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from continuous.policies import POLICIES
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.work import Work
 from cuda_graphs import Graphs, Overlap
 from forward.loading import load_model, random_model
@@ -55,7 +55,7 @@ class GroupRunner(FakeRunner):
 
     cache: HybridCache
 
-    def __init__(self, rows: Rows, cache: HybridCache) -> None:
+    def __init__(self, rows: RequestRows, cache: HybridCache) -> None:
         super().__init__(rows, cache)
         self.places = cache.blocks.copy()
 
@@ -88,19 +88,35 @@ class GroupRunner(FakeRunner):
         prints: list[int],
         written: dict[tuple[int, int], Work],
     ) -> None:
-        oldest = max(0, work.start - manager.window + 1) if isinstance(manager, WindowManager) else 0
+        oldest = (
+            max(0, work.start - manager.window + 1)
+            if isinstance(manager, WindowManager)
+            else 0
+        )
         for position in range(oldest, len(prints)):
             page, offset = super().slot(work, position)
             block = int(self.places[group, page])
-            must(block != manager.stock.null, f"{name}: token {position} was given back in group {group}")
+            must(
+                block != manager.stock.null,
+                f"{name}: token {position} was given back in group {group}",
+            )
             if position < work.start:
                 held, _ = self.slots.get((block, offset), NOTHING)
                 right = fingerprint(prints[position], group)
-                must(held == right, f"{name}: the keys of token {position} are not in group {group}")
+                must(
+                    held == right,
+                    f"{name}: the keys of token {position} are not in group {group}",
+                )
                 continue
-            must((block, offset) not in written, f"{name} writes token {position} where another has written")
+            must(
+                (block, offset) not in written,
+                f"{name} writes token {position} where another has written",
+            )
             users = self.cache.allocator.refs[page]
-            must(users <= max(1, len(work.takers)), f"{name}: token {position} goes to a page of {users}")
+            must(
+                users <= max(1, len(work.sampled_requests)),
+                f"{name}: token {position} goes to a page of {users}",
+            )
             written[block, offset] = work
             self.slots[block, offset] = fingerprint(prints[position], group), self.steps
 
@@ -113,7 +129,9 @@ def smallest_pool(layout: LayerGroups, block_size: int, step_tokens: int) -> int
 
 def nothing_leaks(engine: Any) -> None:
     cache = engine.scheduler.cache
-    assert cache.stock.pinned == 0, f"nobody is left, but {cache.stock.pinned} blocks are pinned"
+    assert cache.stock.pinned == 0, (
+        f"nobody is left, but {cache.stock.pinned} blocks are pinned"
+    )
     cache.forget()
     assert cache.stock.books.free == cache.stock.books.count, "blocks are lost"
     assert not cache.stock.slid and not cache.stock.ends
@@ -126,11 +144,18 @@ def machine(
     drafts: bool = False,
 ) -> tuple[Engine, Any]:
     """A random engine that just holds the longest request, and a little more."""
-    layout, table, chunked = rng.choice(layouts), Rows(rng.randrange(3, 7), MAX_LEN), rng.random() < 0.8
-    block_size, step_tokens = rng.choice([1, 2, 3, 4, 8]), rng.randrange(2, 30) if chunked else MAX_LEN
+    layout = rng.choice(layouts)
+    table = RequestRows(rng.randrange(3, 7), MAX_LEN)
+    chunked = rng.random() < 0.8
+    block_size, step_tokens = (
+        rng.choice([1, 2, 3, 4, 8]),
+        rng.randrange(2, 30) if chunked else MAX_LEN,
+    )
     blocks = smallest_pool(layout, block_size, step_tokens) + rng.randrange(20)
     index: Any = rng.choice([RadixIndex, HashIndex, lambda: None])()
-    cache = HybridCache(table.count, MAX_LEN, blocks, block_size, index, layout, step_tokens=step_tokens)
+    cache = HybridCache(
+        table.count, MAX_LEN, blocks, block_size, index, layout, step_tokens=step_tokens
+    )
     scheduling: Any = ChunkedScheduler if chunked else PagedScheduler
     policy = POLICIES[rng.choice(list(POLICIES))]
     runner = kind(table, cache)
@@ -188,7 +213,10 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     """Lengths far below and above the window of 24, repetitions for drafts, and samples of one prompt."""
     rng = random.Random(1)
     text = [rng.randrange(1, 257) for _ in range(150)]
-    prompts = [text[:n] for n in (1, 23, 24, 25, 90, 150)] + [[7, 8, 9] * 30, text[:60] + [3] * 40]
+    prompts = [text[:n] for n in (1, 23, 24, 25, 90, 150)] + [
+        [7, 8, 9] * 30,
+        text[:60] + [3] * 40,
+    ]
     params = [greedy(40) for _ in prompts]
     params[4] = SamplingParams(max_tokens=30, n=3, temperature=0.8, seed=5, ignore_eos=True)
     return prompts, params
@@ -201,8 +229,14 @@ def truth() -> list[Completion]:
 
 def hybrid(features: Sequence[Any], blocks: int, block_size: int = 4, **options: Any) -> Any:
     """An engine with as much memory as so many blocks of all layers take; free blocks are poisoned."""
-    sizes = {"max_rows": 4, "max_len": 256, "step_tokens": 40 if len(features) > 1 else 256} | options
-    cache_bytes = blocks * BlockPool.bytes_per_block(windowed().config, block_size, torch.float32)
+    sizes = {
+        "max_rows": 4,
+        "max_len": 256,
+        "step_tokens": 40 if len(features) > 1 else 256,
+    } | options
+    cache_bytes = blocks * BlockPool.bytes_per_block(
+        windowed().config, block_size, torch.float32
+    )
     room = PagedSizes(block_size=block_size, cache_bytes=cache_bytes, **sizes)
     engine = build(Recipe(windowed(), room, tuple(features)))
     runner = engine.runner
@@ -265,13 +299,17 @@ def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
     rng = random.Random(0)
     prompt = [2, *(rng.randrange(1000, 50_000) for _ in range(2099))]
     params = greedy(8)
-    engine = build(Recipe(model, PagedSizes(max_rows=2, max_len=2200), (Chunked(), Prefix(), Hybrid())))
+    engine = build(
+        Recipe(model, PagedSizes(max_rows=2, max_len=2200), (Chunked(), Prefix(), Hybrid()))
+    )
     first, again = (generate(engine, [prompt], params)[0].token_ids for _ in range(2))
     assert first == again and isinstance(engine.cache, HybridCache)
     assert engine.cache.stats.hit_tokens == 2096, "the second time the prompt is found"
     layout = LayerGroups.of(model.config)
     assert [len(groups) for groups in layout.kinds.values()] == [5, 1] and layout.size == 3
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(gemma3_folder, dtype=torch.float32).eval()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        gemma3_folder, dtype=torch.float32
+    ).eval()
     logits = oracle(torch.tensor([prompt + first[:-1]]), logits_to_keep=len(first)).logits[0]
     chosen = logits.gather(1, torch.tensor(first).unsqueeze(1)).squeeze(1)
     assert (logits.amax(dim=1) - chosen <= TIE).all()
@@ -282,7 +320,12 @@ def test_gemma_far_beyond_its_window(gemma3_folder: Path) -> None:
 def test_two_ranks_keep_the_same_blocks() -> None:
     """Every rank schedules alike, so each gives back the same pages of its own heads."""
     try:
-        options: dict[str, Any] = {"max_rows": 4, "max_len": 128, "step_tokens": 40, "block_size": 4}
+        options: dict[str, Any] = {
+            "max_rows": 4,
+            "max_len": 128,
+            "step_tokens": 40,
+            "block_size": 4,
+        }
         options |= {"device": "cpu", "dtype": "float32", "drafter": "none"}
         prompts, params = [[9] * 70, list(range(1, 60))], greedy(20)
         engine = hybrid_cache.load("random:tiny-window", tensor_parallel=2, **options)
@@ -302,8 +345,10 @@ RULES = LayerGroups(1, {6: [[0], [1]], None: [[2]]})
 class Books:
     """A cache, and requests whose steps land at once."""
 
-    def __init__(self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = RadixIndex) -> None:
-        self.rows = Rows(4, 64)
+    def __init__(
+        self, layout: LayerGroups = RULES, blocks: int = 100, index: Any = RadixIndex
+    ) -> None:
+        self.rows = RequestRows(4, 64)
         self.cache = HybridCache(4, 64, blocks, 4, index and index(), layout, step_tokens=8)
 
     def add(self, tokens: Sequence[int], limit: int = 64) -> Request:
@@ -331,7 +376,10 @@ class Books:
 
     def kept(self, request: Request, manager: int = 0) -> list[bool]:
         """Whether each page of a request has blocks of a kind."""
-        return [self.cache.managers[manager].has(page) for page in self.cache.blocks_of(request.row)]
+        return [
+            self.cache.managers[manager].has(page)
+            for page in self.cache.blocks_of(request.row)
+        ]
 
 
 def test_a_window_keeps_what_its_next_query_sees() -> None:
@@ -344,7 +392,9 @@ def test_a_window_keeps_what_its_next_query_sees() -> None:
     for upto in range(9, 40):
         books.compute(request, upto)
         first, end = window.held[request.row]
-        assert first * 4 <= max(0, upto - 6) and end * 4 >= upto, f"token {upto - 1} does not see its window"
+        assert first * 4 <= max(0, upto - 6) and end * 4 >= upto, (
+            f"token {upto - 1} does not see its window"
+        )
         assert end - first <= 4, "a window holds more than itself and a step"
 
 
@@ -352,7 +402,10 @@ def test_a_long_prompt_reserves_a_window_and_a_step() -> None:
     books = Books()
     request = books.add([1] * 40)
     window, full = books.cache.managers
-    assert window.held[request.row] == (0, 4) and full.held[request.row] == (0, 10)  # 5 + 8 tokens, and 40
+    assert window.held[request.row] == (0, 4) and full.held[request.row] == (
+        0,
+        10,
+    )  # 5 + 8 tokens, and 40
     assert books.cache.stock.pinned == 2 * 4 + 10
     most = 0
     for upto in range(8, 41, 8):
@@ -402,8 +455,13 @@ def test_all_kinds_agree_on_a_hit(seed: int) -> None:
             for page in pages[manager.first(4 * length) : length]
         )
 
-    found, longest = books.cache.agree(pages), max(n for n in range(len(pages) + 1) if usable(n))
-    assert found == longest, f"all three kinds have what {longest} of 12 pages need, but agree on {found}"
+    found, longest = (
+        books.cache.agree(pages),
+        max(n for n in range(len(pages) + 1) if usable(n)),
+    )
+    assert found == longest, (
+        f"all three kinds have what {longest} of 12 pages need, but agree on {found}"
+    )
 
 
 def test_pages_before_the_window_stay_for_hits_only() -> None:
@@ -430,7 +488,7 @@ def test_a_twin_without_blocks_gets_them() -> None:
     books.compute(first, 28)
     stock, window = books.cache.stock, books.cache.managers[0]
     while stock.slid:
-        stock.lose_oldest(stock.slid)
+        stock.evict_oldest(stock.slid)
     assert books.kept(first) == [False] * 3 + [True] * 4
     books.cache.commit(second, 12)
     assert books.cache.blocks_of(second.row)[:3] == books.cache.blocks_of(first.row)[:3]
@@ -444,14 +502,20 @@ def test_a_twin_without_blocks_gets_them() -> None:
 def test_each_layer_has_its_own_scales() -> None:
     config, place = windowed().config, {"device": torch.device("cpu"), "dtype": torch.float32}
     heads = config.num_kv_heads
-    scales = torch.arange(1.0, 1 + config.num_layers * 2 * heads).view(config.num_layers, 2, heads)
+    scales = torch.arange(1.0, 1 + config.num_layers * 2 * heads).view(
+        config.num_layers, 2, heads
+    )
     kv, layout = KVFormat(torch.int8, scales), LayerGroups.of(config)
     pool = HybridPool(config, 8, 4, kv=kv, layout=layout, rows=2, max_len=32, **place)  # type: ignore[arg-type]
     for layer, own in enumerate(pool.layers):
         assert own.k_scale is not None and own.v_scale is not None
-        assert torch.equal(own.k_scale, scales[layer, 0]) and torch.equal(own.v_scale, scales[layer, 1])
+        assert torch.equal(own.k_scale, scales[layer, 0]) and torch.equal(
+            own.v_scale, scales[layer, 1]
+        )
         assert own.k.dtype == torch.int8 and own.k.shape == (24, 4, heads, config.head_dim)
-    assert pool.layers[0].k.data_ptr() == pool.layers[2].k.data_ptr(), "one pool for all groups"
+    assert pool.layers[0].k.data_ptr() == pool.layers[2].k.data_ptr(), (
+        "one pool for all groups"
+    )
 
 
 @pytest.mark.parametrize(
@@ -464,11 +528,15 @@ def test_each_layer_has_its_own_scales() -> None:
         ((64,) * 5 + (None,) * 6, 6, [1, 1]),
     ],
 )
-def test_layers_in_groups(windows: tuple[int | None, ...], size: int, groups: list[int]) -> None:
+def test_layers_in_groups(
+    windows: tuple[int | None, ...], size: int, groups: list[int]
+) -> None:
     config = replace(windowed().config, num_layers=len(windows), sliding_windows=windows)
     layout = LayerGroups.of(config)
     assert layout.size == size and [len(found) for found in layout.kinds.values()] == groups
-    assert sorted(layer for group in layout.groups for layer in group) == list(range(len(windows)))
+    assert sorted(layer for group in layout.groups for layer in group) == list(
+        range(len(windows))
+    )
     assert layout.plain == (set(windows) == {None})
 
 

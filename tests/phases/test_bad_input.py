@@ -62,7 +62,10 @@ def test_a_stream_leaves_others_their_events(model: Model, phase: ModuleType) ->
     while not engine.idle:
         told += engine.step()
     assert [output.token_id for output in told] == request.output_ids
-    assert all(output.request is request for output in told) and told[-1].finish_reason == "length"
+    assert (
+        all(output.request is request for output in told)
+        and told[-1].finish_reason == "length"
+    )
 
 
 def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
@@ -72,7 +75,9 @@ def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
     (listed,) = llm.generate([question], greedy(2))
     assert alone.prompt_ids == listed.prompt_ids == llm.encode(question)
     for wrong in ([[1, 2, 3]], [["user", "Hi"]]):
-        with pytest.raises(UserError, match=r"a prompt is .*, but must be a text or a list of messages"):
+        with pytest.raises(
+            UserError, match=r"a prompt is .*, but must be a text or a list of messages"
+        ):
             llm.generate(wrong)  # type: ignore[arg-type]
 
 
@@ -87,13 +92,18 @@ def test_texts_and_conversations_are_told_apart(smollm2_folder: Path) -> None:
         ([np.array(5)], r"the prompt is array\(5\), but must be"),
         ([[[5]]], r"a token id of the prompt is \[5\], but must be an integer"),
         (["ab"], "a token id of the prompt is 'a', but must be an integer"),
-        ([[10**5000]], "the prompt holds token id an integer of 16610 bits, but ids must be between 0"),
+        (
+            [[10**5000]],
+            "the prompt holds token id an integer of 16610 bits, but ids must be between 0",
+        ),
         ([np.array([7.0])], "a token id of the prompt is .*7.0.*, but must be an integer"),
         (5, "prompts is 5, but must be a list of prompts"),
     ],
     ids=("int", "None", "array", "nested", "text", "5000 digits", "floats", "no prompts"),
 )
-def test_what_is_no_list_of_token_ids(model: Model, phase: ModuleType, prompts: Any, sentence: str) -> None:
+def test_what_is_no_list_of_token_ids(
+    model: Model, phase: ModuleType, prompts: Any, sentence: str
+) -> None:
     engine = phase.load(model)
     for call in (engine.stream, partial(generate, engine)):
         with pytest.raises(UserError, match=sentence):

@@ -36,15 +36,27 @@ ADD = {
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "name": "read_file", "description": "Read a file", "parameters": READ},
+    {
+        "type": "function",
+        "name": "read_file",
+        "description": "Read a file",
+        "parameters": READ,
+    },
     {"type": "function", "name": "add", "description": "Add two numbers", "parameters": ADD},
 ]
 NESTED = [
-    {"type": "function", "function": {key: tool[key] for key in ("name", "description", "parameters")}}
+    {
+        "type": "function",
+        "function": {key: tool[key] for key in ("name", "description", "parameters")},
+    }
     for tool in TOOLS
 ]
 THEIRS = [
-    {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
+    {
+        "name": tool["name"],
+        "description": tool["description"],
+        "input_schema": tool["parameters"],
+    }
     for tool in TOOLS
 ]
 TASK = "Read numbers.txt, add its two numbers, and say the sum."
@@ -69,7 +81,9 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def client(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+    )
 
 
 def call(folder: Path, name: str, arguments: dict[str, Any]) -> str:
@@ -94,12 +108,21 @@ def responses_loop(url: str, model: str, folder: Path) -> list[str]:
             max_output_tokens=300,
         ) as stream:
             events = list(stream)
-            kinds, done = {event.type for event in events}, events[-1].response  # it may have been cut
+            kinds, done = (
+                {event.type for event in events},
+                events[-1].response,
+            )  # it may have been cut
         before, said = done.id, []
         for item in done.output:
             if item.type == "function_call":
                 answers.append(call(folder, item.name, json.loads(item.arguments)))
-                said.append({"type": "function_call_output", "call_id": item.call_id, "output": answers[-1]})
+                said.append(
+                    {
+                        "type": "function_call_output",
+                        "call_id": item.call_id,
+                        "output": answers[-1],
+                    }
+                )
         assert ("response.function_call_arguments.delta" in kinds) == bool(name)
     assert done.output_text and done.usage.output_tokens > 0
     return answers
@@ -118,7 +141,9 @@ def chat_loop(url: str, model: str, folder: Path) -> list[str]:
             tool_choice={"type": "function", "function": {"name": name}} if name else "none",
             parallel_tool_calls=False,
             max_tokens=300,
-            extra_body={} if name else {"guided_regex": "[a-z]{1,9}"},  # what has been cut is not parsed
+            extra_body={}
+            if name
+            else {"guided_regex": "[a-z]{1,9}"},  # what has been cut is not parsed
         ) as stream:
             kinds = {event.type for event in stream}
             (choice,) = stream.get_final_completion().choices
@@ -136,11 +161,16 @@ def messages_loop(url: str, model: str, folder: Path) -> list[str]:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
     said: list[Any] = [{"role": "user", "content": TASK}]
-    assert client.messages.count_tokens(model=model, messages=said, tools=THEIRS).input_tokens > 20
+    assert (
+        client.messages.count_tokens(model=model, messages=said, tools=THEIRS).input_tokens
+        > 20
+    )
     answers = []
     for name in ORDER:
         choice = (
-            {"type": "tool", "name": name, "disable_parallel_tool_use": True} if name else {"type": "none"}
+            {"type": "tool", "name": name, "disable_parallel_tool_use": True}
+            if name
+            else {"type": "none"}
         )
         with client.messages.stream(
             model=model, max_tokens=300, messages=said, tools=THEIRS, tool_choice=choice
@@ -151,9 +181,15 @@ def messages_loop(url: str, model: str, folder: Path) -> list[str]:
         for block in done.content:
             if block.type == "tool_use":
                 answers.append(call(folder, block.name, block.input))
-                results.append({"type": "tool_result", "tool_use_id": block.id, "content": answers[-1]})
+                results.append(
+                    {"type": "tool_result", "tool_use_id": block.id, "content": answers[-1]}
+                )
         said += [{"role": "user", "content": results}] if results else []
-        assert done.stop_reason == "tool_use" if name else done.stop_reason in ("end_turn", "max_tokens")
+        assert (
+            done.stop_reason == "tool_use"
+            if name
+            else done.stop_reason in ("end_turn", "max_tokens")
+        )
     assert done.content[0].type == "text"
     return answers
 
@@ -173,7 +209,9 @@ def test_parsed_answers_parsed_calls_and_embeddings_of_the_official_client(clien
     assert isinstance(done.choices[0].message.parsed, Verdict)
     tools = {"tools": [openai.pydantic_function_tool(Verdict)], "tool_choice": "required"}
     called = client.chat.completions.parse(**more, **tools, parallel_tool_calls=False)
-    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Verdict)
+    assert isinstance(
+        called.choices[0].message.tool_calls[0].function.parsed_arguments, Verdict
+    )
     found = client.embeddings.create(model=NAME, input=["a", "b"])  # it asks for base64
     assert [one.index for one in found.data] == [0, 1]
     assert abs(sum(value * value for value in found.data[0].embedding) - 1) < 1e-4
@@ -218,7 +256,12 @@ def test_ollama(server):
 
 def test_litellm(server):
     litellm = pytest.importorskip("litellm")
-    more = {"model": f"openai/{NAME}", "messages": HELLO, "api_base": f"{server.url}/v1", "api_key": "none"}
+    more = {
+        "model": f"openai/{NAME}",
+        "messages": HELLO,
+        "api_base": f"{server.url}/v1",
+        "api_key": "none",
+    }
     chunks = list(litellm.completion(**more, max_tokens=6, stream=True))
     assert litellm.stream_chunk_builder(chunks, messages=HELLO).usage.completion_tokens >= 1
     tools = {"tools": NESTED, "tool_choice": "required", "parallel_tool_calls": False}

@@ -38,12 +38,16 @@ class Bystander(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self.url, self.gaps, self.done = url, list[float](), threading.Event()
+        self.url = url
+        self.gaps = list[float]()
+        self.done = threading.Event()
 
     def run(self) -> None:
         body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
         while not self.done.is_set():
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=body, timeout=60
+            ) as answer:
                 last = time.perf_counter()
                 for _ in answer.iter_raw():
                     now = time.perf_counter()
@@ -69,11 +73,15 @@ def test_a_bystander_goes_on_beside_one_large_request(server: Running, name: str
         time.sleep(0.5)
         usual = bystander.longest()
         headers = {"content-type": "application/json"}
-        told = httpx.post(f"{server.url}{path}", content=data[: 4 * MIB], headers=headers, timeout=60)
+        told = httpx.post(
+            f"{server.url}{path}", content=data[: 4 * MIB], headers=headers, timeout=60
+        )
         longest = bystander.longest()
     finally:
         bystander.done.set()
         bystander.join()
     assert told.status_code in (status, 413), f"{name}: {told.status_code} {told.text[:200]}"
     # Other tests run beside this one on two cores; by itself none of these is over 100 ms.
-    assert longest < max(0.5, 5 * usual), f"beside {name} a stream stood still for {longest * 1e3:.0f} ms"
+    assert longest < max(0.5, 5 * usual), (
+        f"beside {name} a stream stood still for {longest * 1e3:.0f} ms"
+    )

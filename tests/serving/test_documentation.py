@@ -42,21 +42,25 @@ def test_every_limit_is_listed_with_its_default():
     for limit in fields(Limits):
         flag = "--" + limit.name.replace("_", "-")
         assert f"`{flag}`" in PAGE, f"the page says nothing of {flag}"
-        line = next(line for line in PAGE.splitlines() if line.startswith("|") and f"`{flag}`" in line)
+        line = next(
+            line for line in PAGE.splitlines() if line.startswith("|") and f"`{flag}`" in line
+        )
         value = limit.default
         shown = {4 << 20: "4 MiB", 64 << 10: "64 KiB"}.get(value, f"{value:,.0f}")
         assert shown in line, f"{flag} is {shown}, but the page says {line}"
 
 
 def test_every_flag_exists():
-    known = options_of("serve") | options_of("load") | engine_options()
+    known = options_of("serve") | options_of("load") | options_of("run") | engine_options()
     ours = "\n".join(line for line in PAGE.splitlines() if "python -m " not in line)
     said = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
     assert said <= known, f"there is no {sorted(said - known)}"
 
 
 def test_every_metric_exists(tmp_path: Path):
-    there = "\n".join(metrics(whole_app(EngineClient(), tokenizer_for(tmp_path, 257), "tiny")).lines())
+    there = "\n".join(
+        metrics(whole_app(EngineClient(), tokenizer_for(tmp_path, 257), "tiny")).lines()
+    )
     for name in re.findall(r"`((?:vllm|ladder):\w+)`", PAGE):
         assert f"# TYPE {name} " in there, f"there is no metric {name}"
 
@@ -65,10 +69,14 @@ def test_every_metric_exists(tmp_path: Path):
 def test_systemd_takes_the_unit(tmp_path: Path):
     folder = tmp_path / "units"
     folder.mkdir()
-    ours = UNIT.replace("/opt/inference-ladder/.venv/bin/ladder", shutil.which("true") or "/bin/true")
+    ours = UNIT.replace(
+        "/opt/inference-ladder/.venv/bin/ladder", shutil.which("true") or "/bin/true"
+    )
     (folder / "ladder.service").write_text(ours)
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(folder / "ladder.service")], capture_output=True, text=True
+        ["systemd-analyze", "verify", str(folder / "ladder.service")],
+        capture_output=True,
+        text=True,
     )
     said = [line for line in done.stderr.splitlines() if "ladder.service" in line]
     assert not said, said

@@ -15,16 +15,31 @@ from tests.servers import Running
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It must not ask anybody anything by itself: tests run where there is no network.
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 QUIET += ["--disable-sync", "--no-first-run"]
 
 
 def test_it_asks_nobody_else():
     text = whole_page().decode()
-    assert text.endswith("</html>\n") and not re.search(r"/\* \w+\.(css|js) \*/", text), "a part is missing"
-    assert not re.findall(r"""(?:src|href|url|import|fetch)\s*[=(]?\s*["'(]\s*(?:https?:)?//""", text)
-    assert set(re.findall(r'ask\("([^"]+)"', text)) == {"v1/chat/completions", "events", "v1/models"}
-    assert len(re.findall(r"fetch\(", text)) == 1, "all goes through `ask`, which sends the key along"
+    assert text.endswith("</html>\n") and not re.search(r"/\* \w+\.(css|js) \*/", text), (
+        "a part is missing"
+    )
+    assert not re.findall(
+        r"""(?:src|href|url|import|fetch)\s*[=(]?\s*["'(]\s*(?:https?:)?//""", text
+    )
+    assert set(re.findall(r'ask\("([^"]+)"', text)) == {
+        "v1/chat/completions",
+        "events",
+        "v1/models",
+    }
+    assert len(re.findall(r"fetch\(", text)) == 1, (
+        "all goes through `ask`, which sends the key along"
+    )
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", text), (
         "what a model says would be read as HTML"
     )
@@ -57,7 +72,11 @@ def drawn(texts: list[str]) -> list[tuple[float, str]]:
         pytest.skip("there is no node")
     source = (PAGE / "markdown.js").read_text(encoding="utf-8") + NODE
     found = subprocess.run(
-        [node, "-e", source], input=json.dumps(texts), capture_output=True, text=True, timeout=60
+        [node, "-e", source],
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert not found.stderr, found.stderr
     return [json.loads(line) for line in found.stdout.splitlines()]
@@ -65,8 +84,26 @@ def drawn(texts: list[str]) -> list[tuple[float, str]]:
 
 def test_markdown_takes_time_in_proportion_to_its_text():
     """A model in a loop writes such lines, and an answer is drawn ten times a second."""
-    kinds = ["[", "*", "_", "`", "- ", "> ", "|", "[a](", "**a ", "_a ", "`a ", " ", "- a\n\n", "\\"]
-    texts = [kind * 16_000 for kind in kinds] + ["a | b\n" + "-" * 16_000, "- a" + "\n" * 16_000 + "  b"]
+    kinds = [
+        "[",
+        "*",
+        "_",
+        "`",
+        "- ",
+        "> ",
+        "|",
+        "[a](",
+        "**a ",
+        "_a ",
+        "`a ",
+        " ",
+        "- a\n\n",
+        "\\",
+    ]
+    texts = [kind * 16_000 for kind in kinds] + [
+        "a | b\n" + "-" * 16_000,
+        "- a" + "\n" * 16_000 + "  b",
+    ]
     texts.append("|" + " " * 16_000 + "|\n|-|\n|" + "x " * 8_000 + "|")
     for text, (took, _) in zip(texts, drawn(texts), strict=True):
         assert took < 400, f"{text[:12]!r}... of {len(text)} characters takes {took:.0f} ms"
@@ -79,7 +116,9 @@ def test_markdown_is_read():
     assert bold == "<><p>a <strong>b <em>c</></> d</></>" or "<strong>b " in bold
     assert code == "<><p><code> x`y </> and <code>z</></></>"
     assert link == "<><p><a>x</> [z</></>"
-    assert table.startswith("<><table><tr><th>a</><th>b</></><tr><td>1</><td><strong>2</></></>")
+    assert table.startswith(
+        "<><table><tr><th>a</><th>b</></><tr><td>1</><td><strong>2</></></>"
+    )
     assert items.count("<li>") == 3 and items.count("<ul>") == 2
 
 
@@ -141,7 +180,9 @@ def test_a_chat_in_a_browser(visit, width, scheme):
     from playwright.sync_api import expect
 
     page = visit(width, scheme)
-    page.evaluate("document.getElementById('seed').value = 1")  # some first tokens end the answer
+    page.evaluate(
+        "document.getElementById('seed').value = 1"
+    )  # some first tokens end the answer
     page.keyboard.type("hello")  # the field has the focus
     page.keyboard.press("Enter")
     expect(page.locator("#speed")).to_contain_text("tokens", timeout=20_000)
@@ -168,13 +209,19 @@ def answers(page, *texts: str, marks: str = "") -> list[dict]:
         text = texts[min(len(asked), len(texts)) - 1]
         pieces = [text[i : i + 5] for i in range(0, len(text), 5)]
         choices = [
-            {"index": 0, "delta": {"content": it}, "token_marks": [[it, marks if i % 2 else ""]]}
+            {
+                "index": 0,
+                "delta": {"content": it},
+                "token_marks": [[it, marks if i % 2 else ""]],
+            }
             for i, it in enumerate(pieces)
         ]
         chunks = [{"choices": [choice]} for choice in choices]
         chunks.append({"choices": [], "usage": {"completion_tokens": len(pieces)}})
         events = [*map(json.dumps, chunks), "[DONE]"]
-        route.fulfill(content_type="text/event-stream", body="".join(f"data: {it}\n\n" for it in events))
+        route.fulfill(
+            content_type="text/event-stream", body="".join(f"data: {it}\n\n" for it in events)
+        )
 
     page.route("**/v1/chat/completions", reply)
     return asked
@@ -231,13 +278,21 @@ def test_markdown_becomes_elements_and_never_html(visit):
         "td": ["x", "1"],
         "b, script, td script": [],
     }.items():
-        assert body.locator(kind).evaluate_all("all => all.map((it) => it.textContent)") == texts, kind
+        assert (
+            body.locator(kind).evaluate_all("all => all.map((it) => it.textContent)") == texts
+        ), kind
     text = body.evaluate("it => it.textContent")
-    assert '<b onclick="alert(1)">HTML</b>' in text and "snake_case_names" in text and "2 * 3 * 4" in text
+    assert (
+        '<b onclick="alert(1)">HTML</b>' in text
+        and "snake_case_names" in text
+        and "2 * 3 * 4" in text
+    )
     assert body.locator("a").get_attribute("href") == "https://a.example/x"
     tinted = body.locator("pre .draft").evaluate_all("all => all.map((it) => it.textContent)")
     pieces = [MARKDOWN[i : i + 5] for i in range(5, len(MARKDOWN), 10)]
-    assert tinted and all(any(part in piece for piece in pieces) for part in tinted), "tints have shifted"
+    assert tinted and all(any(part in piece for piece in pieces) for part in tinted), (
+        "tints have shifted"
+    )
 
 
 @pytest.mark.slow
@@ -250,10 +305,17 @@ def test_conversations_are_kept_in_the_browser(visit):
     page.fill("#system", "Be short.")
     say(page, "one", 2)
     say(page, "two", 4)
-    assert [it["content"] for it in asked[1]["messages"]] == ["Be short.", "one", "first", "two"]
+    assert [it["content"] for it in asked[1]["messages"]] == [
+        "Be short.",
+        "one",
+        "first",
+        "two",
+    ]
     page.locator(".assistant .tools button", has_text="Regenerate").last.click()
     expect(page.locator(".assistant .body").last).to_have_text("third")
-    assert asked[2]["messages"] == asked[1]["messages"], "the answer is no part of the question"
+    assert asked[2]["messages"] == asked[1]["messages"], (
+        "the answer is no part of the question"
+    )
     page.locator(".user .tools button", has_text="Edit").first.click()
     assert page.locator("#say").input_value() == "one"
     say(page, "other", 2)
@@ -280,7 +342,10 @@ def test_the_key_has_a_field(browser):
         try:
             page.goto(closed.url)
             expect(page.locator("#state")).to_have_text("needs a key", timeout=20_000)
-            assert page.locator("#model").inner_text() == "" and page.locator("#total").inner_text() == ""
+            assert (
+                page.locator("#model").inner_text() == ""
+                and page.locator("#total").inner_text() == ""
+            )
             page.fill("#key", "wrong")
             page.press("#key", "Enter")
             expect(page.locator("#door_says")).to_contain_text("wrong")

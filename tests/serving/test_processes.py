@@ -22,8 +22,26 @@ from tests.servers import Running, in_turns, wait_until
 
 pytestmark = pytest.mark.slow  # real processes
 
-SMALL = ("--max-rows", "8", "--cache-bytes", "3000000", "--step-tokens", "256", "--access-log", "none")
-LIMITS = ("--slow-seconds", "1", "--body-seconds", "4", "--max-body-bytes", "100000", "--max-unsent", "200")
+SMALL = (
+    "--max-rows",
+    "8",
+    "--cache-bytes",
+    "3000000",
+    "--step-tokens",
+    "256",
+    "--access-log",
+    "none",
+)
+LIMITS = (
+    "--slow-seconds",
+    "1",
+    "--body-seconds",
+    "4",
+    "--max-body-bytes",
+    "100000",
+    "--max-unsent",
+    "200",
+)
 # Who sends a request may be held up for a second by the tests beside this one.
 
 
@@ -44,7 +62,9 @@ def opened(server: Running, receive_buffer: int = 0) -> socket.socket:
     return made
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+)
 
 
 def request(body: object, more: bytes = b"") -> bytes:
@@ -83,7 +103,9 @@ def test_a_body_of_100_mb_is_refused_before_it_is_sent(server):
 
 
 NONSENSE = {
-    "many headers": b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
+    "many headers": b"GET / HTTP/1.1\r\n"
+    + b"".join(b"x-%d: y\r\n" % n for n in range(20_000))
+    + b"\r\n",
     "a long header": b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
     "a long address": b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\n\r\n",
     "no HTTP": b"\x16\x03\x01 no HTTP at all\r\n\r\n",
@@ -109,7 +131,9 @@ def test_a_hundred_who_trickle_shut_nobody_out():
     The log of all that is on a full disk, and what it has lost is counted.
     """
     limits = ("--max-connections", "100", "--body-seconds", "4")
-    with Running(*SMALL[:-2], *limits, "--api-key", "secret", "--access-log", "/dev/full") as server:
+    with Running(
+        *SMALL[:-2], *limits, "--api-key", "secret", "--access-log", "/dev/full"
+    ) as server:
         held = [opened(server) for _ in range(100)]
         for number, connection in enumerate(held):
             if number % 2:
@@ -120,7 +144,9 @@ def test_a_hundred_who_trickle_shut_nobody_out():
                 with suppress(OSError):
                     connection.sendall(b"1\r\n{\r\n" if connection in held[1::2] else b"\r\n")
         for connection in held[1::2]:
-            assert everything(connection)[:12] in (b"", b"HTTP/1.1 401"), "answered without a key"
+            assert everything(connection)[:12] in (b"", b"HTTP/1.1 401"), (
+                "answered without a key"
+            )
         page = server.get("/metrics", authorization="Bearer secret")[2].decode()
         (lost,) = re.findall(r"^ladder:lost_log_lines_total\S* (\S+)", page, re.M)
         assert float(lost) > 0
@@ -138,13 +164,22 @@ def test_slow_headers_and_slow_bodies_are_ended(server):
 def test_a_reader_that_does_not_read_is_dropped(server):
     """Nobody else waits for it, its buffer is bounded, and its blocks come back."""
     before = server.metric("ladder:troubles_total")
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}
+    body = {
+        "prompt": "a",
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+        "n": 4,
+    }
     slow = [opened(server, 2048) for _ in range(3)]
     for connection in slow:
         connection.sendall(request(body))
     assert server.post("/v1/completions", {"prompt": "b", "max_tokens": 5})[0] == 200
     wait_until(
-        lambda: server.metric("ladder:troubles_total") >= before + 3, "slow readers are not dropped", 60
+        lambda: server.metric("ladder:troubles_total") >= before + 3,
+        "slow readers are not dropped",
+        60,
     )
     server.settle()
     for connection in slow:
@@ -176,7 +211,9 @@ def test_the_engine_is_killed_with_64_in_flight_and_the_server_lives(server):
 
     def ask(number: int) -> tuple[int, str]:
         with opened(server) as connection:
-            connection.sendall(request(body | {"stream": number % 2 == 0}, more=b"connection: close\r\n"))
+            connection.sendall(
+                request(body | {"stream": number % 2 == 0}, more=b"connection: close\r\n")
+            )
             answer = everything(connection).decode()
             return int(answer.split(" ")[1]), answer
 
@@ -185,9 +222,19 @@ def test_the_engine_is_killed_with_64_in_flight_and_the_server_lives(server):
     with ThreadPoolExecutor(64) as pool:
         try:
             asked = [pool.submit(ask, number) for number in range(64)]
-            wait_until(lambda: server.metric("vllm:num_requests_waiting") == 64, "not all have come", 60)
-            in_turns([engine], lambda: server.metric("vllm:num_requests_running") == 8, "nobody runs")
-            assert server.metric("vllm:num_requests_waiting") == 56, "somebody has ended already"
+            wait_until(
+                lambda: server.metric("vllm:num_requests_waiting") == 64,
+                "not all have come",
+                60,
+            )
+            in_turns(
+                [engine],
+                lambda: server.metric("vllm:num_requests_running") == 8,
+                "nobody runs",
+            )
+            assert server.metric("vllm:num_requests_waiting") == 56, (
+                "somebody has ended already"
+            )
         finally:
             engine.kill()
         answers = [one.result(timeout=30) for one in asked]
@@ -203,21 +250,27 @@ def test_the_engine_is_killed_with_64_in_flight_and_the_server_lives(server):
 
 def streaming(server: Running, tokens: int) -> socket.socket:
     connection = opened(server)
-    connection.sendall(request({"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": True}))
+    connection.sendall(
+        request({"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": True})
+    )
     connection.recv(100)
     return connection
 
 
 def test_sigterm_lets_streams_finish():
     with Running(*SMALL) as server:
-        stream, later, watcher = streaming(server, 900), opened(server), opened(server)
+        stream = streaming(server, 900)
+        later = opened(server)
+        watcher = opened(server)
         watcher.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/ready")[0] == 503, "it is still ready")
         assert server.post("/v1/completions", {"prompt": "a"})[0] == 503
         assert b"[DONE]" in everything(stream), "a stream was cut off"
         assert server.process.wait(15) == 0
-        assert everything(watcher).endswith(b"0\r\n\r\n"), "who watches is not told that the server ends"
+        assert everything(watcher).endswith(b"0\r\n\r\n"), (
+            "who watches is not told that the server ends"
+        )
         later.close()
 
 
@@ -232,7 +285,10 @@ def test_a_second_sigterm_does_not_wait():
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(10)
         assert time.monotonic() - started < 8
-        wait_until(lambda: not any(child.is_running() for child in children), "a process is left behind")
+        wait_until(
+            lambda: not any(child.is_running() for child in children),
+            "a process is left behind",
+        )
         stream.close()
 
 
@@ -241,7 +297,11 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
         engine = engine_of(server)
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not engine.is_running() or engine.status() == "zombie", "the engine lives on", 10)
+        wait_until(
+            lambda: not engine.is_running() or engine.status() == "zombie",
+            "the engine lives on",
+            10,
+        )
 
 
 @pytest.mark.parametrize(
@@ -250,14 +310,19 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed():
     ids=["an option of the engine", "a key that opens nothing"],
 )
 def test_a_server_that_cannot_start_says_why(arguments, key, words):
-    with pytest.raises(AssertionError) as said, Running(*arguments, env={"LADDER_API_KEY": key}):
+    with (
+        pytest.raises(AssertionError) as said,
+        Running(*arguments, env={"LADDER_API_KEY": key}),
+    ):
         pass
     assert words in str(said.value) and "Traceback" not in str(said.value)
 
 
 async def test_an_engine_that_is_still_starting_is_ended_at_once():
     complaints: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: complaints.append(context)
+    )
     engine = EngineProcess(partial(time.sleep, 60))
     life = asyncio.ensure_future(engine.run())
     await asyncio.sleep(0.3)

@@ -23,8 +23,28 @@ from tests.servers import Running, in_turns, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 pytest.importorskip("ray.serve")
 
-SMALL = ("--max-rows", "16", "--cache-bytes", "6000000", "--step-tokens", "256", "--access-log", "none")
-REPLICAS = ("--replicas", "2", "--max-replicas", "3", "--queue", "4", "--patience", "1", "--imbalance", "2")
+SMALL = (
+    "--max-rows",
+    "16",
+    "--cache-bytes",
+    "6000000",
+    "--step-tokens",
+    "256",
+    "--access-log",
+    "none",
+)
+REPLICAS = (
+    "--replicas",
+    "2",
+    "--max-replicas",
+    "3",
+    "--queue",
+    "4",
+    "--patience",
+    "1",
+    "--imbalance",
+    "2",
+)
 LONG = 900
 """Tokens of a stream that somebody is to be killed under."""
 
@@ -56,12 +76,23 @@ class Stream(threading.Thread):
     whole: whether the stream has ended as it should; otherwise `error` is the event it ended with, if any.
     """
 
-    def __init__(self, server: Running, prompt: list[int], tokens: int, leaves: bool = False) -> None:
+    def __init__(
+        self, server: Running, prompt: list[int], tokens: int, leaves: bool = False
+    ) -> None:
         super().__init__(daemon=True)
-        self.server, self.first, self.leaves = server, threading.Event(), leaves
-        self.body = {"model": "random:tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        self.server = server
+        self.first = threading.Event()
+        self.leaves = leaves
+        self.body = {
+            "model": "random:tiny",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+        }
         self.body |= {"stream": True, "ignore_eos": True, "return_token_ids": True}
-        self.replica, self.whole, self.cut = "", False, False
+        self.replica = ""
+        self.whole = False
+        self.cut = False
         self.tokens: list[int] = []
         self.error: Any = None
         self.said: list[bytes] = []
@@ -74,7 +105,10 @@ class Stream(threading.Thread):
             headers = {"content-type": "application/json"}
             connection.request("POST", "/v1/completions", json.dumps(self.body), headers)
             answer = connection.getresponse()
-            self.status, self.replica = answer.status, answer.headers.get("x-ladder-replica", "")
+            self.status, self.replica = (
+                answer.status,
+                answer.headers.get("x-ladder-replica", ""),
+            )
             for line in answer:
                 self.said.append(line)
                 self._read(line.strip())
@@ -112,8 +146,14 @@ def joined(streams: list[Stream]) -> list[Stream]:
 
 def replica_named(server: Running, name: str) -> psutil.Process:
     """The process of a replica: its log is called after it."""
-    logs = {process: [file.path for file in process.open_files()] for process in actors(server)}
-    return next(one for one, paths in logs.items() if any(path.endswith(f"_{name}.log") for path in paths))
+    logs = {
+        process: [file.path for file in process.open_files()] for process in actors(server)
+    }
+    return next(
+        one
+        for one, paths in logs.items()
+        if any(path.endswith(f"_{name}.log") for path in paths)
+    )
 
 
 def engine_of(replica: psutil.Process) -> psutil.Process:
@@ -161,8 +201,12 @@ def test_the_same_tokens_as_one_server(server):
         expected[event.index] += [] if event.token_id is None else [event.token_id]
     found = joined([Stream(server, prompt, 12) for prompt in prompts])
     for number, (stream, tokens) in enumerate(zip(found, expected, strict=True)):
-        assert stream.tokens == tokens, f"request {number} on {stream.replica}: not one server's tokens"
-    assert len({stream.replica for stream in found}) == 2, "six at once, and one replica has them all"
+        assert stream.tokens == tokens, (
+            f"request {number} on {stream.replica}: not one server's tokens"
+        )
+    assert len({stream.replica for stream in found}) == 2, (
+        "six at once, and one replica has them all"
+    )
 
 
 def test_equal_prefixes_meet_and_the_bound_holds(server):
@@ -171,13 +215,19 @@ def test_equal_prefixes_meet_and_the_bound_holds(server):
     for turn in range(3):
         for n, prefix in enumerate(prefixes):
             home[n].add(joined([Stream(server, [*prefix, 200 + turn], 2)])[0].replica)
-    assert all(len(names) == 1 for names in home.values()), f"a prefix went to two idle replicas: {home}"
+    assert all(len(names) == 1 for names in home.values()), (
+        f"a prefix went to two idle replicas: {home}"
+    )
     assert len(set.union(*home.values())) == 2, "four prefixes, and one replica has them all"
     # Now everybody at once: the bound is 2, so of six at least two must go elsewhere.
     crowd = joined(started([Stream(server, [*prefixes[0], 230 + n], LONG) for n in range(6)]))
-    assert all(stream.whole for stream in crowd), f"refused: {[stream.said[-2:] for stream in crowd]}"
+    assert all(stream.whole for stream in crowd), (
+        f"refused: {[stream.said[-2:] for stream in crowd]}"
+    )
     there = sum(stream.replica in home[0] for stream in crowd)
-    assert 3 <= there <= 4, f"{there} of 6 requests went where their prefix is, but the bound allows 4"
+    assert 3 <= there <= 4, (
+        f"{there} of 6 requests went where their prefix is, but the bound allows 4"
+    )
 
 
 def test_who_leaves_is_let_go(server):
@@ -186,10 +236,16 @@ def test_who_leaves_is_let_go(server):
 
     def running() -> float:
         _, headers, text = server.get("/metrics", **{"x-ladder-replica": name})
-        assert headers["x-ladder-replica"] == name, "a GET has not reached the replica that it asked for"
-        return float(text.decode().split("vllm:num_requests_running{")[1].split("}")[1].split()[0])
+        assert headers["x-ladder-replica"] == name, (
+            "a GET has not reached the replica that it asked for"
+        )
+        return float(
+            text.decode().split("vllm:num_requests_running{")[1].split("}")[1].split()[0]
+        )
 
-    wait_until(lambda: running() == 0, f"the client has left, and {name} computes its tokens", 10)
+    wait_until(
+        lambda: running() == 0, f"the client has left, and {name} computes its tokens", 10
+    )
 
 
 @pytest.mark.parametrize("victim", ["replica", pytest.param("engine", marks=pytest.mark.long)])
@@ -205,7 +261,9 @@ def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim)
         for engine in engines:
             with contextlib.suppress(psutil.NoSuchProcess):
                 engine.resume()
-    assert all(stream.status == 200 for stream in streams), f"refused: {[stream.said for stream in streams]}"
+    assert all(stream.status == 200 for stream in streams), (
+        f"refused: {[stream.said for stream in streams]}"
+    )
     joined(streams)
     lost = [stream for stream in streams if not stream.whole]
     assert lost, f"the {victim} was killed, and nobody has lost anything"
@@ -219,7 +277,9 @@ def test_who_is_killed_loses_its_own_streams_only_and_comes_back(server, victim)
         else:
             assert len(stream.tokens) == LONG, f"a stream of {stream.replica} has lost tokens"
     after = joined([Stream(server, [9, n], 4) for n in range(4)])
-    assert all(stream.whole for stream in after), f"requests fail meanwhile: {[s.said for s in after]}"
+    assert all(stream.whole for stream in after), (
+        f"requests fail meanwhile: {[s.said for s in after]}"
+    )
     wait_until(lambda: both_serve(server), "the replica has not come back", 90)
     assert {process.pid for process in actors(server)} != before
 
@@ -229,12 +289,18 @@ def test_more_replicas_while_requests_queue_and_fewer_afterwards(server):
     wait_until(lambda: both_serve(server), "there are no two replicas", 60)
     assert len(actors(server)) == 2
     load = [Stream(server, [n % 250, 4], LONG) for n in range(1, 121)]
-    wait_until(lambda: len(actors(server)) == 3, "120 requests on two replicas, and none is added", 60)
+    wait_until(
+        lambda: len(actors(server)) == 3, "120 requests on two replicas, and none is added", 60
+    )
     for stream in load:  # the rest is not waited for
         assert not stream.error, stream.error
     joined(load)
-    assert all(stream.whole for stream in load), "a stream was lost while the number of replicas changed"
-    wait_until(lambda: len(actors(server)) == 2, "nobody asks, and no replica is taken away", 60)
+    assert all(stream.whole for stream in load), (
+        "a stream was lost while the number of replicas changed"
+    )
+    wait_until(
+        lambda: len(actors(server)) == 2, "nobody asks, and no replica is taken away", 60
+    )
 
 
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(server):
@@ -244,8 +310,12 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(server):
     while late.status == 200 and any(stream.is_alive() for stream in streams):
         time.sleep(0.1)
         late = joined([Stream(server, [1], 1)])[0]
-    assert late.status in (0, 503), f"a new request was answered with {late.status} while the server drains"
+    assert late.status in (0, 503), (
+        f"a new request was answered with {late.status} while the server drains"
+    )
     for stream in joined(streams):
-        assert stream.whole and len(stream.tokens) == LONG, f"{stream.replica} has cut: {stream.said[-2:]}"
+        assert stream.whole and len(stream.tokens) == LONG, (
+            f"{stream.replica} has cut: {stream.said[-2:]}"
+        )
     server.process.wait(60)
     assert server.process.returncode == 0, server.stderr()

@@ -15,7 +15,9 @@ def params(tokenizer, defaults, **fields):
     """The settings of a completion by a server with these defaults."""
     app = App(EngineClient(), tokenizer, "tiny", defaults=defaults)
     http = Client(app).request("/v1/completions", {}).http()
-    return app.endpoints["/v1/completions"].parse(http, {"prompt": "a", **fields}, READY).params
+    return (
+        app.endpoints["/v1/completions"].parse(http, {"prompt": "a", **fields}, READY).params
+    )
 
 
 def test_what_a_request_says_comes_first(tokenizer):

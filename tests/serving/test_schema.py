@@ -21,7 +21,16 @@ POSTS += ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    limits = ("--max-seconds", "5", "--body-seconds", "2", "--max-requests", "64", "--access-log", "none")
+    limits = (
+        "--max-seconds",
+        "5",
+        "--body-seconds",
+        "2",
+        "--max-requests",
+        "64",
+        "--access-log",
+        "none",
+    )
     with Running("--max-rows", "8", *limits) as running:
         yield running
         running.settle()

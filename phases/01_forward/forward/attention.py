@@ -39,7 +39,9 @@ class Attention(Protocol):
         """``q [..., H, D]``, ``k`` and ``v [..., KH, D]`` -> ``[..., H, D]``."""
 
 
-def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:
+def causal_mask(
+    query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> Tensor:
     """Which key each query may see: none from the future, none beyond the window.
 
     Args:
@@ -87,7 +89,9 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
-    weights = softmax(scores, layer.sinks).to(v.dtype)  # in float32: half precision loses the tail
+    weights = softmax(scores, layer.sinks).to(
+        v.dtype
+    )  # in float32: half precision loses the tail
     out = weights.flatten(-3, -2) @ v  # [..., KH, G*S, D]
     return out.view(*q.shape)
 
@@ -98,6 +102,8 @@ class RecomputeAttention:
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]``: the sequence is dimension -3."""
         positions = torch.arange(q.shape[-3], device=q.device)
-        mask = causal_mask(positions, positions, layer.sliding_window).unsqueeze(-3)  # [1, S, S]
+        mask = causal_mask(positions, positions, layer.sliding_window).unsqueeze(
+            -3
+        )  # [1, S, S]
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))  # heads before tokens
         return attend(layer, q, k, v, mask).transpose(-3, -2)

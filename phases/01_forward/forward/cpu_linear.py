@@ -43,7 +43,7 @@ class FlippedLinear(nn.Linear):
 
 
 @cache
-def flipping_pays() -> bool:
+def flipping_is_faster() -> bool:
     """Return True on machines like that of the table above: MKL on an AMD processor under Linux."""
     info = Path("/proc/cpuinfo")
     mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]

@@ -29,7 +29,9 @@ class Generator:
         rows: requests whose tokens are sampled together.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, *, rows: int = 1) -> None:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None = None, *, rows: int = 1
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.sampler = Sampler(rows, model.config.vocab_size, model.device)
         self.row = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -56,9 +58,13 @@ class Generator:
         known_text, size = self.tokenizer is not None, self.model.config.vocab_size
         for prompt, settings in zip(prompts, each, strict=True):
             check_prompt(prompt, size, self.model.max_len, settings, has_tokenizer=known_text)
-        return self._stream([list(map(int, prompt)) for prompt in prompts], each)  # also numpy's arrays
+        return self._stream(
+            [list(map(int, prompt)) for prompt in prompts], each
+        )  # also numpy's arrays
 
-    def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
+    def _stream(
+        self, prompts: list[list[int]], each: list[SamplingParams]
+    ) -> Iterator[TokenEvent]:
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             for sample in range(params.n):
                 yield from self._one(index, sample, prompt, params)
@@ -73,7 +79,11 @@ class Generator:
             return
         self.begin(len(prompt), limit)
         self.sampler.set_row(0, params, prompt, eos_ids=eos, sample=sample)
-        text = TextStream(self.tokenizer, params, prompt) if self.tokenizer and params.stop else None
+        text = (
+            TextStream(self.tokenizer, params, prompt)
+            if self.tokenizer and params.stop
+            else None
+        )
         reason = None
         while reason is None:
             sampled = self._next(tokens, len(tokens) - len(prompt))
@@ -83,7 +93,9 @@ class Generator:
             piece = None
             if text is not None:
                 reason, piece = text.advance(token, reason)
-            yield TokenEvent(index, token, reason, time.perf_counter(), sampled.logprob(0), sample, piece)
+            yield TokenEvent(
+                index, token, reason, time.perf_counter(), sampled.logprob(0), sample, piece
+            )
 
     @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
     def _next(self, tokens: list[int], step: int) -> Sampled:

@@ -36,7 +36,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> ``[..., size]`` in ``x``'s dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(
+            x.dtype
+        )
 
 
 class LayerNorm(nn.LayerNorm):
@@ -45,13 +47,17 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> ``[..., size]`` in ``x``'s dtype."""
         weight, bias = self.weight.float(), self.bias.float()
-        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(
+            x.dtype
+        )
 
 
 class GatedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))``: SwiGLU with SiLU, GeGLU with GELU (arXiv 2002.05202)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, act: str, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, act: str, bias: bool = False
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)

@@ -15,7 +15,7 @@ from common.errors import UserError, brief
 from common.models.checkpoint import assign, load_weights, stores_once
 from common.models.config import ModelConfig
 from common.models.hub import model_folder
-from forward.cpu_linear import flip_linears, flipping_pays
+from forward.cpu_linear import flip_linears, flipping_is_faster
 from forward.model import Model
 from forward.models import family_of
 from forward.shapes import SHAPES
@@ -24,7 +24,7 @@ from forward.surgery import clone
 RANDOM = "random:"
 
 
-class Linears(Protocol):
+class WeightLoader(Protocol):
     """A seam: chooses how linear layers keep their weights while a model is loaded. Phase 10 has one."""
 
     def expect(self, model: Model) -> None:
@@ -46,14 +46,14 @@ def load_model(
     device: str = "auto",
     dtype: str = "auto",
     seed: int = 0,
-    linears: Linears | None = None,
+    weight_loader: WeightLoader | None = None,
 ) -> Model:
     """Load a model for inference.
 
     Args:
         name: a bundled model (``smollm2``, ``gemma3-270m``), a folder with a Hugging Face checkpoint, a hub
             id, or ``random:SHAPE`` for random weights of a published shape (`SHAPES`). A loaded model is
-            returned as it is, unless `linears` changes it: then a copy that shares all other layers.
+            returned as it is, unless `weight_loader` changes it: then a copy that shares all other layers.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         seed: of random weights. The same seed gives other weights on another kind of device.
@@ -63,16 +63,20 @@ def load_model(
         UserError: there is no such model, or its files do not fit its configuration.
     """
     if isinstance(name, Model):
-        return linears.finish(clone(name)) if linears is not None and linears.changes(name) else name
+        return (
+            weight_loader.finish(clone(name))
+            if weight_loader is not None and weight_loader.changes(name)
+            else name
+        )
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     config = config_of(name)
     if str(name).startswith(RANDOM):
         model = random_model(config, device=where, dtype=kind, seed=seed)
-        return model if linears is None else linears.finish(model)
+        return model if weight_loader is None else weight_loader.finish(model)
     folder, model = model_folder(name), skeleton(config)
-    if linears is not None:
-        linears.expect(model)
+    if weight_loader is not None:
+        weight_loader.expect(model)
     else:
         refuse_quantized(model.config, folder)
     load_weights(
@@ -83,9 +87,9 @@ def load_model(
         rename=model.rename,
         transform=model.transform,
         tied=model.TIED if model.config.tie_word_embeddings else {},
-        place=None if linears is None else linears.place,
+        place=None if weight_loader is None else weight_loader.place,
     )
-    return finish(model if linears is None else linears.finish(model), where)
+    return finish(model if weight_loader is None else weight_loader.finish(model), where)
 
 
 def facts_of(model: str | Path | Model) -> ModelConfig:
@@ -114,7 +118,9 @@ def config_of(name: str | Path) -> ModelConfig:
     if str(name).startswith(RANDOM):
         return config
     family = family_of(config.family)
-    return replace(config, tie_word_embeddings=stores_once(model_folder(name), family.TIED, family.rename))
+    return replace(
+        config, tie_word_embeddings=stores_once(model_folder(name), family.TIED, family.rename)
+    )
 
 
 def refuse_quantized(config: ModelConfig, folder: Path) -> None:
@@ -164,7 +170,7 @@ def skeleton(config: ModelConfig) -> Model:
 
 def finish(model: Model, device: torch.device) -> Model:
     """A model whose weights are all in place, ready for inference on a device."""
-    if device.type == "cpu" and model.dtype == torch.float32 and flipping_pays():
+    if device.type == "cpu" and model.dtype == torch.float32 and flipping_is_faster():
         flip_linears(model)
     # The weights are in place: this moves only the small tables that are computed, not loaded.
     return model.to(device=device).requires_grad_(False).eval()

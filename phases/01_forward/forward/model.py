@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
-from forward.rope_scaling import sharpness
+from forward.rope_scaling import attention_scaling
 
 
 class Model(nn.Module, ABC):
@@ -34,7 +34,9 @@ class Model(nn.Module, ABC):
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                scale=config.attention_scale * sharpness(config, i) / (i + 1 if config.scale_by_layer else 1),
+                scale=config.attention_scale
+                * attention_scaling(config, i)
+                / (i + 1 if config.scale_by_layer else 1),
                 sliding_window=config.sliding_windows[i],
                 soft_cap=config.attention_soft_cap,
             )

@@ -30,7 +30,9 @@ class Rope(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
-        self.register_buffer("inverse_frequencies", inverse_frequencies(rope, head_dim), persistent=False)
+        self.register_buffer(
+            "inverse_frequencies", inverse_frequencies(rope, head_dim), persistent=False
+        )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions ``[...]`` -> ``(cos, sin)``, each ``[..., 1, D]`` float32, once a step.
@@ -40,7 +42,9 @@ class Rope(nn.Module):
         """
         angles = positions.unsqueeze(-1).float() * self.inverse_frequencies  # [..., D/2]
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
+        return torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(
+            -2
+        )
 
 
 def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ def scaled(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return frequencies
 
 
-def sharpness(config: ModelConfig, layer: int) -> float:
+def attention_scaling(config: ModelConfig, layer: int) -> float:
     """Factor of a layer's scores, which makes attention over a longer context as sharp as before.
 
     The papers and `transformers` scale cosines and sines, and so queries and keys, by its root.
@@ -52,7 +52,9 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     fast when it turns more than ``high_freq_factor`` times. Between them the frequency is a mixture of both,
     whose shares are linear in the number of turns.
     """
-    turns = rope.original_max_position * frequencies / (2 * math.pi)  # [D/2] within the context
+    turns = (
+        rope.original_max_position * frequencies / (2 * math.pi)
+    )  # [D/2] within the context
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     ramp = ramp.clamp(0.0, 1.0)
     return (1 - ramp) * frequencies / rope.factor + ramp * frequencies
@@ -68,7 +70,9 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     def pair_of(turns: float) -> float:
         """Index of the pair that turns so many times; it need not be whole."""
         return (
-            dims * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            dims
+            * math.log(rope.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
         )
 
     first, last = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
@@ -76,5 +80,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dims - 1)
     width = last - first or 0.001
-    ramp = ((torch.arange(dims // 2, device=frequencies.device) - first) / width).clamp(0.0, 1.0)
+    ramp = ((torch.arange(dims // 2, device=frequencies.device) - first) / width).clamp(
+        0.0, 1.0
+    )
     return ramp * frequencies / rope.factor + (1 - ramp) * frequencies

@@ -32,12 +32,16 @@ def _shape(
         "rope": RopeConfig(),
     }
     sizes = (hidden_size, intermediate_size, layers, query_heads, kv_heads, head_dim)
-    return ModelConfig(family, vocab_size, *sizes, max_position_embeddings, **{**usual, **more})
+    return ModelConfig(
+        family, vocab_size, *sizes, max_position_embeddings, **{**usual, **more}
+    )
 
 
 def _yarn(theta: float, trained: int) -> RopeConfig:
     """Return the RoPE of gpt-oss, for 32 times the context that it was trained with."""
-    return RopeConfig(theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False)
+    return RopeConfig(
+        theta, kind="yarn", factor=32.0, original_max_position=trained, truncate=False
+    )
 
 
 QWEN3 = _shape(
@@ -56,19 +60,22 @@ SHAPES: dict[str, ModelConfig] = {
         tie_word_embeddings=False, sliding_windows=(),
     ),
     "qwen3-30b-a3b": replace(
-        QWEN3, family="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32,
+        QWEN3, family="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_layers=48,
+        num_heads=32,
         num_kv_heads=4, tie_word_embeddings=False, sliding_windows=(),
         experts=ExpertConfig(count=128, top_k=8, intermediate_size=768),
     ),
     "gpt-oss-20b": _shape(
         "gpt_oss", 201_088, 2880, 2880, 24, (64, 8, 64), 131_072,
-        norm_eps=1e-5, attention_bias=True, rope=_yarn(150_000.0, 4096), sliding_windows=(128, None) * 12,
+        norm_eps=1e-5, attention_bias=True, rope=_yarn(150_000.0, 4096),
+        sliding_windows=(128, None) * 12,
         eos_token_ids=(200_002, 199_999, 200_012),
         experts=ExpertConfig(count=32, top_k=4, intermediate_size=2880),
     ),
     "qwen3.5-0.8b": _shape(
         "qwen3_5", 248_320, 1024, 3584, 24, (8, 2, 256), 262_144,
-        tie_word_embeddings=True, rope=RopeConfig(10_000_000.0, share=0.25), eos_token_ids=(248_044,),
+        tie_word_embeddings=True, rope=RopeConfig(10_000_000.0, share=0.25),
+        eos_token_ids=(248_044,),
         delta=DeltaConfig(
             key_heads=16, value_heads=16, key_dim=128, value_dim=128, conv_width=4,
             layers=(True, True, True, False) * 6,
@@ -77,13 +84,15 @@ SHAPES: dict[str, ModelConfig] = {
     "llama-160m": _shape("llama", 32_000, 768, 3072, 12, (12, 12, 64), 2048, eos_token_ids=(2,)),
     "gpt2": _shape(
         "gpt2", 50_257, 768, 3072, 12, (12, 12, 64), 1024,
-        norm_eps=1e-5, activation="gelu_new", tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
+        norm_eps=1e-5, activation="gelu_new", tie_word_embeddings=True, attention_bias=True,
+        mlp_bias=True,
         rope=None, eos_token_ids=(50_256,),
     ),
     "tiny": TINY,
     # The same with every feature that a cache or a mask can get wrong: windows and a soft cap.
     "tiny-window": replace(
-        TINY, family="gemma3", num_layers=3, num_heads=4, num_kv_heads=2, activation="gelu_pytorch_tanh",
+        TINY, family="gemma3", num_layers=3, num_heads=4, num_kv_heads=2,
+        activation="gelu_pytorch_tanh",
         attention_scale=24**-0.5, rope=RopeConfig(100_000.0), rope_local=RopeConfig(),
         sliding_windows=(24, 24, None), attention_soft_cap=20.0, final_soft_cap=30.0,
     ),
@@ -100,7 +109,8 @@ SHAPES: dict[str, ModelConfig] = {
     ),
     # The same with layers that keep a state: groups of value heads, and sizes that no tile divides.
     "tiny-delta": replace(
-        TINY, family="qwen3_5", num_layers=5, num_heads=4, num_kv_heads=2, rope=RopeConfig(share=0.5),
+        TINY, family="qwen3_5", num_layers=5, num_heads=4, num_kv_heads=2,
+        rope=RopeConfig(share=0.5),
         sliding_windows=(),
         delta=DeltaConfig(
             key_heads=3, value_heads=6, key_dim=12, value_dim=20, conv_width=4,

@@ -26,8 +26,12 @@ class CachedAttention:
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [B, S, H, D]``, ``k`` and ``v [B, S, KH, D]`` -> ``[B, S, H, D]``."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads before tokens, as the cache has them
-        cache, start, count = self.cache.layers[layer.index], self.cache.length, q.shape[2]
+        q, k, v = (
+            x.transpose(1, 2) for x in (q, k, v)
+        )  # heads before tokens, as the cache has them
+        cache = self.cache.layers[layer.index]
+        start = self.cache.length
+        count = q.shape[2]
         if layer.sliding_window is None or count == 1:
             # A decode may write first: the one column it overwrites has just left the window.
             cache.write(start, k, v)

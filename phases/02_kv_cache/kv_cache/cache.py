@@ -27,7 +27,9 @@ class LayerCache:
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store ``k, v [B, KH, S, D]`` as columns ``start .. start+S-1``; only the last `capacity` stay."""
         skip = max(0, k.shape[2] - self.capacity)
-        k, v, first = k[:, :, skip:], v[:, :, skip:], (start + skip) % self.capacity
+        k = k[:, :, skip:]
+        v = v[:, :, skip:]
+        first = (start + skip) % self.capacity
         head = min(k.shape[2], self.capacity - first)  # columns that fit before the ring wraps
         for cache, new in ((self.keys, k), (self.values, v)):
             cache[:, :, first : first + head] = new[:, :, :head]
@@ -43,7 +45,9 @@ class LayerCache:
         """Which column each slot of `read` holds: ``[min(end, capacity)]`` int64."""
         slots = torch.arange(min(end, self.capacity), device=self.keys.device)
         # The newest column in slot s is the largest p < end with p % capacity == s.
-        return slots + (end - 1 - slots).div(self.capacity, rounding_mode="floor") * self.capacity
+        return (
+            slots + (end - 1 - slots).div(self.capacity, rounding_mode="floor") * self.capacity
+        )
 
 
 class KVCache:
@@ -54,7 +58,13 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        batch: int,
+        max_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.max_len = max_len
         self.length = 0
@@ -71,7 +81,9 @@ class KVCache:
 
         ``2 * KH * D * bytes`` a token and layer; a window layer never holds more than its window.
         """
-        columns = sum(max_len if w is None else min(w, max_len) for w in config.sliding_windows)
+        columns = sum(
+            max_len if w is None else min(w, max_len) for w in config.sliding_windows
+        )
         return 2 * batch * columns * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     def advance(self, count: int) -> None:

@@ -69,7 +69,12 @@ class BatchGenerator(Generator):
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer | None = None, *, batch_size: int = 16, compact: bool = False
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        *,
+        batch_size: int = 16,
+        compact: bool = False,
     ) -> None:
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, but must be at least 1")
@@ -77,7 +82,9 @@ class BatchGenerator(Generator):
         self.batch_size, self.compact = batch_size, compact
         self.waste = Waste()
 
-    def _stream(self, prompts: list[list[int]], each: list[SamplingParams]) -> Iterator[TokenEvent]:
+    def _stream(
+        self, prompts: list[list[int]], each: list[SamplingParams]
+    ) -> Iterator[TokenEvent]:
         rows = []
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             limit = output_limit(len(prompt), params, self.model.max_len)
@@ -85,7 +92,11 @@ class BatchGenerator(Generator):
                 if limit == 0:
                     yield TokenEvent(index, None, "length", time.perf_counter(), sample=sample)
                     continue
-                text = TextStream(self.tokenizer, params, prompt) if self.tokenizer and params.stop else None
+                text = (
+                    TextStream(self.tokenizer, params, prompt)
+                    if self.tokenizer and params.stop
+                    else None
+                )
                 rows.append(Row(index, sample, prompt, params, limit, text))
         for first in range(0, len(rows), self.batch_size):
             yield from self._batch(rows[first : first + self.batch_size])
@@ -108,20 +119,29 @@ class BatchGenerator(Generator):
             self.sampler.set_row(place, row.params, row.prompt, eos_ids=eos, sample=row.sample)
         # On the left, so that every row's newest token is in the last column.
         ids = torch.tensor(
-            [[0] * pad + row.prompt for pad, row in zip(padding, rows, strict=True)], device=self.model.device
+            [[0] * pad + row.prompt for pad, row in zip(padding, rows, strict=True)],
+            device=self.model.device,
         )  # [B, S]
         self.waste.padding += sum(padding)
-        active, indices = rows, list(range(len(rows)))  # the sampler's row of each row of the batch
+        active, indices = (
+            rows,
+            list(range(len(rows))),
+        )  # the sampler's row of each row of the batch
         step = 0
         while True:
             self.waste.computed += ids.numel()
             sampled = self._step(ids, attention, indices, step)
-            tokens, now, step = sampled.tokens.tolist(), time.perf_counter(), step + 1  # the only wait
+            # the only wait
+            tokens = sampled.tokens.tolist()
+            now = time.perf_counter()
+            step = step + 1
             for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
                 if row.reason is None:
                     piece = self._append(row, token)
                     logprob = sampled.logprob(place)
-                    yield TokenEvent(row.index, token, row.reason, now, logprob, row.sample, piece)
+                    yield TokenEvent(
+                        row.index, token, row.reason, now, logprob, row.sample, piece
+                    )
             ids = sampled.tokens.unsqueeze(1)  # [B, 1], never leaves the device
             live = [place for place, row in enumerate(active) if row.reason is None]
             if not live:
@@ -145,14 +165,20 @@ class BatchGenerator(Generator):
         return piece
 
     @torch.inference_mode()  # not around the loop: a generator would leave it switched on for its consumer
-    def _step(self, ids: Tensor, attention: PaddedAttention, indices: list[int], step: int) -> Sampled:
+    def _step(
+        self, ids: Tensor, attention: PaddedAttention, indices: list[int], step: int
+    ) -> Sampled:
         """Run ``ids [B, S]`` as the next S columns and sample a token for every row from the last one."""
         count = ids.shape[1]
         attention.begin(count)
         # A row's position is its column less its padding. Padding has none, and a finished row may be
         # dragged beyond the context by a longer neighbour: both take any legal one.
-        positions = (attention.columns - attention.padding.unsqueeze(-1)).clamp(0, self.model.max_len - 1)
+        positions = (attention.columns - attention.padding.unsqueeze(-1)).clamp(
+            0, self.model.max_len - 1
+        )
         hidden: Tensor = self.model(ids, positions, attention)  # [B, S, hidden]
         attention.cache.advance(count)
         at = torch.tensor(indices, device=ids.device)
-        return self.sampler.sample(self.model.logits(hidden[:, -1]), at, indices, torch.full_like(at, step))
+        return self.sampler.sample(
+            self.model.logits(hidden[:, -1]), at, indices, torch.full_like(at, step)
+        )

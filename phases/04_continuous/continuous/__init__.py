@@ -15,7 +15,7 @@ from continuous.attention import RowAttention
 from continuous.cache import RowCache, RowStore
 from continuous.engine import Engine
 from continuous.policies import POLICIES
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.runner import Runner
 from continuous.scheduler import Scheduler
 from continuous.sizes import Sizes
@@ -55,7 +55,7 @@ def load(
     steps = max(2048, length) if sizes.step_tokens is None else sizes.step_tokens
     each = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
-    rows = Rows(count, length, loaded.device)
+    rows = RequestRows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)
     scheduler = Scheduler(rows, RowCache(), step_tokens=steps, policy=POLICIES[sizes.policy])
     return Engine(scheduler, Runner(loaded, RowAttention(store), rows), tokenizer)
@@ -72,7 +72,9 @@ def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
             )
         return count
     if sizes.cache_bytes > free:
-        raise UserError(f"cache_bytes is {shown(sizes.cache_bytes)}, but only {free} bytes are free")
+        raise UserError(
+            f"cache_bytes is {shown(sizes.cache_bytes)}, but only {free} bytes are free"
+        )
     fitting = sizes.cache_bytes // row_bytes
     if fitting < 1:
         raise UserError(

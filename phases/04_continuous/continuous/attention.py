@@ -47,7 +47,11 @@ class Group:
 
     @classmethod
     def of(
-        cls, members: Ints, host: HostBatch, device: torch.device, meant: NDArray[np.bool_] | None = None
+        cls,
+        members: Ints,
+        host: HostBatch,
+        device: torch.device,
+        meant: NDArray[np.bool_] | None = None,
     ) -> Group:
         """Plan the group of these members of the batch.
 
@@ -65,19 +69,33 @@ class Group:
         if padded:
             filled = columns < lens[:, None]  # [G, queries]
             real = (filled if meant is None else filled & meant[:, None]).ravel()
-            where = (torch.from_numpy(x).to(device) for x in (gather.ravel()[real], np.flatnonzero(real)))
+            where = (
+                torch.from_numpy(x).to(device)
+                for x in (gather.ravel()[real], np.flatnonzero(real))
+            )
             plan.scatter = (next(where), next(where))
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
         """`[G, 1, queries, columns]`, made once a step and kind of layer; None if every query sees all."""
         if window not in self.masks:
-            contexts, lens = self.host.context_lens[self.members], self.host.query_lens[self.members]
-            if self.queries == 1 and contexts.min() == columns and (window is None or columns <= window):
+            contexts, lens = (
+                self.host.context_lens[self.members],
+                self.host.query_lens[self.members],
+            )
+            if (
+                self.queries == 1
+                and contexts.min() == columns
+                and (window is None or columns <= window)
+            ):
                 self.masks[window] = None
             else:
-                first = torch.from_numpy(contexts - lens).to(device)  # [G], the first query's position
-                positions = first[:, None] + torch.arange(self.queries, device=device)  # [G, queries]
+                first = torch.from_numpy(contexts - lens).to(
+                    device
+                )  # [G], the first query's position
+                positions = first[:, None] + torch.arange(
+                    self.queries, device=device
+                )  # [G, queries]
                 seen = causal_mask(positions, torch.arange(columns, device=device), window)
                 self.masks[window] = seen.unsqueeze(1)
         return self.masks[window]
@@ -129,15 +147,22 @@ def group(
         waste = height * longer * wider - pairs - own
         if current and waste > padding:
             groups.append(np.array(current))
-            current, pairs, longer, wider = [], 0, q[i], c[i]
+            current = []
+            pairs = 0
+            longer = q[i]
+            wider = c[i]
         current.append(i)
-        longest, widest, pairs = longer, wider, pairs + own
+        longest = longer
+        widest = wider
+        pairs = pairs + own
     if current:
         groups.append(np.array(current))
     return groups
 
 
-def attend_masked(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend_masked(
+    layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor:
     """`forward.attend` in one fused call, which never writes the scores to memory.
 
     `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
@@ -146,12 +171,16 @@ def attend_masked(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     if layer.soft_cap is not None or layer.sinks is not None:
         return attend(layer, q, k, v, mask)
     heads = layer.num_heads // layer.num_kv_heads
-    if heads > 1:  # the query heads of one key/value head become rows of one matrix, as in `attend`
+    if (
+        heads > 1
+    ):  # the query heads of one key/value head become rows of one matrix, as in `attend`
         grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
         mask = mask if mask is None or q.shape[2] == 1 else mask.repeat(1, 1, heads, 1)
     else:
         grouped = q
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale).reshape(q.shape)
+    return F.scaled_dot_product_attention(
+        grouped, k, v, attn_mask=mask, scale=layer.scale
+    ).reshape(q.shape)
 
 
 def avoid_plans_per_shape() -> None:
@@ -175,12 +204,22 @@ def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], I
     return [Group.of(members, host, device) for members in found], np.flatnonzero(~fresh)
 
 
-def prompt_attention(plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def prompt_attention(
+    plan: Group, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> None:
     """Compute one of `prompt_groups` from this step's `q [T, H, D]`, `k` and `v [T, KH, D]` into `out`."""
-    q, k, v = plan.take(q), plan.take(k), plan.take(v)
+    q = plan.take(q)
+    k = plan.take(k)
+    v = plan.take(v)
     window = layer.sliding_window
-    if layer.soft_cap is None and layer.sinks is None and (window is None or window >= plan.queries):
-        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
+    if (
+        layer.soft_cap is None
+        and layer.sinks is None
+        and (window is None or window >= plan.queries)
+    ):
+        result = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
     else:
         if window not in plan.masks:
             columns = torch.arange(plan.queries, device=q.device)
@@ -208,7 +247,9 @@ class RowAttention:
         host, device = batch.host, batch.positions.device
         self._prompts, decoding = prompt_groups(host, device)
         order = decoding[np.argsort(host.rows[decoding])].tolist()
-        runs = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type], host.rows)
+        runs = group(
+            order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type], host.rows
+        )
         self._decodes = []
         for members in runs:
             rows = host.rows[members]
@@ -228,7 +269,10 @@ class RowAttention:
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, rows in self._decodes:
-            past_k, past_v = keys[rows, :, : plan.context], values[rows, :, : plan.context]  # views
+            past_k, past_v = (
+                keys[rows, :, : plan.context],
+                values[rows, :, : plan.context],
+            )  # views
             mask = plan.mask(layer.sliding_window, plan.context, q.device)
             plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, mask))
         return out

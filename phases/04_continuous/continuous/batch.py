@@ -14,7 +14,7 @@ from torch import Tensor
 from continuous.work import Work
 
 if TYPE_CHECKING:
-    from continuous.rows import Rows
+    from continuous.rows import RequestRows
 
 Ints = NDArray[np.int64]
 
@@ -55,7 +55,7 @@ class HostBatch:
 
         Samples stand in the order of works, of a work's takers, and of the tokens after which they come.
         """
-        _, row, start, count, drafts, takers, _ = zip(*works, strict=True)
+        _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)
         query_starts = np.concatenate((ZERO, ends))
@@ -66,16 +66,32 @@ class HostBatch:
         else:
             token_rows = np.repeat(rows, lens)
             positions = np.arange(tokens) + np.repeat(starts - query_starts[:-1], lens)
-        counts = np.array([len(taking) for taking in takers], np.int64)  # [B]
-        sample_at, sample_rows, sample_positions = ends - 1, rows, contexts
+        counts = np.array([len(taking) for taking in sampled_requests], np.int64)  # [B]
+        sample_at = ends - 1
+        sample_rows = rows
+        sample_positions = contexts
         if (counts != 1).any():  # parts of prompts, which are not sampled, or several takers
-            sample_at, sample_positions = np.repeat(sample_at, counts), np.repeat(contexts, counts)
-            sample_rows = np.array([request.row for taking in takers for request in taking], np.int64)
-        if any(drafts):  # a work with drafts has one taker, which is sampled after each of its last tokens
-            behind = np.array([len(d) for d, taking in zip(drafts, takers, strict=True) for _ in taking])
+            sample_at, sample_positions = (
+                np.repeat(sample_at, counts),
+                np.repeat(contexts, counts),
+            )
+            sample_rows = np.array(
+                [request.row for taking in sampled_requests for request in taking], np.int64
+            )
+        if any(
+            drafts
+        ):  # a work with drafts has one taker, which is sampled after each of its last tokens
+            behind = np.array(
+                [
+                    len(d)
+                    for d, taking in zip(drafts, sampled_requests, strict=True)
+                    for _ in taking
+                ]
+            )
             back = np.concatenate([np.arange(k, -1, -1) for k in behind])
             sample_at, sample_rows, sample_positions = (
-                np.repeat(values, behind + 1) for values in (sample_at, sample_rows, sample_positions)
+                np.repeat(values, behind + 1)
+                for values in (sample_at, sample_rows, sample_positions)
             )
             sample_at, sample_positions = sample_at - back, sample_positions - back
         return cls(
@@ -118,7 +134,7 @@ class Batch:
     sample_steps: Tensor
 
     @classmethod
-    def of(cls, host: HostBatch, rows: Rows, **more: NDArray[np.integer[Any]]) -> Self:
+    def of(cls, host: HostBatch, rows: RequestRows, **more: NDArray[np.integer[Any]]) -> Self:
         """Move a batch's layout to the device in one transfer and read its tokens from the rows.
 
         more: fields of a subclass that lie on the host as well.
@@ -126,17 +142,29 @@ class Batch:
         arrays = {name: getattr(host, name) for name in WIDE}
         arrays |= {name: getattr(host, name).astype(np.int32) for name in NARROW}
         moved = upload(rows.tokens.device, arrays | more)
-        return cls(host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved)
+        return cls(
+            host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved
+        )
 
 
-WIDE = ("positions", "token_rows", "rows", "sample_at", "sample_rows", "sample_positions", "sample_steps")
+WIDE = (
+    "positions",
+    "token_rows",
+    "rows",
+    "sample_at",
+    "sample_rows",
+    "sample_positions",
+    "sample_steps",
+)
 NARROW = ("query_starts", "context_lens")
 """The fields of a batch that are int64 and int32 on the device."""
 ALIGNED = 16
 TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
-def upload(device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]]) -> dict[str, Tensor]:
+def upload(
+    device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]]
+) -> dict[str, Tensor]:
     """Copy arrays of int64 and int32, of any shapes, to the device in one transfer: a tensor for each.
 
     Many small transfers cost far more than one: each has a fixed price of some microseconds. So all of them
@@ -153,7 +181,9 @@ def upload(device: torch.device, arrays: Mapping[str, NDArray[np.integer[Any]]])
         flat[places[name]].view(array.dtype)[:] = array.ravel()
     packed = torch.from_numpy(flat)
     if device.type == "cuda":
-        packed = packed.pin_memory()  # only from pinned memory does the copy not wait for the device
+        packed = (
+            packed.pin_memory()
+        )  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)
     return {
         name: packed[places[name]].view(TYPES[array.dtype]).view(array.shape)

@@ -70,12 +70,20 @@ class RowStore:
     """
 
     def __init__(
-        self, config: ModelConfig, rows: int, max_len: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        rows: int,
+        max_len: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         shape = (config.num_layers, 2, rows, config.num_kv_heads, max_len, config.head_dim)
         # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
         self.data = torch.zeros(shape, device=device, dtype=dtype)  # [L, 2, R, KH, max_len, D]
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (layer[0], layer[1]) for layer in self.data
+        ]
 
     @staticmethod
     def bytes_needed(config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype) -> int:

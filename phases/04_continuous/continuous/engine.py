@@ -23,7 +23,13 @@ from common.text.tokenizer import Tokenizer
 from continuous.messages import Abort, Add, Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import NO_MASKS, InTurn, Journal, Loop, Masks
+from continuous.seams import (
+    NO_GRAMMAR_MANAGER,
+    EngineObserver,
+    GrammarManager,
+    Loop,
+    SequentialLoop,
+)
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
 from continuous.work import Work
@@ -60,20 +66,25 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None = None,
         *,
-        masks: Masks = NO_MASKS,
+        masks: GrammarManager = NO_GRAMMAR_MANAGER,
     ) -> None:
-        self.scheduler, self.runner, self.tokenizer, self.masks = scheduler, runner, tokenizer, masks
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.masks = masks
         self.cache: Any = scheduler.cache
-        self.loop: Loop = InTurn()
-        self.journal = Journal()
-        self.ledger: Any = None
+        self.loop: Loop = SequentialLoop()
+        self.observer = EngineObserver()
+        self.memory_plan: Any = None
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
         self._ids = count()
         self._seeds = random.Random()
         self.inbox: deque[Add | Abort] = deque()
-        self._held: deque[list[Request]] = deque()  # not in line yet: what they need is being made
+        self._waiting_for_grammar: deque[list[Request]] = (
+            deque()
+        )  # not in line yet: what they need is being made
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
@@ -105,7 +116,9 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
-        requests = self._prepare(prompt, params, index, integer("priority", priority), text("salt", salt))
+        requests = self._prepare(
+            prompt, params, index, integer("priority", priority), text("salt", salt)
+        )
         self.inbox.append(Add(requests))
         return requests
 
@@ -118,38 +131,51 @@ class Engine:
         self.inbox.append(Abort(request))
 
     def _prepare(
-        self, prompt: Sequence[int], params: SamplingParams, index: int, priority: int = 0, salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        index: int,
+        priority: int = 0,
+        salt: str = "",
     ) -> list[Request]:
         """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         known_text, size = self.tokenizer is not None, self.config.vocab_size
-        ids = check_prompt(prompt, size, self.max_len, params, has_tokenizer=known_text, continuous=True)
+        ids = check_prompt(
+            prompt, size, self.max_len, params, has_tokenizer=known_text, continuous=True
+        )
         limit = len(prompt) + output_limit(len(prompt), params, self.max_len)
-        requests = [Request(0, list(prompt), len(ids), limit, params, numbers=ids) for _ in range(params.n)]
+        requests = [
+            Request(0, list(prompt), len(ids), limit, params, numbers=ids)
+            for _ in range(params.n)
+        ]
         self.scheduler.check(requests)
         self.masks.check(params)
         now = time.perf_counter()
         for sample, request in enumerate(requests):
             request.id, request.arrival = next(self._ids), now
-            request.index, request.sample, request.priority, request.salt = index, sample, priority, salt
+            request.index = index
+            request.sample = sample
+            request.priority = priority
+            request.salt = salt
             seed = params.seed_of(sample)
             request.seed = self._seeds.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
                 request.text = TextStream(self.tokenizer, params, prompt)
         return requests
 
-    def take_in(self) -> None:
+    def process_inbox(self) -> None:
         """Carry out what was added and aborted since the last step; a step begins with this."""
         while self.inbox:
             command = self.inbox.popleft()
             if isinstance(command, Add):
-                self._enter(command.requests)
+                self._enqueue(command.requests)
             else:
                 self._abort(command.request)
-        for _ in range(min(len(self._held), MOST_LOOKS)):
-            requests = self._held.popleft()
-            self._enter([request for request in requests if request.finish_reason is None])
+        for _ in range(min(len(self._waiting_for_grammar), MOST_LOOKS)):
+            requests = self._waiting_for_grammar.popleft()
+            self._enqueue([request for request in requests if request.finish_reason is None])
 
-    def _enter(self, requests: list[Request]) -> None:
+    def _enqueue(self, requests: list[Request]) -> None:
         """Put requests in line, or hold them until they may stand there."""
         try:
             ready = all([self.masks.ready(request) for request in requests])
@@ -158,13 +184,13 @@ class Engine:
                 self.end(request, "error", error)
             return
         if not ready:
-            self._held.append(requests)
+            self._waiting_for_grammar.append(requests)
             return
         if not requests:  # aborted meanwhile
             return
         if requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
-            self.journal.entered(requests)
+            self.observer.on_requests_added(requests)
             return
         for request in requests:  # max_tokens is 0
             self.end(request, "length")
@@ -175,7 +201,7 @@ class Engine:
         The journal hears of it first.
         """
         if request.finish_reason is None:
-            self.journal.left(request)
+            self.observer.on_request_aborted(request)
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
                     self.end(member, "abort")
@@ -183,7 +209,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True if a step would have nothing to do and nothing to report."""
-        empty = not (self.inbox or self._held or self.outputs)
+        empty = not (self.inbox or self._waiting_for_grammar or self.outputs)
         return empty and self.scheduler.idle and self.loop.idle
 
     # Steps.
@@ -194,18 +220,18 @@ class Engine:
         Ctrl-C is raised at its end, when the books balance: what has come out is returned by the next step.
         """
         with uninterrupted(), self._marks:
-            self.take_in()
+            self.process_inbox()
             self.loop.advance(self)
-            if self._held and self.scheduler.idle and not self.outputs:
+            if self._waiting_for_grammar and self.scheduler.idle and not self.outputs:
                 time.sleep(WAIT)  # no other request has anything to compute
-        return self.drain()
+        return self.take_outputs()
 
     def schedule(self) -> list[Work]:
         """Decide the next step, and mark it up to the end of `step`."""
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        self.journal.scheduled(works)
+        self.observer.on_step_scheduled(works)
         if (mark := marked(works)) is not None:
             self._marks.enter_context(mark)
         return works
@@ -220,7 +246,7 @@ class Engine:
             return None
         self.stats.begin(works, len(self.scheduler.running))
         with self.failing(works):
-            return self.runner.forward(works, masked=self.masks.wants(works))
+            return self.runner.forward(works, masked=self.masks.needs_mask(works))
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
@@ -228,9 +254,16 @@ class Engine:
         if step is None:
             return None
         with self.failing(step.works):
-            allowed = self.masks.fill(step.works) if self.masks.wants(step.works) else None
+            allowed = (
+                self.masks.fill_bitmask(step.works)
+                if self.masks.needs_mask(step.works)
+                else None
+            )
             pending = self.runner.sample(step, allowed)
-            for request, why in self.masks.take_failed():  # as if they were aborted now
+            for (
+                request,
+                why,
+            ) in self.masks.pop_failed_requests():  # as if they were aborted now
                 if request.finish_reason is None:
                     self.end(request, "error", why)
             return pending
@@ -240,7 +273,7 @@ class Engine:
         """Wait for a step and append its tokens to their requests. A step that fails ends only its own."""
         results = self.wait(pending)
         if results is not None:
-            self.deal(pending, results)
+            self.append_tokens(pending, results)
 
     def wait(self, pending: Pending) -> Results | None:
         """Wait for the tokens of a step; None if it failed."""
@@ -250,23 +283,33 @@ class Engine:
             return results
         return None
 
-    def deal(self, pending: Pending, results: Results) -> None:
+    def append_tokens(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
-        self.journal.landed(pending.works, results)
+        self.observer.on_step_finished(pending.works, results)
         now = self._landed
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
-            for request in work.takers:
+            for request in work.sampled_requests:
                 tokens = next(result)
-                if request.finish_reason is None:  # it may have ended while this was on its way
+                if (
+                    request.finish_reason is None
+                ):  # it may have ended while this was on its way
                     known = len(request.tokens)
                     if self._receive(request, tokens, now):
                         ended.append(request)
                     accepted = max(0, len(request.tokens) - known - 1)
-                    if work.certain and request.finish_reason is None and accepted < len(work.drafts):
-                        self.end(request, "error", RuntimeError("a token that was certain to come did not"))
-            self.scheduler.land(work, accepted=accepted if work.drafts else 0)
+                    if (
+                        work.drafts_forced
+                        and request.finish_reason is None
+                        and accepted < len(work.drafts)
+                    ):
+                        self.end(
+                            request,
+                            "error",
+                            RuntimeError("a token that was certain to come did not"),
+                        )
+            self.scheduler.finish_step(work, accepted=accepted if work.drafts else 0)
             for request in ended:
                 self.scheduler.leave(request)
 
@@ -276,7 +319,9 @@ class Engine:
             if token == NAN_TOKEN:
                 self.runner.attention.wipe(request.row)
                 self.end(
-                    request, "error", NotANumber("the model's logits for this request are not a number (NaN)")
+                    request,
+                    "error",
+                    NotANumber("the model's logits for this request are not a number (NaN)"),
                 )
                 return False
             if not request.params.max_tokens:  # only its prompt was wanted
@@ -288,13 +333,17 @@ class Engine:
                 request.first_token = now
             length = len(request.tokens) - request.prompt_len
             most = request.limit - request.prompt_len
-            reason = finish_reason(token, length, request.params, self.config.eos_token_ids, most)
+            reason = finish_reason(
+                token, length, request.params, self.config.eos_token_ids, most
+            )
             text = None
             if request.text is not None:
                 try:
                     reason, text = request.text.advance(token, reason)
                 except Exception as error:  # no other request's tokens may be lost for it
-                    log.error("the text of request %d cannot be made", request.id, exc_info=error)
+                    log.error(
+                        "the text of request %d cannot be made", request.id, exc_info=error
+                    )
                     request.error, reason = error, "error"
             self.outputs.append(Output(request, token, reason, now, logprob, text))
             if reason is not None:
@@ -320,13 +369,15 @@ class Engine:
         """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
-            self.scheduler.land(work, computed=False)
-            for request in dict.fromkeys((work.request, *work.takers, *work.request.siblings)):
+            self.scheduler.finish_step(work, computed=False)
+            for request in dict.fromkeys(
+                (work.request, *work.sampled_requests, *work.request.siblings)
+            ):
                 if request.finish_reason is None:
                     self.end(request, "error", error)
-        self.journal.failed(error)
+        self.observer.on_step_failed(error)
 
-    def drain(self) -> list[Output]:
+    def take_outputs(self) -> list[Output]:
         """Return the outputs since the last call, in order; streams get theirs as well."""
         outputs, self.outputs = self.outputs, []
         for output in outputs:
@@ -339,7 +390,9 @@ class Engine:
         """Raise `AssertionError` unless the books balance. It reads all of them: not for every step."""
         self.scheduler.check_integrity()
 
-    def end(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+    def end(
+        self, request: Request, reason: FinishReason, error: BaseException | None = None
+    ) -> None:
         """End a request without a token: it leaves the scheduler, and an output tells its reader so.
 
         Without an error, the one that it has stays. The output brings the text that was held back for a stop
@@ -364,7 +417,9 @@ class Engine:
         pairs = list(zip(prompts, events.params_per_prompt(prompts, params), strict=True))
         groups = [self._prepare(*pair, index) for index, pair in enumerate(pairs)]
         for _, settings in pairs:
-            self.masks.settle(settings)  # this caller has nothing else to do, and wants to be told
+            self.masks.wait_until_compiled(
+                settings
+            )  # this caller has nothing else to do, and wants to be told
         return self._stream(groups)
 
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
@@ -384,14 +439,18 @@ class Engine:
                     request, token, reason, now, logprob, text = mine.popleft()
                     if reason is not None:
                         left.discard(request)
-                    yield TokenEvent(request.index, token, reason, now, logprob, request.sample, text)
+                    yield TokenEvent(
+                        request.index, token, reason, now, logprob, request.sample, text
+                    )
         finally:
             for request in requests:
                 self.sinks.pop(request, None)
                 if request.finish_reason is None:
                     self.abort(request)
-            self.take_in()  # this thread runs the steps: what is left can end at once
-            self.outputs = [o for o in self.outputs if o.request not in gone]  # which no reader has any more
+            self.process_inbox()  # this thread runs the steps: what is left can end at once
+            self.outputs = [
+                o for o in self.outputs if o.request not in gone
+            ]  # which no reader has any more
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""

@@ -37,5 +37,9 @@ def priority(request: Request) -> tuple[float, ...]:
     return (request.priority, request.id)
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "shortest_first": shortest_first, "priority": priority}
+POLICIES: dict[str, Policy] = {
+    "fcfs": fcfs,
+    "shortest_first": shortest_first,
+    "priority": priority,
+}
 """Policies by the name that `load` and the command line take."""

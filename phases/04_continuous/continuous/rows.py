@@ -18,7 +18,7 @@ from common.request import NO_ROW, Request
 from continuous.batch import upload
 
 
-class Rows:
+class RequestRows:
     """`count` rows, each with room for the tokens of one request.
 
     tokens: `[R, max_len]` int64 on the device. A sampled token is written here by the device, so the next
@@ -29,9 +29,13 @@ class Rows:
 
     def __init__(self, count: int, max_len: int, device: torch.device | str = "cpu") -> None:
         self.count, self.max_len = count, max_len
-        self.tokens = torch.zeros(count, max_len, dtype=torch.int64, device=device)  # [R, max_len]
+        self.tokens = torch.zeros(
+            count, max_len, dtype=torch.int64, device=device
+        )  # [R, max_len]
         self.prompt_lens = np.zeros(count, np.int64)  # [R]
-        self._free = list(range(count))  # a heap: the lowest row first keeps running requests adjacent
+        self._free = list(
+            range(count)
+        )  # a heap: the lowest row first keeps running requests adjacent
         self.fresh: dict[int, Request] = {}
 
     @property
@@ -60,7 +64,9 @@ class Rows:
         return fresh
 
 
-def write(rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]) -> None:
+def write(
+    rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]
+) -> None:
     """Write tokens into `rows [R, max_len]`: for each line its row, the first place, and tokens."""
     of, first, tokens = zip(*lines, strict=True)
     counts = list(map(len, tokens))

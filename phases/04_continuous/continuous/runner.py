@@ -12,9 +12,16 @@ from torch import Tensor
 
 from common.events import Logprob
 from common.request import Request
-from common.sampling.sampler import TORCH, Allowed, Chooser, Plan, Sampled, Sampler
+from common.sampling.sampler import (
+    TORCH,
+    Sampled,
+    Sampler,
+    SamplerBackend,
+    SamplingMetadata,
+    TokenBitmask,
+)
 from continuous.batch import Batch, HostBatch
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.work import Work
 from forward.attention import LayerSpec
 from forward.model import Model
@@ -40,7 +47,7 @@ class BatchAttention(Protocol):
         """The request in this row ends, and the cache may hold NaN of it, which no later owner may read."""
 
 
-class OneToken:
+class OutputVerifier:
     """The tokens of a step: one for each request that takes one. A later phase verifies several."""
 
     def write(self, works: Sequence[Work]) -> None:
@@ -51,7 +58,7 @@ class OneToken:
         return [[token] for token in tokens]
 
 
-ONE_TOKEN = OneToken()
+ONE_TOKEN_EACH = OutputVerifier()
 
 
 class Pending:
@@ -60,13 +67,24 @@ class Pending:
     works: those of the step that the results belong to, in order.
     """
 
-    def __init__(self, works: Sequence[Work], sampled: Sampled | None, extra: OneToken = ONE_TOKEN) -> None:
-        self.works, self.extra = works, extra
-        self._arriving = None if sampled is None else sampled.to_host()  # starts the copy, does not wait
+    def __init__(
+        self,
+        works: Sequence[Work],
+        sampled: Sampled | None,
+        verifier: OutputVerifier = ONE_TOKEN_EACH,
+    ) -> None:
+        self.works, self.verifier = works, verifier
+        self._arriving = (
+            None if sampled is None else sampled.to_host()
+        )  # starts the copy, does not wait
 
     def get(self) -> Results:
         """Wait for the step, and return its tokens."""
-        return () if self._arriving is None else self.extra.accepted(self.works, self._arriving.get())
+        return (
+            ()
+            if self._arriving is None
+            else self.verifier.accepted(self.works, self._arriving.get())
+        )
 
 
 @dataclass
@@ -82,14 +100,14 @@ class Forwarded:
     works: Sequence[Work]
     batch: Batch
     hidden: Tensor
-    rest: Callable[[Allowed | None], Pending] | None = None
+    rest: Callable[[TokenBitmask | None], Pending] | None = None
     logits: Tensor | None = None
 
 
-class StepPlan(Protocol):
+class StepExecutor(Protocol):
     """Runs certain steps in a faster way; a later phase brings plans."""
 
-    def takes(self, works: Sequence[Work], masked: bool) -> Any | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
         """Return a ticket for `run`, or None to leave the step to the next plan."""
 
     def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
@@ -110,16 +128,23 @@ class Runner:
     last: the first half of the newest step, whose hidden states are good until the next one.
     """
 
-    plans: Sequence[StepPlan] = ()
+    plans: Sequence[StepExecutor] = ()
     last: Forwarded | None = None
 
     def __init__(
-        self, model: Model, attention: BatchAttention, rows: Rows, *, chooser: Chooser = TORCH
+        self,
+        model: Model,
+        attention: BatchAttention,
+        rows: RequestRows,
+        *,
+        sampler_backend: SamplerBackend = TORCH,
     ) -> None:
-        self.model, self.attention, self.rows = model, attention, rows
+        self.model = model
+        self.attention = attention
+        self.rows = rows
         self.sampler = Sampler(rows.count, model.config.vocab_size, model.device)
-        self.sampler.chooser = chooser
-        self.extra = ONE_TOKEN
+        self.sampler.sampler_backend = sampler_backend
+        self.verifier = ONE_TOKEN_EACH
 
     def run(self, works: Sequence[Work]) -> Pending:
         """Start one step. It returns when everything is handed to the device, not when it is done."""
@@ -132,7 +157,7 @@ class Runner:
         masked: the second half will be given masks. (A graph that does both halves at once must know.)
         """
         for plan in self.plans:
-            if (ticket := plan.takes(works, masked)) is not None:
+            if (ticket := plan.supports(works, masked)) is not None:
                 self.last = plan.run(works, ticket)
                 break
         else:
@@ -150,7 +175,7 @@ class Runner:
         return Forwarded(works, batch, hidden)
 
     @torch.inference_mode()
-    def sample(self, step: Forwarded, allowed: Allowed | None = None) -> Pending:
+    def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
         """The second half: from the last hidden states of every work to its takers' next tokens.
 
         allowed: see `Sampler.sample`; None: every token may be chosen.
@@ -163,14 +188,18 @@ class Runner:
             return Pending(step.works, None)
         plan = self.sampler.plan(rows_host)
         # A plan may have computed the logits already; else of the sampled rows only: [S, V], not [T, V].
-        logits = self.logits(step.hidden[batch.sample_at], plan) if step.logits is None else step.logits
+        logits = (
+            self.logits(step.hidden[batch.sample_at], plan)
+            if step.logits is None
+            else step.logits
+        )
         sampled = self.sampler.sample(
             logits, batch.sample_rows, rows_host, batch.sample_steps, plan, allowed=allowed
         )
         self.rows.tokens[batch.sample_rows, batch.sample_positions] = sampled.tokens
-        return Pending(step.works, sampled, self.extra)
+        return Pending(step.works, sampled, self.verifier)
 
-    def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
+    def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
         """Logits of the hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
         return self.model.logits(hidden)
 
@@ -181,7 +210,7 @@ class Runner:
         """
         for request in self.rows.upload():
             self.set_row(request)
-        self.extra.write(works)
+        self.verifier.write(works)
 
     def set_row(self, request: Request) -> None:
         """Tell the sampler how the request in a row wants its tokens chosen."""

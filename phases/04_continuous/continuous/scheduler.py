@@ -13,7 +13,7 @@ from common.errors import UserError, integer
 from common.request import Request
 from continuous.cache import CacheManager
 from continuous.policies import Policy, by_rank, fcfs
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 
@@ -22,7 +22,8 @@ class Scheduler:
     """Iteration-level scheduling of whole prompts and decodes, as many as `step_tokens` and the cache allow.
 
     There is one rule: let `num_computed_tokens` catch up with the tokens there are. A prompt is far behind, a
-    decode is one behind. Later phases change the hooks: `order`, `yields`, `share`, `make_room`, `fork`.
+    decode is one behind. Later phases change the hooks: `order`, `should_yield`, `num_new_tokens`,
+    `preempt_for`, `fork`.
 
     Args:
         rows: one for each request that runs, at most `rows.count` at a time.
@@ -34,8 +35,17 @@ class Scheduler:
         queries of a request with a past; this phase's takes one.
     """
 
-    def __init__(self, rows: Rows, cache: CacheManager, *, step_tokens: int, policy: Policy = fcfs) -> None:
-        self.rows, self.cache, self.policy = rows, cache, policy
+    def __init__(
+        self,
+        rows: RequestRows,
+        cache: CacheManager,
+        *,
+        step_tokens: int,
+        policy: Policy = fcfs,
+    ) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.policy = policy
         self.drafter: Drafter = NO_DRAFTS
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
@@ -82,18 +92,20 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Decide the next step. Its works count as computed from here on, so call it once a step.
 
-        First come the running requests in their `order`, each with its `share` of what is left of the budget,
-        `step_tokens`, drafts included. The waiting line follows, from its head (`_admit`). On the way:
+        First come the running requests in their `order`, each with its `num_new_tokens` of what is left
+        of the budget, `step_tokens`, drafts included. The waiting line follows, from its head
+        (`_admit_waiting`). On the way:
 
-        - A request that `yields` is served behind those of the line that rank before it (`_admit` with
-          `before`), unless this step has preempted.
+        - A request that `should_yield` is served behind those of the line that rank before it
+          (`_admit_waiting` with `before`), unless this step has preempted.
         - Room is reserved for all that is computed, and before the work is taken. A request for which the
           cache has none may take it from those behind it in the queue, which this step has not served yet
-          (`make_room` removes its victims from the queue). That step has preempted, whether room was found or
-          not, and admits no request afterwards: it would take the room that the victim has just lost.
+          (`preempt_for` removes its victims from the queue). That step has preempted, whether room was
+          found or not, and admits no request afterwards: it would take the room that the victim has just
+          lost.
         - The drafter is asked once a step whether it guesses at all (`begin`). A request whose room was there
-          at once may have drafts (`_drafts`), within what the budget holds after its share and what is `kept`
-          for the requests behind it.
+          at once may have drafts (`_drafts`), within what the budget holds after its share and what is
+          `reserved_for_decodes` for the requests behind it.
         """
         works: list[Work] = []
         budget = self.step_tokens
@@ -102,46 +114,50 @@ class Scheduler:
         preempted = False
         while at < len(queue):
             request = queue[at]
-            if not preempted and self.yields(request):
-                budget = self._admit(works, budget, before=request.rank)
+            if not preempted and self.should_yield(request):
+                budget = self._admit_waiting(works, budget, before=request.rank)
             at += 1
-            count = self.share(request, budget)
+            count = self.num_new_tokens(request, budget)
             if count == 0:
                 continue
             end = request.num_computed_tokens + count
             drafts: tuple[int, ...] = ()
             if not self.cache.reserve(request, end):
                 preempted = True
-                if not self.make_room(request, end, queue, at):
+                if not self.preempt_for(request, end, queue, at):
                     continue
             elif drafting:
-                drafts = self._drafts(request, end, budget - count - self.kept(len(queue) - at))
-            works.append(self._take(request, count, drafts))
+                drafts = self._drafts(
+                    request, end, budget - count - self.reserved_for_decodes(len(queue) - at)
+                )
+            works.append(self._schedule_request(request, count, drafts))
             budget -= count + len(drafts)
         if not preempted:  # or the newcomer would take the room that its victim has just lost
-            self._admit(works, budget)
+            self._admit_waiting(works, budget)
         return works
 
-    def _admit(self, works: list[Work], budget: int, before: tuple[float, ...] | None = None) -> int:
+    def _admit_waiting(
+        self, works: list[Work], budget: int, before: tuple[float, ...] | None = None
+    ) -> int:
         """Let requests in from the head of the line while there is room; returns what is left of the budget.
 
         No request overtakes the head. With `before`, only those of a smaller rank get in.
         """
         while budget > 0:
             request = self._head()
-            if request is None or request.in_flight or not self.admits(request):
+            if request is None or request.in_flight or not self.can_admit(request):
                 break
             if before is not None and request.rank >= before:
                 break
             request.num_computed_tokens = request.cached_tokens = self.cache.lookup(request)
-            count = self.share(request, budget)
+            count = self.num_new_tokens(request, budget)
             if count == 0:
                 request.num_computed_tokens = 0
                 break
             heapq.heappop(self._waiting)
-            self.enter(request)
+            self.start_request(request)
             insort(self.running, request, key=by_rank)
-            works.append(self._take(request, count))
+            works.append(self._schedule_request(request, count))
             budget -= count
         return budget
 
@@ -158,25 +174,35 @@ class Scheduler:
         drafts = tuple(self.drafter.propose(request, most)) if most > 0 else ()
         return drafts if drafts and self.cache.reserve(request, end + len(drafts)) else ()
 
-    def _take(self, request: Request, count: int, drafts: tuple[int, ...] = ()) -> Work:
+    def _schedule_request(
+        self, request: Request, count: int, drafts: tuple[int, ...] = ()
+    ) -> Work:
         """Return a work of `count` tokens and its drafts, and advance the request by both.
 
         A work that ends before the newest token, known or placeholder, samples none: the request has a step
         more in flight. One that reaches it has takers: the request, or what `fork` returns where siblings
         wait for its prompt. Each taker has a step more in flight and a placeholder more. Drafts behind a
-        placeholder are `certain`: then each of them is a placeholder, too.
+        placeholder are `drafts_forced`: then each of them is a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)
         if end < len(request.tokens) + request.placeholders:
             request.in_flight += 1
             return Work(request, request.row, start, count)
-        takers = self.fork(request) if request.siblings else (request,)
-        certain = bool(drafts and request.placeholders)
-        for taker in takers:
-            taker.in_flight += 1
-            taker.placeholders += len(drafts) + 1 if certain else 1
-        return Work(request, request.row, start, count + len(drafts), drafts, takers, certain)
+        sampled_requests = self.fork(request) if request.siblings else (request,)
+        drafts_forced = bool(drafts and request.placeholders)
+        for sampled_request in sampled_requests:
+            sampled_request.in_flight += 1
+            sampled_request.placeholders += len(drafts) + 1 if drafts_forced else 1
+        return Work(
+            request,
+            request.row,
+            start,
+            count + len(drafts),
+            drafts,
+            sampled_requests,
+            drafts_forced,
+        )
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the cache's books balance."""
@@ -188,17 +214,17 @@ class Scheduler:
         """A new list of the running requests in the order in which they are served."""
         return running.copy()
 
-    def kept(self, later: int) -> int:
+    def reserved_for_decodes(self, later: int) -> int:
         """Tokens of the budget that drafts may not use: one for each request that is still to be
         served in this step.
         """
         return later
 
-    def yields(self, request: Request) -> bool:
+    def should_yield(self, request: Request) -> bool:
         """Return True if waiting requests of a smaller rank go before this running request."""
         return False
 
-    def share(self, request: Request, budget: int) -> int:
+    def num_new_tokens(self, request: Request, budget: int) -> int:
         """Return how many tokens of `request` to compute now: all that it is behind, or 0.
 
         It is behind by its tokens and placeholders that are not computed yet. It gets 0 if these are more
@@ -211,18 +237,18 @@ class Scheduler:
         # on their way is not behind, but ahead.
         return count if 0 < count <= budget and known < request.limit else 0
 
-    def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
+    def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet.
 
         A request that loses its room leaves the queue. False if `request` gets none; it may lose its own.
         """
         return False
 
-    def admits(self, request: Request) -> bool:
+    def can_admit(self, request: Request) -> bool:
         """Return True if there is a row and room for `request`."""
         return self.rows.free > 0 and self.cache.fits(request)
 
-    def enter(self, request: Request) -> None:
+    def start_request(self, request: Request) -> None:
         """Give an admitted request its row and its room."""
         self.rows.acquire(request)
         if not self.cache.reserve(request, len(request.tokens)):
@@ -240,7 +266,7 @@ class Scheduler:
 
     # What comes back from a step.
 
-    def land(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
+    def finish_step(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
         """The host has seen the end of one work's step, and its tokens are appended to the takers.
 
         Called once for every work, in order, whatever became of its requests. All takers land with it: each
@@ -251,15 +277,15 @@ class Scheduler:
         computed: False if the step failed.
         """
         end = work.start + work.count - len(work.drafts) + accepted
-        for request in work.takers or (work.request,):
+        for request in work.sampled_requests or (work.request,):
             request.in_flight -= 1
             request.placeholders -= work.placeholders
             if computed and request.row >= 0:  # not finished, aborted or preempted meanwhile
-                if work.drafts and not work.certain:
+                if work.drafts and not work.drafts_forced:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
         if computed and self.drafter is not NO_DRAFTS:
-            self.drafter.landed(work, accepted)
+            self.drafter.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
         """Take back what a request holds, if it has a row: it has finished, or it is preempted.

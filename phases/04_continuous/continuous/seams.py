@@ -9,7 +9,7 @@ from common.errors import UserError
 from common.request import Request
 from common.rules import NO_GRAMMARS
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed
+from common.sampling.sampler import TokenBitmask
 from continuous.runner import Results
 from continuous.work import Work
 
@@ -35,7 +35,7 @@ class Drafter:
         """
         return ()
 
-    def landed(self, work: Work, accepted: int) -> None:
+    def on_step_finished(self, work: Work, accepted: int) -> None:
         """A step has ended well for a work, and `accepted` of its drafts were right."""
 
     def leave(self, request: Request) -> None:
@@ -52,11 +52,11 @@ class Loop(Protocol):
     def advance(self, engine: Engine) -> None:
         """Launch the next step, and collect what is due."""
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Collect all that is under way."""
 
 
-class InTurn:
+class SequentialLoop:
     """A `Loop` that waits for each step before it schedules the next."""
 
     idle = True
@@ -67,30 +67,30 @@ class InTurn:
         if pending is not None:
             engine.collect(pending)
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Nothing is under way."""
 
 
-class Journal:
+class EngineObserver:
     """Hears what happens in an engine, in order. This one forgets it; a later phase sends it elsewhere."""
 
-    def entered(self, requests: Sequence[Request]) -> None:
+    def on_requests_added(self, requests: Sequence[Request]) -> None:
         """The samples of a prompt stand in line."""
 
-    def left(self, request: Request) -> None:
+    def on_request_aborted(self, request: Request) -> None:
         """A request is aborted."""
 
-    def scheduled(self, works: Sequence[Work]) -> None:
+    def on_step_scheduled(self, works: Sequence[Work]) -> None:
         """A step has been decided."""
 
-    def landed(self, works: Sequence[Work], results: Results) -> None:
+    def on_step_finished(self, works: Sequence[Work], results: Results) -> None:
         """The tokens of a step have come."""
 
-    def failed(self, error: BaseException) -> None:
+    def on_step_failed(self, error: BaseException) -> None:
         """A step has failed, and its requests have ended."""
 
 
-class Masks(Protocol):
+class GrammarManager(Protocol):
     """Says which tokens may be chosen, between the two halves of a step; by itself, that every token may.
 
     A request whose grammar takes time waits outside of the line, so that no other request waits with it.
@@ -113,26 +113,29 @@ class Masks(Protocol):
         """
         return True
 
-    def settle(self, params: SamplingParams) -> None:
+    def wait_until_compiled(self, params: SamplingParams) -> None:
         """Wait until all that `check` has begun is done. Raises `UserError` if that cannot be used."""
         return None
 
-    def wants(self, works: Sequence[Work]) -> bool:
-        """Return True if any taker of these works is constrained; then `fill` must know all tokens before."""
+    def needs_mask(self, works: Sequence[Work]) -> bool:
+        """Return True if a sampled request of these works is constrained.
+
+        Then `fill_bitmask` must know all tokens before this step.
+        """
         return False
 
-    def fill(self, works: Sequence[Work]) -> Allowed | None:
+    def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the masks that `Sampler.sample` takes for the samples of the step, in order."""
         return None
 
-    def take_failed(self) -> list[tuple[Request, Exception]]:
+    def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar has failed since the last call, and why."""
         return []
 
 
-class NoMasks(Masks):
-    """`Masks` for an engine in which every token may be chosen."""
+class NoGrammarManager(GrammarManager):
+    """`GrammarManager` for an engine in which every token may be chosen."""
 
 
 NO_DRAFTS = Drafter()
-NO_MASKS = NoMasks()
+NO_GRAMMAR_MANAGER = NoGrammarManager()

@@ -38,4 +38,6 @@ def marked(works: Sequence[Work]) -> AbstractContextManager[object] | None:
     """Return a range around a step for PyTorch's profiler; None while there is no profiler."""
     if not works or not torch._C._autograd._profiler_enabled():
         return None
-    return record_function(STEP + ("decode" if all(work.count == 1 for work in works) else "prefill"))
+    return record_function(
+        STEP + ("decode" if all(work.count == 1 for work in works) else "prefill")
+    )

@@ -22,10 +22,10 @@ class Work(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     drafts: tuple[int, ...] = ()
-    takers: tuple[Request, ...] = ()
-    certain: bool = False
+    sampled_requests: tuple[Request, ...] = ()
+    drafts_forced: bool = False
 
     @property
     def placeholders(self) -> int:
         """Tokens that each taker will have got when this has landed, as far as one can count on them."""
-        return len(self.drafts) + 1 if self.certain else bool(self.takers)
+        return len(self.drafts) + 1 if self.drafts_forced else bool(self.sampled_requests)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from paged_cache.allocator import BlockAllocator
 from paged_cache.attention import PagedAttention, PagedBatch, TorchPagedAttention
 from paged_cache.build import build
+from paged_cache.builder import EngineBuilder, Feature, PagedEngine, PagedSizes, Recipe
 from paged_cache.cache import PagedCache
-from paged_cache.parts import Feature, PagedEngine, PagedSizes, Parts, Recipe
 from paged_cache.pool import BlockPool, KVFormat, LayerBlocks
 from paged_cache.preset import Preset
 from paged_cache.runner import PagedRunner
@@ -17,6 +17,7 @@ __all__ = [
     "PRESET",
     "BlockAllocator",
     "BlockPool",
+    "EngineBuilder",
     "Feature",
     "KVFormat",
     "LayerBlocks",
@@ -27,7 +28,6 @@ __all__ = [
     "PagedRunner",
     "PagedScheduler",
     "PagedSizes",
-    "Parts",
     "Preset",
     "Recipe",
     "TorchPagedAttention",

@@ -78,7 +78,9 @@ class PagedAttention(ABC):
         """Prepare for `self.batch`, once a step."""
 
     @abstractmethod
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
+    ) -> Tensor:
         """`q [T, H, D]` -> `[T, H, D]`; this step's `k` and `v [T, KH, D]` are in the cache already."""
 
 
@@ -101,9 +103,13 @@ class TorchPagedAttention(PagedAttention):
         else:  # a prompt attends to its keys as they are stored, as later requests will
             self._prompts, others = [], np.arange(len(host.query_lens))
         # By queries first, by contexts next, so that neighbours need little padding.
-        order = others[np.lexsort((host.context_lens[others], host.query_lens[others]))].tolist()
+        order = others[
+            np.lexsort((host.context_lens[others], host.query_lens[others]))
+        ].tolist()
         found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
-        self._others = [(Group.of(members, host, device), self._blocks(members)) for members in found]
+        self._others = [
+            (Group.of(members, host, device), self._blocks(members)) for members in found
+        ]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         """The blocks of a group's requests: `[G * blocks]`, as many of each as the longest context has.
@@ -115,22 +121,30 @@ class TorchPagedAttention(PagedAttention):
         counts = -(-self.batch.host.context_lens[members] // size)
         where = torch.from_numpy(members).to(self.batch.block_tables.device)
         tables = self.batch.block_tables[where, : int(counts.max())]  # [G, blocks]
-        if (counts != counts.max()).any():  # what lies past a table's end may be no block at all
+        if (
+            counts != counts.max()
+        ).any():  # what lies past a table's end may be no block at all
             used = torch.arange(tables.shape[1]) < torch.from_numpy(counts)[:, None]
             tables = tables.where(used.to(tables.device), tables[:, :1])
         return tables.flatten()
 
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
+    ) -> Tensor:
         """See `PagedAttention.attend`."""
         out = torch.empty_like(q)
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, blocks in self._others:
-            keys, values = (self._gather(numbers, blocks, plan).to(q.dtype) for numbers in cache[:2])
+            keys, values = (
+                self._gather(numbers, blocks, plan).to(q.dtype) for numbers in cache[:2]
+            )
             mask = plan.mask(layer.sliding_window, keys.shape[2], q.device)
             # A head's scales are factors of all its scores and of all its outputs.
             queries = _scaled(plan.take(q), cache.k_scale)
-            plan.put(out, _scaled(attend_masked(layer, queries, keys, values, mask), cache.v_scale))
+            plan.put(
+                out, _scaled(attend_masked(layer, queries, keys, values, mask), cache.v_scale)
+            )
         return out
 
     @staticmethod

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from continuous.policies import POLICIES
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from forward.loading import load_model
+from paged_cache.builder import EngineBuilder, PagedEngine, Recipe
 from paged_cache.memory import plan_cache
-from paged_cache.parts import PagedEngine, Parts, Recipe
 
 
 def build(recipe: Recipe) -> PagedEngine:
@@ -18,8 +18,8 @@ def build(recipe: Recipe) -> PagedEngine:
         UserError: features that do not go together, or sizes that do not fit.
     """
     ordered = tuple(sorted(recipe.features, key=lambda feature: feature.phase))
-    parts = Parts(replace(recipe, features=ordered))
-    parts.stages = {
+    builder = EngineBuilder(replace(recipe, features=ordered))
+    builder.stages = {
         "load": [load],
         "install": [install],
         "plan": [plan],
@@ -28,59 +28,75 @@ def build(recipe: Recipe) -> PagedEngine:
         "rehearse": [],  # the engine gets ready for its first request
     }
     for feature in ordered:
-        feature.prepare(parts)
-    for calls in parts.stages.values():
+        feature.prepare(builder)
+    for calls in builder.stages.values():
         for call in calls:
-            call(parts)
-    return parts.engine
+            call(builder)
+    return builder.engine
 
 
-def load(parts: Parts) -> None:
+def load(builder: EngineBuilder) -> None:
     """Load the model, or borrow one that is loaded."""
-    asked = parts.recipe
-    parts.model = load_model(asked.model, device=asked.device, dtype=asked.dtype, linears=parts.linears)
-    parts.borrowed = parts.model is asked.model
+    asked = builder.recipe
+    builder.model = load_model(
+        asked.model,
+        device=asked.device,
+        dtype=asked.dtype,
+        weight_loader=builder.weight_loader,
+    )
+    builder.borrowed = builder.model is asked.model
 
 
-def install(parts: Parts) -> None:
+def install(builder: EngineBuilder) -> None:
     """Let each feature change the parts."""
-    for feature in parts.recipe.features:
-        parts.add(feature)
-        feature.install(parts)
+    for feature in builder.recipe.features:
+        builder.add(feature)
+        feature.install(builder)
 
 
-def plan(parts: Parts) -> None:
+def plan(builder: EngineBuilder) -> None:
     """Divide the memory: as many blocks as fit."""
-    sizes, length = parts.sizes, parts.sizes.context(parts.model)
-    parts.usual.setdefault("step_tokens", max(2048, length))
-    parts.ledger = plan_cache(
-        parts.model,
-        block_size=parts.size("block_size"),
-        step_tokens=parts.size("step_tokens"),
-        rows=parts.size("max_rows"),
+    sizes, length = builder.sizes, builder.sizes.context(builder.model)
+    builder.defaults.setdefault("step_tokens", max(2048, length))
+    builder.memory_plan = plan_cache(
+        builder.model,
+        block_size=builder.size("block_size"),
+        step_tokens=builder.size("step_tokens"),
+        rows=builder.size("max_rows"),
         max_len=length,
-        kv=parts.kv,
+        kv=builder.kv,
         cache_bytes=sizes.cache_bytes,
         gpu_memory_utilization=sizes.gpu_memory_utilization,
-        reserved=sum(ask(parts) for ask in parts.reserve),
+        reserved=sum(ask(builder) for ask in builder.reserve),
     )
 
 
-def make(parts: Parts) -> None:
+def make(builder: EngineBuilder) -> None:
     """Make the parts, and the engine of them."""
-    model, ledger, sizes = parts.model, parts.ledger, parts.sizes
-    max_rows, length = parts.size("max_rows"), sizes.context(model)
-    rows = Rows(max_rows, length, model.device)
-    cache = parts.cache(max_rows, length, ledger.blocks, ledger.block_size)
-    scheduler = parts.scheduler(
-        rows, cache, step_tokens=parts.size("step_tokens"), policy=POLICIES[sizes.policy]
+    model = builder.model
+    memory_plan = builder.memory_plan
+    sizes = builder.sizes
+    max_rows, length = builder.size("max_rows"), sizes.context(model)
+    rows = RequestRows(max_rows, length, model.device)
+    cache = builder.cache(max_rows, length, memory_plan.blocks, memory_plan.block_size)
+    scheduler = builder.scheduler(
+        rows, cache, step_tokens=builder.size("step_tokens"), policy=POLICIES[sizes.policy]
     )
-    scheduler.drafter = parts.drafter
-    pool = parts.pool(
-        model.config, ledger.blocks, ledger.block_size, device=model.device, dtype=model.dtype, kv=parts.kv
+    scheduler.drafter = builder.drafter
+    pool = builder.pool(
+        model.config,
+        memory_plan.blocks,
+        memory_plan.block_size,
+        device=model.device,
+        dtype=model.dtype,
+        kv=builder.kv,
     )
-    runner = parts.runner(model, parts.attention(pool), rows, cache, chooser=parts.chooser)
-    parts.engine = engine = PagedEngine(scheduler, runner, parts.recipe.tokenizer, masks=parts.masks)
-    engine.ledger = ledger
-    for loop in parts.loops.values():
+    runner = builder.runner(
+        model, builder.attention(pool), rows, cache, sampler_backend=builder.sampler_backend
+    )
+    builder.engine = engine = PagedEngine(
+        scheduler, runner, builder.recipe.tokenizer, masks=builder.masks
+    )
+    engine.memory_plan = memory_plan
+    for loop in builder.loops.values():
         engine.loop = loop(engine)

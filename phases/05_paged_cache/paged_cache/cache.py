@@ -67,7 +67,9 @@ class PagedCache:
     def fits(self, request: Request) -> bool:
         """Return True if the request can be admitted; blocks promised in this very step are taken already."""
         alone = self.free == self.allocator.count
-        return self.blocks_for(len(request.tokens)) <= self.free - (0 if alone else self.reserve_blocks)
+        return self.blocks_for(len(request.tokens)) <= self.free - (
+            0 if alone else self.reserve_blocks
+        )
 
     def lookup(self, request: Request) -> int:
         """Nothing outlives its request here."""

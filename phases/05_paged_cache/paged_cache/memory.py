@@ -16,7 +16,7 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryPlan:
     """The parts of the memory, in bytes, and the blocks and tokens that the cache's part makes.
 
     weights: parameters and buffers of the model.
@@ -39,15 +39,27 @@ class Ledger:
         return self.blocks * self.block_size
 
     def __str__(self) -> str:
-        sizes = [(name, vars(self)[name]) for name in ("weights", "rows", "activations", "reserved", "cache")]
-        lines = [(name, f"{size / 2**20:,.1f} MiB") for name, size in sizes if size or name != "reserved"]
-        lines += [("blocks", f"{self.blocks:,} of {self.block_size} tokens"), ("tokens", f"{self.tokens:,}")]
+        sizes = [
+            (name, vars(self)[name])
+            for name in ("weights", "rows", "activations", "reserved", "cache")
+        ]
+        lines = [
+            (name, f"{size / 2**20:,.1f} MiB")
+            for name, size in sizes
+            if size or name != "reserved"
+        ]
+        lines += [
+            ("blocks", f"{self.blocks:,} of {self.block_size} tokens"),
+            ("tokens", f"{self.tokens:,}"),
+        ]
         return "\n".join(f"{name:<12}{value:>24}" for name, value in lines)
 
 
 def weight_bytes(model: Model) -> int:
     """Return the bytes of all parameters and buffers; memory that several of them share is counted once."""
-    storages = {tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())}
+    storages = {
+        tensor.untyped_storage() for tensor in chain(model.parameters(), model.buffers())
+    }
     return sum(storage.nbytes() for storage in storages)
 
 
@@ -60,9 +72,17 @@ def activation_bytes(model: Model, step_tokens: int, rows: int) -> int:
     """
     config, size = model.config, model.dtype.itemsize
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    token = config.hidden_size * (2 * size + 4) + 3 * config.intermediate_size * size + 2 * heads * size
+    token = (
+        config.hidden_size * (2 * size + 4)
+        + 3 * config.intermediate_size * size
+        + 2 * heads * size
+    )
     logits = rows * config.vocab_size * (size + 4)
-    return step_tokens * token + logits + Sampler.scratch_bytes(rows, config.vocab_size, model.device)
+    return (
+        step_tokens * token
+        + logits
+        + Sampler.scratch_bytes(rows, config.vocab_size, model.device)
+    )
 
 
 def plan_cache(
@@ -76,7 +96,7 @@ def plan_cache(
     cache_bytes: int | None = None,
     gpu_memory_utilization: float = 0.9,
     reserved: int = 0,
-) -> Ledger:
+) -> MemoryPlan:
     """Decide the number of blocks.
 
     Args:
@@ -96,7 +116,9 @@ def plan_cache(
     per_block = (kv or KVFormat()).bytes_per_block(model.config, block_size, model.dtype)
     tables = 4 * -(-max_len // block_size)
     for_rows = rows * (8 * max_len + tables)
-    for_rows += Sampler.persistent_bytes(rows, model.config.vocab_size)  # unused penalties included
+    for_rows += Sampler.persistent_bytes(
+        rows, model.config.vocab_size
+    )  # unused penalties included
     activations = activation_bytes(model, step_tokens, rows)
     free, total = free_memory(model.device)
     if for_rows > free:
@@ -106,19 +128,36 @@ def plan_cache(
         )
     if cache_bytes is not None:
         if cache_bytes > free:
-            raise UserError(f"cache_bytes is {shown(cache_bytes)}, but only {free} bytes are free")
+            raise UserError(
+                f"cache_bytes is {shown(cache_bytes)}, but only {free} bytes are free"
+            )
         blocks = cache_bytes // per_block
     else:
         if model.device.type == "cuda":
-            room = int(free - (1 - gpu_memory_utilization) * total) - for_rows - activations - reserved
+            room = (
+                int(free - (1 - gpu_memory_utilization) * total)
+                - for_rows
+                - activations
+                - reserved
+            )
         else:
             room = min(CPU_CACHE_BYTES, free // 4)
-        blocks = min(room // per_block, rows * -(-max_len // block_size))  # more can never be in use
+        blocks = min(
+            room // per_block, rows * -(-max_len // block_size)
+        )  # more can never be in use
     if blocks < 1:
         found = (
-            f"the cache has {max(room, 0)} bytes" if cache_bytes is None else f"cache_bytes is {cache_bytes}"
+            f"the cache has {max(room, 0)} bytes"
+            if cache_bytes is None
+            else f"cache_bytes is {cache_bytes}"
         )
         raise UserError(f"{found}, but one block of {block_size} tokens takes {per_block}")
-    return Ledger(
-        weight_bytes(model), for_rows, activations, blocks * per_block, blocks, block_size, reserved
+    return MemoryPlan(
+        weight_bytes(model),
+        for_rows,
+        activations,
+        blocks * per_block,
+        blocks,
+        block_size,
+        reserved,
     )

@@ -52,7 +52,9 @@ class KVFormat:
         """True if the stored numbers are those that the model computed."""
         return self.scales is None and self.dtype_for(model_dtype) == model_dtype
 
-    def bytes_per_block(self, config: ModelConfig, block_size: int, model_dtype: torch.dtype) -> int:
+    def bytes_per_block(
+        self, config: ModelConfig, block_size: int, model_dtype: torch.dtype
+    ) -> int:
         """Bytes that one block takes, over all layers."""
         return block_size * config.kv_bytes_per_token(self.dtype_for(model_dtype))
 
@@ -95,7 +97,14 @@ class BlockPool:
     ) -> None:
         """Make room for `blocks` blocks of `block_size` tokens; `dtype` is the model's."""
         kv = kv or KVFormat()
-        shape = (config.num_layers, 2, blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (
+            config.num_layers,
+            2,
+            blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
         self.data = torch.zeros(shape, device=device, dtype=kv.dtype_for(dtype))
         self.exact = kv.exact(dtype)
@@ -103,7 +112,9 @@ class BlockPool:
             self.layers = [LayerBlocks(k, v, layout=kv.layout) for k, v in self.data]
         else:
             wanted = (config.num_layers, 2, config.num_kv_heads)
-            assert kv.scales.shape == wanted, f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
+            assert kv.scales.shape == wanted, (
+                f"scales are {tuple(kv.scales.shape)}, but must be {wanted}"
+            )
             scales = kv.scales.to(device, torch.float32)
             layers = zip(self.data, scales, strict=True)
             self.layers = [LayerBlocks(k, v, s[0], s[1], kv.layout) for (k, v), s in layers]
@@ -118,7 +129,9 @@ class BlockPool:
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, `(source, target)`, in every layer."""
-        sources, targets = (torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True))
+        sources, targets = (
+            torch.tensor(side, device=self.data.device) for side in zip(*pairs, strict=True)
+        )
         self.data[:, :, targets] = self.data[:, :, sources]
 
     def wipe(self, blocks: list[int]) -> None:

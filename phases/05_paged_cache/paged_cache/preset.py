@@ -17,7 +17,7 @@ from common.text.llm import LLM
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache.build import build
-from paged_cache.parts import Feature, PagedEngine, PagedSizes, Recipe
+from paged_cache.builder import Feature, PagedEngine, PagedSizes, Recipe
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Preset:
 
     Args:
         on: features that are on.
-        fitting: features that are on where they pay (`Feature.pays`), decided in this order.
+        fitting: features that are on where they pay (`Feature.enabled_by_default`), decided in this order.
         usual: sizes that this phase prefers on a kind of device.
 
     As an option a feature is a switch, `prefix_cache=False`, and each of its fields an option by itself,
@@ -49,14 +49,16 @@ class Preset:
         self,
         on: Sequence[type[Feature]] = (),
         fitting: Sequence[type[Feature]] = (),
-        usual: Mapping[str, Mapping[str, int]] | None = None,
+        defaults: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self.on, self.fitting = tuple(on), tuple(fitting)
-        self.usual = usual or {}
+        self.defaults = defaults or {}
 
-    def plus(self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()) -> Preset:
+    def plus(
+        self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()
+    ) -> Preset:
         """The next phase's: this one with more features."""
-        return Preset([*self.on, *on], [*self.fitting, *fitting], self.usual)
+        return Preset([*self.on, *on], [*self.fitting, *fitting], self.defaults)
 
     def load(
         self,
@@ -78,7 +80,10 @@ class Preset:
         return partial(LLM, load=self.load)
 
     def choose(
-        self, options: Mapping[str, Any], device: torch.device, more: Sequence[type[Feature]] = ()
+        self,
+        options: Mapping[str, Any],
+        device: torch.device,
+        more: Sequence[type[Feature]] = (),
     ) -> Chosen:
         """Return what the options mean on a device.
 
@@ -93,16 +98,20 @@ class Preset:
         features: dict[str, Feature | None] = {}
         for kind, given in zip(kinds, own, strict=True):
             switch = options.get(kind.name)
-            usual = kind in self.on or (kind in self.fitting and kind.pays(device, features))
-            on = usual if switch is None else boolean(kind.name, switch)
+            defaults = kind in self.on or (
+                kind in self.fitting and kind.enabled_by_default(device, features)
+            )
+            on = defaults if switch is None else boolean(kind.name, switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not
             features[kind.name] = made if on else None
             if not on:
                 _refuse_options_of(kind, given, device)
-        return Chosen(PagedSizes(**{**self.usual.get(device.type, {}), **sizes}), features)
+        return Chosen(PagedSizes(**{**self.defaults.get(device.type, {}), **sizes}), features)
 
 
-def _refuse_options_of(kind: type[Feature], given: Mapping[str, Any], device: torch.device) -> None:
+def _refuse_options_of(
+    kind: type[Feature], given: Mapping[str, Any], device: torch.device
+) -> None:
     """Raise `UserError` for options of a feature that is off, unless they ask for just that."""
     for name, value in given.items():
         if name not in kind.without or kind.without[name] != value:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous.batch import Batch, HostBatch, Ints
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from continuous.runner import Runner
 from continuous.work import Work
 from forward.model import Model
@@ -31,7 +31,12 @@ class PagedRunner(Runner):
     attention: PagedAttention
 
     def __init__(
-        self, model: Model, attention: PagedAttention, rows: Rows, cache: PagedCache, **options: Any
+        self,
+        model: Model,
+        attention: PagedAttention,
+        rows: RequestRows,
+        cache: PagedCache,
+        **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, **options)
         self.cache = cache
@@ -48,7 +53,9 @@ class PagedRunner(Runner):
     def prepare(self, works: Sequence[Work]) -> Batch:
         """The step's inputs."""
         host = HostBatch.of(works, self.rows.prompt_lens)
-        return PagedBatch.of(host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host))
+        return PagedBatch.of(
+            host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)
+        )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
         """`[B, max_blocks]`: the tables of the batch's rows, no wider than the longest context needs."""

@@ -35,7 +35,7 @@ class PagedScheduler(Scheduler):
             first, *first.siblings = requests[at : at + self.rows.count]
             self._push(first)
 
-    def make_room(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
+    def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
         """Preempt the last request by rank until `request` has room; it may be `request` itself.
 
         Only requests that this step does not serve yet can lose their blocks: `queue[at:]`, which is not
@@ -61,14 +61,16 @@ class PagedScheduler(Scheduler):
         self.preemptions += 1
         self._push(request)
 
-    def admits(self, request: Request) -> bool:
+    def can_admit(self, request: Request) -> bool:
         """Also: there is a row for every sibling. They get theirs at once, or a fork might find none."""
-        return self.rows.free > len(request.siblings) and super().admits(request)
+        return self.rows.free > len(request.siblings) and super().can_admit(request)
 
-    def enter(self, request: Request) -> None:
+    def start_request(self, request: Request) -> None:
         """Take the siblings' rows too; those that were aborted while they waited are forgotten."""
-        super().enter(request)
-        request.siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]
+        super().start_request(request)
+        request.siblings = [
+            sibling for sibling in request.siblings if sibling.finish_reason is None
+        ]
         for sibling in request.siblings:
             self.rows.acquire(sibling)
 

@@ -41,7 +41,12 @@ class TritonPagedAttention(PagedAttention):
     """
 
     def __init__(
-        self, pool: BlockPool, num_heads: int, *, prefill: Backend = "triton", decode: Backend = "triton"
+        self,
+        pool: BlockPool,
+        num_heads: int,
+        *,
+        prefill: Backend = "triton",
+        decode: Backend = "triton",
     ) -> None:
         super().__init__(pool)
         self.prefill, self.decode = prefill, decode
@@ -68,7 +73,10 @@ class TritonPagedAttention(PagedAttention):
         """Sort the requests into the two kinds, and cut the longer ones into query tiles."""
         host = self.batch.host
         short = host.query_lens <= self.most_queries
-        decodes, longer = short & (self.decode == "triton"), ~short & (self.prefill == "triton")
+        decodes, longer = (
+            short & (self.decode == "triton"),
+            ~short & (self.prefill == "triton"),
+        )
         self._needs_torch = not (decodes | longer).all()
         if self._needs_torch:
             self._torch.begin(self.batch)
@@ -104,7 +112,9 @@ class TritonPagedAttention(PagedAttention):
         members: int32, padded with requests that have no tokens and no context; None: all are cut into tiles.
         tiles: `[n, 4]` int32, padded with tiles of no tokens.
         """
-        self.batch, self._needs_torch, self._prefill_keys = batch, False, 0
+        self.batch = batch
+        self._needs_torch = False
+        self._prefill_keys = 0
         self._max_queries = 0 if members is None else self.most_queries
         self._only, self._tiles = members, tiles
 
@@ -112,10 +122,16 @@ class TritonPagedAttention(PagedAttention):
         """See `PagedAttention.store`."""
         kv_store(k, v, cache, self.batch.slots)
 
-    def attend(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks) -> Tensor:
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
+    ) -> Tensor:
         """See `PagedAttention.attend`. Unless a backend is torch, `k` and `v` are not read."""
         batch, q = self.batch, q.contiguous()
-        out = self._torch.attend(layer, q, k, v, cache) if self._needs_torch else torch.empty_like(q)
+        out = (
+            self._torch.attend(layer, q, k, v, cache)
+            if self._needs_torch
+            else torch.empty_like(q)
+        )
         if self._max_queries:
             one_each = self._only is None and self._max_queries == 1
             paged_decode(

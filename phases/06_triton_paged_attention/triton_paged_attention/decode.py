@@ -35,7 +35,8 @@ combining; behind 100 others 5.3 in one."""
 @triton.jit
 def combine_rows(
     out, partial, lse, first_split, used, first_token, count, kv_head,
-    H: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Combine the `used` splits of `count` tokens of a key/value head's group into `out`."""
@@ -53,7 +54,9 @@ def combine_rows(
         at_r = (first_split + split)[:, None] * (QUERIES * GROUP) + r[None, :]
         filled = (split < used)[:, None] & (r < count * GROUP)[None, :]
         mixed = combine(partial, lse, at_r, filled, d, D, D_PAD)
-        at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[:, None] * D + d[None, :]
+        at_out = ((first_token + r // GROUP) * H + kv_head * GROUP + r % GROUP)[
+            :, None
+        ] * D + d[None, :]
         keep = (r < count * GROUP)[:, None] & (d < D)[None, :]
         tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=keep)
 
@@ -61,17 +64,21 @@ def combine_rows(
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out, q,  # [T, H, D]
-    k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse, arrived,
+    k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse,
+    arrived,
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head, split and request."""
-    kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    item = tl.program_id(2)
     # The grid's, not a constant: batch sizes have many numbers of splits, and each would be compiled anew.
     splits = tl.num_programs(1)
     request = tl.load(requests + item) if SUBSET else item
@@ -94,7 +101,9 @@ def decode_kernel(
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
     token = row // GROUP
-    at_q = ((first_token + token) * H + kv_head * GROUP + row % GROUP)[:, None] * D + d[None, :]
+    at_q = ((first_token + token) * H + kv_head * GROUP + row % GROUP)[:, None] * D + d[
+        None, :
+    ]
     real = (token < count)[:, None] & (d < D)[None, :]
     query = tl.load(q + at_q, mask=real, other=0.0)
     position = first_position + token
@@ -107,12 +116,16 @@ def decode_kernel(
     if SCALED:  # a head's scales are factors of all its scores, and of all its outputs
         scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = ATTEND(
-        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high, scale,
-        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high,
+        scale,
+        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_N=BLOCK_N,
         MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 
-    weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
+    weight_sum = tl.where(
+        total > 0, total, 1.0
+    )  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
     if SCALED:
         acc = acc * tl.load(v_scale + kv_head)
@@ -189,7 +202,9 @@ def paged_decode(
     if config.splits > 1:
         rows = items * kv_heads * config.splits * queries * group
         workspace = workspace or Workspace(rows, d_pad, q.device)
-        assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
+        assert workspace.rows >= rows, (
+            f"the workspace has {workspace.rows} rows, but {rows} are needed"
+        )
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, cache.k, layout.words(cache.v), block_tables, context_lens,
         context_lens if query_starts is None else query_starts,  # any pointer where there is nothing to read

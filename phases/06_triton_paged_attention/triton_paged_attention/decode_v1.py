@@ -49,7 +49,9 @@ def decode_v1_kernel(
     context = tl.load(context_lens + request)
     slot = tl.arange(0, P_PAD)
     d = tl.arange(0, D_PAD)
-    query = tl.load(q + (request * H + head) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
+    query = (
+        tl.load(q + (request * H + head) * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
+    )
 
     m = -1.0e30  # finite, so that exp(-inf - m) is 0 and never NaN
     total = 0.0
@@ -59,8 +61,15 @@ def decode_v1_kernel(
         block = tl.load(block_tables + request * table_stride + i).to(tl.int64)
         key = i * P + slot
         visible = (slot < P) & (key < context) & (key >= first_key)
-        at = block * block_stride + slot[:, None] * slot_stride + (head // GROUP) * head_stride + d[None, :]
-        keys = tl.load(k_cache + at, mask=visible[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        at = (
+            block * block_stride
+            + slot[:, None] * slot_stride
+            + (head // GROUP) * head_stride
+            + d[None, :]
+        )
+        keys = tl.load(k_cache + at, mask=visible[:, None] & (d < D)[None, :], other=0.0).to(
+            tl.float32
+        )
         score = tl.sum(keys * query[None, :], axis=1)  # [P]
         if SOFT_CAP:
             score = soft_cap * (2 * tl.sigmoid(2 * score / soft_cap) - 1)  # tanh
@@ -68,11 +77,15 @@ def decode_v1_kernel(
         new_m = tl.maximum(m, tl.max(score, axis=0))
         shrink = tl.exp(m - new_m)
         p = tl.exp(score - new_m)
-        values = tl.load(v_cache + at, mask=visible[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        values = tl.load(v_cache + at, mask=visible[:, None] & (d < D)[None, :], other=0.0).to(
+            tl.float32
+        )
         acc = acc * shrink + tl.sum(p[:, None] * values, axis=0)
         total = total * shrink + tl.sum(p, axis=0)
         m = new_m
-    tl.store(out + (request * H + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+    tl.store(
+        out + (request * H + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D
+    )
 
 
 def paged_decode_v1(

@@ -23,7 +23,8 @@ from triton_paged_attention.tiles import fold, raw_scores, unit
 def decode_v2_kernel(
     out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
     table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per request and key/value head."""
@@ -43,8 +44,14 @@ def decode_v2_kernel(
     for start in range(first_key // BLOCK_N * BLOCK_N, context, BLOCK_N):
         key = start + n
         visible = (key < context) & (key >= first_key)
-        block = tl.load(block_tables + request * table_stride + key // P, mask=visible, other=0).to(tl.int64)
-        at = (block * block_stride + (key % P) * slot_stride)[:, None] + kv_head * head_stride + d[None, :]
+        block = tl.load(
+            block_tables + request * table_stride + key // P, mask=visible, other=0
+        ).to(tl.int64)
+        at = (
+            (block * block_stride + (key % P) * slot_stride)[:, None]
+            + kv_head * head_stride
+            + d[None, :]
+        )
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)

@@ -28,12 +28,15 @@ def decode_v3_kernel(
     lse,  # [B, H, SPLITS] float32
     q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
     table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program per request, key/value head and split."""
-    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     context = tl.load(context_lens + request)
     row = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -44,7 +47,9 @@ def decode_v3_kernel(
 
     first_key = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
     begin = first_key // BLOCK_N * BLOCK_N
-    keys_per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_N), SPLITS) * BLOCK_N  # in whole tiles
+    keys_per_split = (
+        tl.cdiv(tl.cdiv(context - begin, BLOCK_N), SPLITS) * BLOCK_N
+    )  # in whole tiles
     low = begin + split * keys_per_split
     high = tl.minimum(low + keys_per_split, context)
 
@@ -54,8 +59,14 @@ def decode_v3_kernel(
     for start in range(low, high, BLOCK_N):
         key = start + n
         visible = (key < high) & (key >= first_key)
-        block = tl.load(block_tables + request * table_stride + key // P, mask=visible, other=0).to(tl.int64)
-        at = (block * block_stride + (key % P) * slot_stride)[:, None] + kv_head * head_stride + d[None, :]
+        block = tl.load(
+            block_tables + request * table_stride + key // P, mask=visible, other=0
+        ).to(tl.int64)
+        at = (
+            (block * block_stride + (key % P) * slot_stride)[:, None]
+            + kv_head * head_stride
+            + d[None, :]
+        )
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
@@ -84,7 +95,9 @@ def combine_kernel(
     logs = tl.load(lse + head * SPLITS + s, mask=s < SPLITS, other=-1.0e30)
     weight = tl.exp2(logs - tl.max(logs, axis=0))
     mask = (s < SPLITS)[:, None] & (d < D)[None, :]
-    parts = tl.load(partial + (head * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0)
+    parts = tl.load(
+        partial + (head * SPLITS + s)[:, None] * D + d[None, :], mask=mask, other=0.0
+    )
     mixed = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
 
@@ -117,6 +130,12 @@ def paged_decode_v3(
         num_warps=4, num_stages=3,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
-        out, partial, lse, D=d, D_PAD=d_pad, SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits)
+        out,
+        partial,
+        lse,
+        D=d,
+        D_PAD=d_pad,
+        SPLITS=splits,
+        SPLITS_PAD=triton.next_power_of_2(splits),
     )
     return out

@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError, choice
 from common.options import option
 from forward.model import Model
-from paged_cache import Feature, PagedAttention, Parts
+from paged_cache import EngineBuilder, Feature, PagedAttention
 
 if TYPE_CHECKING:
     from triton_paged_attention.attention import TritonPagedAttention
@@ -33,11 +33,15 @@ class Kernels(Feature):
     phase: ClassVar[int] = 6
 
     attention_prefill: Backend = option("triton", "attention of requests with many new tokens")
-    attention_decode: Backend = option("triton", "attention of requests with one or a few new tokens")
+    attention_decode: Backend = option(
+        "triton", "attention of requests with one or a few new tokens"
+    )
     norms: Backend = option("triton", "RMSNorm, and the addition before it")
     rope: Backend = option("triton", "query and key norm, RoPE and KV store in one kernel")
     activation: Backend = option("triton", "SwiGLU and GeGLU")
-    projections: Backend = option("triton", "one matrix product for q, k and v, and one for gate and up")
+    projections: Backend = option(
+        "triton", "one matrix product for q, k and v, and one for gate and up"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -45,28 +49,34 @@ class Kernels(Feature):
             choice(name, getattr(self, name), get_args(Backend))
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """On a GPU; elsewhere kernels run in the interpreter."""
         return device.type == "cuda"
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Fused layers, and kernels for attention."""
-        device = parts.model.device.type
+        device = builder.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
         from triton_paged_attention.layers import optimize
 
-        optimize(parts.own_model(), [name for name in LAYERS if getattr(self, name) == "torch"])
-        parts.bring(self, attention=self.attention_of(TritonPagedAttention, parts.model))
+        optimize(
+            builder.own_model(), [name for name in LAYERS if getattr(self, name) == "torch"]
+        )
+        builder.replace(self, attention=self.attention_of(TritonPagedAttention, builder.model))
         if device == "cuda":
-            parts.usual["block_size"] = CUDA_BLOCK_SIZE
+            builder.defaults["block_size"] = CUDA_BLOCK_SIZE
 
     @property
     def attends(self) -> bool:
         """True if all attention is in kernels, as graphs need it."""
         return self.attention_prefill == self.attention_decode == "triton"
 
-    def attention_of(self, kind: type[TritonPagedAttention], model: Model) -> Callable[..., PagedAttention]:
+    def attention_of(
+        self, kind: type[TritonPagedAttention], model: Model
+    ) -> Callable[..., PagedAttention]:
         """Makes attention of a kind, with these backends, over a pool."""
         return partial(
             kind,
@@ -84,14 +94,20 @@ Kernels.without = dict.fromkeys(KINDS, "torch")
 def check_triton(device: str) -> None:
     """Raise `UserError` unless kernels can run on a kind of device."""
     if device not in ("cuda", "cpu"):
-        raise UserError(f"device is {device!r}, but Triton kernels need 'cuda', or 'cpu' for the interpreter")
+        raise UserError(
+            f"device is {device!r}, but Triton kernels need 'cuda', or 'cpu' for the interpreter"
+        )
     try:
         import triton.language as tl
     except ModuleNotFoundError:
-        raise UserError("kernels need triton, which is not installed: see `ladder doctor`") from None
+        raise UserError(
+            "kernels need triton, which is not installed: see `ladder doctor`"
+        ) from None
     from triton.runtime.interpreter import InterpretedFunction
 
-    if device == "cpu" and not isinstance(tl.sum, InterpretedFunction):  # Triton's own come first
+    if device == "cpu" and not isinstance(
+        tl.sum, InterpretedFunction
+    ):  # Triton's own come first
         raise UserError(
             "device is 'cpu', but Triton was imported without TRITON_INTERPRET=1 in the environment: "
             "import phase 06 before a model is made, or set it"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
-TURING, AMPERE, ADA, HOPPER = (7, 5), (8, 0), (8, 9), (9, 0)
+TURING = (7, 5)
+AMPERE = (8, 0)
+ADA = (8, 9)
+HOPPER = (9, 0)
 """Compute capabilities: products of whole numbers in eight bits begin with Turing, of e4m3 with Ada."""
 
 
@@ -24,7 +28,11 @@ def dependent_launch(device: torch.device) -> bool:
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; for the CPU, where the interpreter runs programs one by one, 4."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 @cache
@@ -33,4 +41,5 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 232_448
     # Torch's own stubs lack this property.
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

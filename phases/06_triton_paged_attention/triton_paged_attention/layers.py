@@ -20,7 +20,13 @@ from forward.rope import Rope, apply_rope
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, ProductScales, norm_rope
-from triton_paged_attention.linear import KINDS, FusedLinear, Joins, SideBySide, join
+from triton_paged_attention.linear import (
+    KINDS,
+    Concatenable,
+    FusedLinear,
+    FusedProjection,
+    join,
+)
 
 
 class Stream(NamedTuple):
@@ -59,7 +65,7 @@ def _projections(
 ) -> tuple[FusedLinear, FusedLinear]:
     """The projections into a layer, of one input, as one; and the projection out of it."""
     if "projections" in by_torch:
-        return FusedLinear(SideBySide(*parts)), FusedLinear(SideBySide(out))
+        return FusedLinear(FusedProjection(*parts)), FusedLinear(FusedProjection(out))
     return join(*parts), join(out)
 
 
@@ -69,11 +75,15 @@ class FusedAttention(nn.Module):
     def __init__(self, old: LlamaAttention, by_torch: Collection[str]) -> None:
         super().__init__()
         self.spec = old.spec
-        self.qkv_proj, self.o_proj = _projections((old.q_proj, old.k_proj, old.v_proj), old.o_proj, by_torch)
+        self.qkv_proj, self.o_proj = _projections(
+            (old.q_proj, old.k_proj, old.v_proj), old.o_proj, by_torch
+        )
         self.fused = "rope" not in by_torch
         self.q_norm, self.k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """See `LlamaAttention.forward`."""
         attend = self.attend if self.fused else self._apart
         return self.o_proj(attend(self.qkv_proj(x), cos_sin, attention))
@@ -99,7 +109,9 @@ class FusedAttention(nn.Module):
         """
         spec = self.spec
         cos, sin = (angles.reshape(-1, spec.head_dim) for angles in cos_sin)
-        rotate = partial(norm_rope, qkv.flatten(0, -2), cos, sin, spec, norms=self.norms, pending=pending)
+        rotate = partial(
+            norm_rope, qkv.flatten(0, -2), cos, sin, spec, norms=self.norms, pending=pending
+        )
         if isinstance(attention, TritonPagedAttention) and attention.stores_early:
             cache, slots = attention.place(spec)
             q, _, _ = rotate(cache=cache, slots=slots)
@@ -108,12 +120,17 @@ class FusedAttention(nn.Module):
             out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotate()))
         return out.reshape(*qkv.shape[:-1], -1)
 
-    def _apart(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def _apart(
+        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """`attend` by phase 01's norms and RoPE."""
         spec = self.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         parts = qkv.split([n * spec.head_dim for n in heads], dim=-1)
-        q, k, v = (part.unflatten(-1, (n, spec.head_dim)) for part, n in zip(parts, heads, strict=True))
+        q, k, v = (
+            part.unflatten(-1, (n, spec.head_dim))
+            for part, n in zip(parts, heads, strict=True)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return attention(spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v).flatten(-2)
@@ -138,14 +155,18 @@ class FusedMLP(nn.Module):
         return self.down_proj(self.act(gate) * up)
 
 
-class BlockWay(Protocol):
+class BlockKernel(Protocol):
     """A faster way through a block for some steps."""
 
-    def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
+    def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
         """Return whether it computes this step."""
 
     def __call__(
-        self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+        self,
+        block: FusedBlock,
+        x: Tensor | Stream,
+        cos_sin: tuple[Tensor, Tensor],
+        attention: Attention,
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
 
@@ -163,7 +184,7 @@ class FusedBlock(nn.Module):
 
     def __init__(self, block: LlamaBlock) -> None:
         super().__init__()
-        self.ways: list[BlockWay] = []
+        self.kernels: list[BlockKernel] = []
         for name, part in block.named_children():
             setattr(self, name, part)
 
@@ -171,9 +192,9 @@ class FusedBlock(nn.Module):
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
         """See `LlamaBlock.forward`."""
-        for way in self.ways:
-            if way.takes(x, attention):
-                return way(self, x, cos_sin, attention)
+        for kernel in self.kernels:
+            if kernel.supports(x, attention):
+                return kernel(self, x, cos_sin, attention)
         total, normed = self.input_layernorm.both(x)
         x = Stream(total, self.self_attn(normed, cos_sin, attention))
         total, normed = self.post_attention_layernorm.both(x)
@@ -202,7 +223,7 @@ def optimize(model: Model, by_torch: Collection[str] = ()) -> Model:
         skip = None if "rope" in by_torch else FusedAttention
         replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=skip)
         replace(model, LlamaBlock, FusedBlock)
-    if "projections" not in by_torch and isinstance(model.lm_head, (nn.Linear, Joins)):
+    if "projections" not in by_torch and isinstance(model.lm_head, (nn.Linear, Concatenable)):
         model.lm_head = join(model.lm_head)
     return model
 

@@ -22,7 +22,9 @@ def activate(gate, KIND: tl.constexpr):
     if KIND == 0:
         result = gate * tl.sigmoid(gate)
     elif KIND == 1:
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi) (...)
+        inner = 1.5957691216057308 * (
+            gate + 0.044715 * gate * gate * gate
+        )  # 2 sqrt(2 / pi) (...)
         result = gate * tl.sigmoid(inner)  # (1 + tanh(y)) / 2 = sigmoid(2 y)
     else:
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -37,7 +39,9 @@ def gated_kernel(out, gate_up, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl
     mask = i < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + i, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=mask)
+    tl.store(
+        out + row * SIZE + i, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=mask
+    )
 
 
 def gated(gate_up: Tensor, kind: str) -> Tensor:
@@ -52,10 +56,10 @@ def gated(gate_up: Tensor, kind: str) -> Tensor:
     return out
 
 
-class Way(Protocol):
+class LinearKernel(Protocol):
     """A faster way to compute a linear layer for some numbers of tokens."""
 
-    def takes(self, tokens: int, gate: str | None) -> bool:
+    def supports(self, tokens: int, gate: str | None) -> bool:
         """Return whether it computes this many tokens with such a gate."""
 
     def __call__(
@@ -75,7 +79,7 @@ class FusedLinear(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
-        self.ways: list[Way] = []
+        self.kernels: list[LinearKernel] = []
         self.total: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def forward(
@@ -91,17 +95,17 @@ class FusedLinear(nn.Module):
         norm: of the input. gate: an activation, a key of `KINDS`; then the outputs are gates and
         as many ups, and `act(gates) * ups [..., out / 2]` comes back.
         """
-        way = self.way(x, gate) or self._library
+        kernel = self.kernel(x, gate) or self._library
         if self.total is None:
-            return way(x, norm=norm, gate=gate, residual=residual)
-        return self.total(way(x, norm=norm, gate=gate, residual=None), residual)
+            return kernel(x, norm=norm, gate=gate, residual=residual)
+        return self.total(kernel(x, norm=norm, gate=gate, residual=None), residual)
 
-    def way(self, x: Tensor, gate: str | None = None) -> Way | None:
+    def kernel(self, x: Tensor, gate: str | None = None) -> LinearKernel | None:
         """Return the first way that takes the tokens of `x`; None: the library does."""
         tokens = x.numel() // x.shape[-1]
-        for way in self.ways:
-            if way.takes(tokens, gate):
-                return way
+        for kernel in self.kernels:
+            if kernel.supports(tokens, gate):
+                return kernel
         return None
 
     def _library(
@@ -114,7 +118,7 @@ class FusedLinear(nn.Module):
 
     def write(self, x: Tensor, out: Tensor) -> None:
         """`forward(x)` into `out`, `[T, in]` -> `[T, out]`; uncopied, where it is a product and no more."""
-        linear = self.linear if self.way(x) is None and self.total is None else None
+        linear = self.linear if self.kernel(x) is None and self.total is None else None
         if isinstance(linear, nn.Linear) and linear.bias is None:
             torch.mm(x, linear.weight.t(), out=out)
         else:
@@ -122,7 +126,7 @@ class FusedLinear(nn.Module):
 
 
 @runtime_checkable
-class Joins(Protocol):
+class Concatenable(Protocol):
     """A linear layer of another format, that knows how it is joined with others of the same input."""
 
     def joined(self, *parts: nn.Module) -> nn.Module | None:
@@ -132,29 +136,29 @@ class Joins(Protocol):
 def join(*parts: nn.Module) -> FusedLinear:
     """Return linear layers of one input as one product, their outputs end to end."""
     for part in parts:
-        if isinstance(part, Joins):
-            found = part.joined(*parts) or SideBySide(*parts)
+        if isinstance(part, Concatenable):
+            found = part.joined(*parts) or FusedProjection(*parts)
             return found if isinstance(found, FusedLinear) else FusedLinear(found)
-    return FusedLinear(end_to_end(parts))  # type: ignore[arg-type]  # what is no `Joins` is plain
+    return FusedLinear(concatenated(parts))  # type: ignore[arg-type]  # what is no `Concatenable` is plain
 
 
-def end_to_end(parts: Sequence[nn.Linear]) -> nn.Linear:
+def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
     """Return plain layers as one, their weights copied; a single part's are shared."""
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
-    weight = _end_to_end([part.weight for part in parts])
+    weight = _concatenated([part.weight for part in parts])
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight, made.bias = weight, _end_to_end(biases) if biases else None  # type: ignore[assignment]
+    made.weight, made.bias = weight, _concatenated(biases) if biases else None  # type: ignore[assignment]
     return made
 
 
-def _end_to_end(tensors: Sequence[Tensor]) -> nn.Parameter:
+def _concatenated(tensors: Sequence[Tensor]) -> nn.Parameter:
     if len(tensors) == 1 and isinstance(tensors[0], nn.Parameter):
         return tensors[0]
     return nn.Parameter(torch.cat(tuple(tensors)), requires_grad=False)
 
 
-class SideBySide(nn.Module):
+class FusedProjection(nn.Module):
     """The same product with the layers apart: for comparison, and for formats that do not go together."""
 
     def __init__(self, *parts: nn.Module) -> None:

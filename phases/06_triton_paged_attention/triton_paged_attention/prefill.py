@@ -33,7 +33,8 @@ def prefill_kernel(
     tiles,  # [number of tiles, 4], see query_tiles
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
     scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
@@ -69,24 +70,34 @@ def prefill_kernel(
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALED:  # see decode.py
         scale = scale * tl.load(k_scale + kv_head)
-    if TMA and WINDOW == 0:  # one loop: its tiles need no mask against what lies behind the last key
+    if (
+        TMA and WINDOW == 0
+    ):  # one loop: its tiles need no mask against what lies behind the last key
         m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end,
+            whole, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_N=BLOCK_N,
             MASK="edge", CAUSAL=True, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
     else:
         m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole, whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole,
+            whole, scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_N=BLOCK_N,
             MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
         m, total, acc = ATTEND(
-            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+            query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end,
+            scale,
+            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            BLOCK_N=BLOCK_N,
             MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
         )  # fmt: skip
-    acc = acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]  # one division per row, not per number
+    acc = (
+        acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    )  # one division per row, not per number
     if SCALED:
         acc = acc * tl.load(v_scale + kv_head)
     tl.store(out + origin + at_q, acc.to(out.dtype.element_ty), mask=real)
@@ -109,7 +120,9 @@ def query_tiles(
     starts = np.cumsum(lens) - lens
     per_request = -(-lens // tokens) if only is None else np.where(only, -(-lens // tokens), 0)
     request = np.repeat(np.arange(len(lens)), per_request)
-    nth = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
+    nth = np.arange(len(request)) - np.repeat(
+        np.cumsum(per_request) - per_request, per_request
+    )
     first = nth * tokens
     count = np.minimum(lens[request] - first, tokens)
     position = np.asarray(context_lens, dtype=np.int64)[request] - lens[request] + first
@@ -140,8 +153,15 @@ def paged_prefill(
         return out
     layout = layout_of(cache)
     config = layout.fit(config, block_size)
-    tma = config.tma and block_size % config.block_n == 0 and d == d_pad and cache.k.stride(2) == d
-    k_arg, v_arg = (describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v)))
+    tma = (
+        config.tma
+        and block_size % config.block_n == 0
+        and d == d_pad
+        and cache.k.stride(2) == d
+    )
+    k_arg, v_arg = (
+        describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v))
+    )
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
     prefill_kernel[(len(tiles), kv_heads)](
         out, q, k_arg, v_arg, block_tables, tiles,
@@ -149,7 +169,8 @@ def paged_prefill(
         scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
         H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
         WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled, SINKS=sinks is not None,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled,
+        SINKS=sinks is not None,
         ATTEND=layout.attend,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip

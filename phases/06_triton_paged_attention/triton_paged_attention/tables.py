@@ -32,7 +32,9 @@ class DecodeConfig:
 
 
 @cache  # kernels ask at every launch
-def decode_default(pairs: int, d_pad: int, itemsize: int, device: torch.device) -> DecodeConfig:
+def decode_default(
+    pairs: int, d_pad: int, itemsize: int, device: torch.device
+) -> DecodeConfig:
     """With about 2 programs per multiprocessor the memory is busy; fewer pairs than that are split.
 
     pairs: (request, key/value head) pairs of a launch. d_pad: a head's padded size. itemsize: of a number.
@@ -80,11 +82,19 @@ def prefill_default(d_pad: int, itemsize: int, device: torch.device) -> PrefillC
     between matrix products and softmax. Larger heads take smaller tiles.
     """
     row = d_pad * itemsize
-    config = PrefillConfig(128, 64, 8, 2, maxnreg=128) if row <= 256 else PrefillConfig(64, 32, 4, 2)
+    config = (
+        PrefillConfig(128, 64, 8, 2, maxnreg=128)
+        if row <= 256
+        else PrefillConfig(64, 32, 4, 2)
+    )
     if itemsize == 2 and d_pad in (64, 128) and at_least(device, HOPPER):
         config = replace(config, tma=True)
-    while config.block_n > 16 and row * (config.block_m + 2 * config.block_n * 2) > shared_memory(device):
-        config = replace(config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2))
+    while config.block_n > 16 and row * (
+        config.block_m + 2 * config.block_n * 2
+    ) > shared_memory(device):
+        config = replace(
+            config, block_n=config.block_n // 2, block_m=max(16, config.block_m // 2)
+        )
     return config
 
 

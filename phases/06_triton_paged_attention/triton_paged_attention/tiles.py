@@ -56,12 +56,23 @@ def lookup(table, start, end, n, P: tl.constexpr, BLOCK_N: tl.constexpr):
         block = tl.load(table + start // P, mask=start < end, other=0)
     else:
         key = start + n
-        block = tl.load(table + key // P, mask=key < end, other=0).to(tl.int64)  # as addresses need it
+        block = tl.load(table + key // P, mask=key < end, other=0).to(
+            tl.int64
+        )  # as addresses need it
     return block
 
 
 @triton.jit
-def hide(s, key, position, start, high, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr):
+def hide(
+    s,
+    key,
+    position,
+    start,
+    high,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Scores `s [M, N]` of keys `key [N]` with minus infinity where a row may not see a key."""
     visible = key[None, :] <= position[:, None] if CAUSAL else (key < high)[None, :]
     if WINDOW > 0:
@@ -74,7 +85,8 @@ def hide(s, key, position, start, high, CAUSAL: tl.constexpr, WINDOW: tl.constex
 @triton.jit
 def load_tile(
     k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys and one of values, `[BLOCK_N, D_PAD]`, by pointers. BOUNDED: zeros from `high` on."""
     n = tl.arange(0, BLOCK_N)
@@ -104,7 +116,8 @@ def attend(
     k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see `describe`
     table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [low, high) of one request into (m, total, acc). Every attention kernel here is a call of
     this.
@@ -133,7 +146,8 @@ def attend(
             values = v_cache.load([block, start % P - back, kv_head * D]).reshape(BLOCK_N, D)
         else:
             keys, values = load_tile(
-                k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride, head_stride,
+                k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride,
+                head_stride,
                 D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
             )  # fmt: skip
         s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
@@ -154,7 +168,9 @@ def combine(partial, lse, at, filled, d, D: tl.constexpr, D_PAD: tl.constexpr):
     All rows at once: then their loads are in flight together, where a loop would wait for each. `.cg`: other
     programs have just written this, so it may not come from this multiprocessor's own cache.
     """
-    logs = tl.load(lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg")  # [splits, rows]
+    logs = tl.load(
+        lse + at, mask=filled, other=-1.0e30, cache_modifier=".cg"
+    )  # [splits, rows]
     weight = tl.exp2(logs - tl.max(logs, axis=0)[None, :])
     weight = weight / tl.sum(weight, axis=0)[None, :]
     parts = tl.load(

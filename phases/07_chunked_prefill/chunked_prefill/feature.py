@@ -9,7 +9,7 @@ from typing import ClassVar
 from chunked_prefill.scheduler import ChunkedScheduler
 from common.errors import integer
 from common.options import option
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 
 STEP_TOKENS = 256
 
@@ -21,14 +21,18 @@ class Chunked(Feature):
     name: ClassVar[str] = "chunked_prefill"
     phase: ClassVar[int] = 7
 
-    chunk_tokens: int | None = option(None, "most tokens of one prompt in a step, if not all of it")
+    chunk_tokens: int | None = option(
+        None, "most tokens of one prompt in a step, if not all of it"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
         if self.chunk_tokens is not None:
             integer("chunk_tokens", self.chunk_tokens, low=1)
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Another scheduler, and smaller steps."""
-        parts.bring(self, scheduler=partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens))
-        parts.usual["step_tokens"] = STEP_TOKENS
+        builder.replace(
+            self, scheduler=partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens)
+        )
+        builder.defaults["step_tokens"] = STEP_TOKENS

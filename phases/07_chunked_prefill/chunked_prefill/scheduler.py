@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import UserError
 from common.request import Request
 from continuous.policies import by_rank
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from paged_cache.cache import PagedCache
 from paged_cache.scheduler import PagedScheduler
 
@@ -33,12 +33,19 @@ class ChunkedScheduler(PagedScheduler):
     """
 
     def __init__(
-        self, rows: Rows, cache: PagedCache, *, chunk_tokens: int | None = None, **options: Any
+        self,
+        rows: RequestRows,
+        cache: PagedCache,
+        *,
+        chunk_tokens: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(rows, cache, **options)
         most = self.step_tokens
         if most < 2:
-            raise UserError(f"step_tokens is {most}, but must be at least 2, one of them for prompts")
+            raise UserError(
+                f"step_tokens is {most}, but must be at least 2, one of them for prompts"
+            )
         self.chunk_tokens = most if chunk_tokens is None else chunk_tokens
         self._decodes_left = self._kept = 0
         self._last_decode: tuple[float, ...] = ()
@@ -49,7 +56,11 @@ class ChunkedScheduler(PagedScheduler):
     def order(self, running: list[Request]) -> list[Request]:
         """Decodes first, in turn if not all can be served, then prompts; each by rank."""
         prompts = [request for request in running if request.prefilling]
-        decodes = [request for request in running if not request.prefilling] if prompts else running.copy()
+        decodes = (
+            [request for request in running if not request.prefilling]
+            if prompts
+            else running.copy()
+        )
         kept = max(1, self.step_tokens // 4)
         many = len(decodes) > self.step_tokens - kept
         self._kept = kept if prompts or self._newcomer() else 0
@@ -60,27 +71,29 @@ class ChunkedScheduler(PagedScheduler):
             self._last_decode = decodes[self._decodes_left - 1].rank
         return decodes + prompts
 
-    def kept(self, later: int) -> int:
+    def reserved_for_decodes(self, later: int) -> int:
         """The quarter for prompts is not to be guessed with either."""
         return later + self._kept
 
     def _newcomer(self) -> bool:
         """Return True if the first in line could begin now, if only it had tokens to compute."""
         head = self._head()
-        return head is not None and not head.in_flight and self.admits(head)
+        return head is not None and not head.in_flight and self.can_admit(head)
 
-    def yields(self, request: Request) -> bool:
+    def should_yield(self, request: Request) -> bool:
         """A prompt that has begun lets one of lower rank begin and pass it."""
         if not request.prefilling:
             return False
         head = self._head()
         return head is not None and head.rank < request.rank
 
-    def share(self, request: Request, budget: int) -> int:
+    def num_new_tokens(self, request: Request, budget: int) -> int:
         """A decode's one token, or as much of a prompt as the budget and the chunk allow."""
         known = len(request.tokens) + request.placeholders
         behind = known - request.num_computed_tokens
-        count = max(0, min(behind, budget, self.chunk_tokens))  # drafts on their way put it ahead
+        count = max(
+            0, min(behind, budget, self.chunk_tokens)
+        )  # drafts on their way put it ahead
         if request.siblings and request.in_flight and count == behind:
             return 0  # they fork when all earlier chunks are known to be computed
         if behind == 1 and request.row >= 0:

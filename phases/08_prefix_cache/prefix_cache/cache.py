@@ -79,7 +79,11 @@ class PrefixCache(PagedCache):
         """The keys that a waiting request may share, remembered for the head of the line."""
         length = len(request.tokens)
         if self._keys[0] is not request or self._keys[1] != length:
-            self._keys = (request, length, block_keys(request.ids(0, length - 1), self.block_size))
+            self._keys = (
+                request,
+                length,
+                block_keys(request.ids(0, length - 1), self.block_size),
+            )
         return self._keys[2]
 
     def grow(self, request: Request, upto: int) -> bool:

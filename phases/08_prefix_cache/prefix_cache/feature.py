@@ -7,12 +7,15 @@ from typing import ClassVar
 
 from common.errors import choice
 from common.options import option
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 from prefix_cache.cache import PrefixCache
 from prefix_cache.hash_chain import HashIndex
 from prefix_cache.radix import RadixIndex
 
-INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {"radix": RadixIndex, "hash": HashIndex}
+INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
+    "radix": RadixIndex,
+    "hash": HashIndex,
+}
 """Indexes by the name of the option."""
 
 
@@ -23,15 +26,17 @@ class Prefix(Feature):
     name: ClassVar[str] = "prefix_cache"
     phase: ClassVar[int] = 8
 
-    index: str = option("radix", "how blocks are found again: radix (a tree) or hash (a chain of hashes)")
+    index: str = option(
+        "radix", "how blocks are found again: radix (a tree) or hash (a chain of hashes)"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
         choice("index", self.index, INDEXES)
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Another cache."""
-        parts.bring(self, cache=self._cache)
+        builder.replace(self, cache=self._cache)
 
     def _cache(self, rows: int, max_len: int, blocks: int, block_size: int) -> PrefixCache:
         return PrefixCache(rows, max_len, blocks, block_size, INDEXES[self.index]())

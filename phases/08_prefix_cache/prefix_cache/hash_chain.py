@@ -20,8 +20,14 @@ class Entry:
 
     __slots__ = ("before", "block", "digest", "key", "pins", "salt")
 
-    def __init__(self, digest: int, key: Key, block: int, before: Entry | None, salt: str) -> None:
-        self.digest, self.key, self.block, self.before, self.salt = digest, key, block, before, salt
+    def __init__(
+        self, digest: int, key: Key, block: int, before: Entry | None, salt: str
+    ) -> None:
+        self.digest = digest
+        self.key = key
+        self.block = block
+        self.before = before
+        self.salt = salt
         self.pins = 0
 
 
@@ -30,8 +36,13 @@ class Cursor:
 
     __slots__ = ("broken", "digest", "entry", "salt")
 
-    def __init__(self, digest: int, entry: Entry | None, salt: str, broken: bool = False) -> None:
-        self.digest, self.entry, self.salt, self.broken = digest, entry, salt, broken
+    def __init__(
+        self, digest: int, entry: Entry | None, salt: str, broken: bool = False
+    ) -> None:
+        self.digest = digest
+        self.entry = entry
+        self.salt = salt
+        self.broken = broken
 
 
 class HashIndex:
@@ -74,13 +85,17 @@ class HashIndex:
         for key, block in zip(keys, blocks, strict=True):
             digest = self._next(cursor.digest, key)
             entry = None if cursor.broken else self._entries.get(digest)
-            if cursor.broken or (entry is not None and not _same(entry, key, cursor.entry, cursor.salt)):
+            if cursor.broken or (
+                entry is not None and not _same(entry, key, cursor.entry, cursor.salt)
+            ):
                 self.collisions += not cursor.broken
                 cursor.broken = True
                 held.append(block)
                 continue
             if entry is None:
-                entry = self._entries[digest] = Entry(digest, key, block, cursor.entry, cursor.salt)
+                entry = self._entries[digest] = Entry(
+                    digest, key, block, cursor.entry, cursor.salt
+                )
                 self._unpinned[digest] = entry  # until it is pinned, in a moment
                 new.append(block)
             self._pin(entry)

@@ -23,8 +23,13 @@ class Node:
 
     __slots__ = ("blocks", "children", "keys", "parent", "pins", "salt", "used")
 
-    def __init__(self, keys: list[Key], blocks: list[int], parent: Node | None, salt: str) -> None:
-        self.keys, self.blocks, self.parent, self.salt = keys, blocks, parent, salt
+    def __init__(
+        self, keys: list[Key], blocks: list[int], parent: Node | None, salt: str
+    ) -> None:
+        self.keys = keys
+        self.blocks = blocks
+        self.parent = parent
+        self.salt = salt
         self.children: dict[Key, Node] = {}
         self.pins = 0
         self.used = 0
@@ -64,10 +69,14 @@ class RadixIndex:
         self._pin(node)
         return node
 
-    def extend(self, cursor: object, keys: list[Key], blocks: list[int]) -> tuple[Node, list[int], list[int]]:
+    def extend(
+        self, cursor: object, keys: list[Key], blocks: list[int]
+    ) -> tuple[Node, list[int], list[int]]:
         """Follow what is known, then append to the own leaf or grow a new one."""
         assert isinstance(cursor, Node)
-        node, at, held = cursor, 0, list[int]()
+        node = cursor
+        at = 0
+        held = list[int]()
         while at < len(keys) and (child := node.children.get(keys[at])) is not None:
             length = _common(child.keys, keys, at)
             if length < len(child.keys):

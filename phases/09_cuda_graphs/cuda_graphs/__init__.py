@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from chunked_prefill import Chunked
 from cuda_graphs.feature import Graphs, Overlap
-from cuda_graphs.overlap import Overlapped
+from cuda_graphs.overlap import OverlappedLoop
 from paged_cache import Preset
 from prefix_cache import Prefix
 from triton_paged_attention import Kernels
 
-__all__ = ["LLM", "PRESET", "Graphs", "Overlap", "Overlapped", "load"]
+__all__ = ["LLM", "PRESET", "Graphs", "Overlap", "OverlappedLoop", "load"]
 
 PRESET = Preset(
     on=[Chunked, Prefix, Overlap],
     fitting=[Kernels, Graphs],
-    usual={"cuda": {"max_rows": 256, "step_tokens": 8192}},
+    defaults={"cuda": {"max_rows": 256, "step_tokens": 8192}},
 )
 """On a GPU there is one to fill."""
 

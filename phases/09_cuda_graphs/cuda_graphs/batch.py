@@ -14,10 +14,18 @@ from paged_cache import PagedBatch
 
 def fixed_batch(size: int, max_blocks: int, device: torch.device, each: int = 1) -> PagedBatch:
     """A batch of `size` requests with `each` tokens, everything zero; block tables `[size, max_blocks]`."""
-    lens = np.full(size, each)  # context lengths may not be read: they differ from replay to replay
-    others = {"query_lens": lens, "context_lens": lens, "query_starts": np.arange(size + 1) * each}
+    lens = np.full(
+        size, each
+    )  # context lengths may not be read: they differ from replay to replay
+    others = {
+        "query_lens": lens,
+        "context_lens": lens,
+        "query_starts": np.arange(size + 1) * each,
+    }
     names = [field.name for field in fields(HostBatch)]
-    host = HostBatch(**dict.fromkeys(names, np.arange(size * each)) | others | {"rows": np.arange(size)})
+    host = HostBatch(
+        **dict.fromkeys(names, np.arange(size * each)) | others | {"rows": np.arange(size)}
+    )
     zeros = partial(torch.zeros, dtype=torch.int64, device=device)
     sampled = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
     return PagedBatch(

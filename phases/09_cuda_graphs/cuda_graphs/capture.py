@@ -43,12 +43,15 @@ class Capturer:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on meanwhile: that of a process group looks at its events all the time. And no
         # graph of an engine that is garbage may be freed: CUDA ends the capture at that.
-        with paused(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            paused(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             function()
         self._graphs.append(graph)
         return graph.replay
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Destroy the graphs: NCCL's communicators, if any are in them, can end only then."""
         for graph in self._graphs:
             graph.reset()

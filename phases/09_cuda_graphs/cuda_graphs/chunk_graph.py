@@ -31,7 +31,9 @@ NOTHING: Ints = np.zeros(0, np.int64)
 
 def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> int:
     """Return the most tiles that a batch can have: full ones, and one more of each request that is cut."""
-    return tokens // attention.tile_tokens + min(requests, tokens // (attention.most_queries + 1))
+    return tokens // attention.tile_tokens + min(
+        requests, tokens // (attention.most_queries + 1)
+    )
 
 
 class Layout:
@@ -44,7 +46,9 @@ class Layout:
     With room for one request more than are served: the last one has no tokens, and pads what lists requests.
     """
 
-    def __init__(self, tokens: int, requests: int, tiles: int, samples: int | None = None) -> None:
+    def __init__(
+        self, tokens: int, requests: int, tiles: int, samples: int | None = None
+    ) -> None:
         listed, drafts = requests + 1, {} if samples is None else {"drafts": tokens}
         samples = requests if samples is None else samples
         self.sizes = {
@@ -61,7 +65,9 @@ class Layout:
             "members": listed,
             "tiles": 4 * tiles,
         }
-        self.starts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+        self.starts = dict(
+            zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False)
+        )
         self.size = sum(self.sizes.values())
         self.empty = {"positions": -1, "members": requests, "drafts": -1}
         self.tile = np.array([requests, 0, 0, 0])
@@ -75,7 +81,11 @@ class Layout:
         drafts: Ints | None = None,
     ) -> None:
         """Write a batch into `flat [size]`, padding included. drafts: `[T]`, see `gather_inputs`."""
-        others = {"members": members, "tiles": tiles.ravel(), "drafts": NOTHING if drafts is None else drafts}
+        others = {
+            "members": members,
+            "tiles": tiles.ravel(),
+            "drafts": NOTHING if drafts is None else drafts,
+        }
         given = vars(host) | others
         for name in self.sizes:
             part, values = self.part(flat, name), given[name]
@@ -108,13 +118,17 @@ class ChunkGraph:
 
     hidden: Tensor
 
-    def __init__(self, machine: GraphContext, layout: Layout, inputs: Tensor, capturer: Capturer) -> None:
+    def __init__(
+        self, machine: GraphContext, layout: Layout, inputs: Tensor, capturer: Capturer
+    ) -> None:
         self.machine, self.layout = machine, layout
         self.batch = fixed_batch(layout.sizes["positions"], 1, inputs.device)
         self.inputs = layout.tensors(inputs)
         self._narrow = inputs[layout.starts[NARROW[0]] :]
         padding = np.zeros(layout.size, np.int64)
-        empty = dict.fromkeys(vars(self.batch.host), NOTHING) | {"query_starts": np.zeros(1, np.int64)}
+        empty = dict.fromkeys(vars(self.batch.host), NOTHING) | {
+            "query_starts": np.zeros(1, np.int64)
+        }
         no_requests = HostBatch(**empty)
         layout.fill(padding, no_requests, NOTHING, NOTHING.reshape(0, 4))
         inputs.copy_(torch.from_numpy(padding))
@@ -122,13 +136,18 @@ class ChunkGraph:
 
     def compute(self) -> None:
         """The forward pass; what is captured."""
-        on, batch, given = self.machine, self.batch, self.inputs
+        on = self.machine
+        batch = self.batch
+        given = self.inputs
         on.gather(given["token_rows"], given["positions"], batch, drafts=given.get("drafts"))
         sizes = [self.layout.sizes[name] for name in NARROW]
         query_starts, context_lens, members, tiles = torch.split(self._narrow.int(), sizes)
         block_tables = on.tables.data[given["rows"]]  # [requests + 1, max_blocks]
         batch = replace(
-            batch, query_starts=query_starts, context_lens=context_lens, block_tables=block_tables
+            batch,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=block_tables,
         )
         on.attention.begin_sorted(batch, members, tiles.view(-1, 4))
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
@@ -137,4 +156,6 @@ class ChunkGraph:
         """The batch with its samples, as `Runner` samples them from `hidden`."""
         count = len(host.sample_at)
         names = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
-        return replace(self.batch, host=host, **{name: self.inputs[name][:count] for name in names})
+        return replace(
+            self.batch, host=host, **{name: self.inputs[name][:count] for name in names}
+        )

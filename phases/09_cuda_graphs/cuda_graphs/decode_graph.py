@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Needs, Plan, Sampler
+from common.sampling.sampler import Sampler, SamplingFlags, SamplingMetadata
 from continuous.batch import Ints
-from continuous.rows import Rows
+from continuous.rows import RequestRows
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.step_kernels import gather_inputs, scatter_tokens
@@ -18,13 +18,13 @@ from forward.model import Model
 from paged_cache.attention import PagedBatch
 from triton_paged_attention.attention import TritonPagedAttention
 
-CAPTURED = (Needs(0), Needs.RANDOM)
+CAPTURED = (SamplingFlags(0), SamplingFlags.RANDOM)
 """Kinds of sampling inside graphs: greedy, and by temperature."""
 KINDS = (*CAPTURED, None)
 """`None`: none; the hidden states of a batch that needs anything else are sampled eagerly."""
 
 
-def captured(plan: Plan) -> bool:
+def captured(plan: SamplingMetadata) -> bool:
     """Return True if a graph can sample like this."""
     return plan.features in CAPTURED and plan.wanted is None
 
@@ -36,12 +36,17 @@ class GraphContext:
     model: Model
     attention: TritonPagedAttention
     sampler: Sampler
-    rows: Rows
+    rows: RequestRows
     tables: DeviceTables
     block_size: int
 
     def gather(
-        self, rows: Tensor, at: Tensor, batch: PagedBatch, decodes: bool = False, drafts: Tensor | None = None
+        self,
+        rows: Tensor,
+        at: Tensor,
+        batch: PagedBatch,
+        decodes: bool = False,
+        drafts: Tensor | None = None,
     ) -> None:
         """Fill in a batch from each token's row and position, see `gather_inputs`; of decodes all of it."""
         gather_inputs(
@@ -84,26 +89,37 @@ class DecodeGraph:
     hidden: Tensor
 
     def __init__(
-        self, machine: GraphContext, size: int, inputs: Tensor, features: Needs | None, capturer: Capturer
+        self,
+        machine: GraphContext,
+        size: int,
+        inputs: Tensor,
+        features: SamplingFlags | None,
+        capturer: Capturer,
     ) -> None:
         self.machine, self.size = machine, size
         self.inputs = inputs
         self.rows, self.at, self.steps = inputs
-        self.plan = None if features is None else Plan(features, (), None).for_any_rows()
+        self.plan = (
+            None if features is None else SamplingMetadata(features, (), None).for_any_rows()
+        )
         self.batch = fixed_batch(size, machine.tables.data.shape[1], inputs.device)
         self.pad()
         self.replay = capturer.capture(self.compute)
 
     def pad(self) -> None:
         """Before a capture: all is padding, which writes nowhere. Graphs of other sizes share this memory."""
-        self.rows[:], self.at[:], self.steps[:] = 0, -1, 0
+        self.rows[:] = 0
+        self.at[:] = -1
+        self.steps[:] = 0
 
     def compute(self) -> None:
         """The step; what is captured."""
         on, batch = self.machine, self.batch
         on.gather(self.rows, self.at, batch, decodes=True)
         on.attention.begin(batch)
-        self.hidden = on.model(batch.input_ids, batch.positions, on.attention)  # [size, hidden]
+        self.hidden = on.model(
+            batch.input_ids, batch.positions, on.attention
+        )  # [size, hidden]
         if self.plan is None:
             return
         # They are not kept: a tensor that outlives the capture takes memory of its own, and logits of every

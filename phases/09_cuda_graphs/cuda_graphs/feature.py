@@ -11,8 +11,8 @@ import torch
 
 from common.errors import UserError, choice, integer
 from common.options import option
-from cuda_graphs.overlap import Overlapped
-from paged_cache import Feature, Parts
+from cuda_graphs.overlap import OverlappedLoop
+from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Backend
 
 
@@ -25,7 +25,9 @@ class Graphs(Feature):
     without: ClassVar[Mapping[str, str]] = {"sampling": "torch"}
 
     graph_rows: int = option(256, "requests in the largest decode step that has a graph")
-    graph_tokens: int = option(1024, "tokens in the largest mixed step that has a graph; 0: none has")
+    graph_tokens: int = option(
+        1024, "tokens in the largest mixed step that has a graph; 0: none has"
+    )
     sampling: Backend = option("triton", "the choice of tokens: by a kernel, or by torch")
 
     def __post_init__(self) -> None:
@@ -35,29 +37,33 @@ class Graphs(Feature):
         choice("sampling", self.sampling, get_args(Backend))
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """On a GPU, around attention in kernels."""
         return device.type == "cuda" and _attends(others)
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """A runner with plans, two of these, memory for what they capture, and kernels that choose tokens."""
-        if not _attends(parts.features):
+        if not _attends(builder.features):
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
             )
+        from cuda_graphs.executors import ChunkGraphExecutor, DecodeGraphExecutor
         from cuda_graphs.memory import graph_bytes
-        from cuda_graphs.plans import ChunkPlan, DecodePlan
         from cuda_graphs.runner import GraphRunner
-        from cuda_graphs.sampling import TritonChooser
+        from cuda_graphs.sampling import TritonSamplerBackend
 
-        parts.bring(self, runner=partial(GraphRunner, plans=parts.plans))
+        builder.replace(self, runner=partial(GraphRunner, plans=builder.plans))
         if self.sampling == "triton":
-            parts.bring(self, chooser=TritonChooser())
-        steps = partial(parts.size, "step_tokens")  # a later feature may have its own
-        parts.plans["chunks"] = partial(ChunkPlan, most_tokens=self.graph_tokens, step_tokens=steps)
-        parts.plans["decodes"] = partial(DecodePlan, most_rows=self.graph_rows)
-        parts.reserve.append(
+            builder.replace(self, sampler_backend=TritonSamplerBackend())
+        steps = partial(builder.size, "step_tokens")  # a later feature may have its own
+        builder.plans["chunks"] = partial(
+            ChunkGraphExecutor, most_tokens=self.graph_tokens, step_tokens=steps
+        )
+        builder.plans["decodes"] = partial(DecodeGraphExecutor, most_rows=self.graph_rows)
+        builder.reserve.append(
             lambda whole: graph_bytes(
                 whole.model,
                 min(self.graph_rows, whole.size("max_rows")),
@@ -74,9 +80,9 @@ class Overlap(Feature):
     name: ClassVar[str] = "overlap"
     phase: ClassVar[int] = 9
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Another loop."""
-        parts.loops["overlap"] = lambda engine: Overlapped()
+        builder.loops["overlap"] = lambda engine: OverlappedLoop()
 
 
 def _attends(features: Mapping[str, Feature | None]) -> bool:

@@ -11,7 +11,7 @@ from continuous.engine import Engine
 from continuous.runner import Pending
 
 
-class Overlapped:
+class OverlappedLoop:
     """A `Loop` that launches a step before it reads the results of the last one.
 
     What changes for a request: nothing but time. It is scheduled on a *placeholder* for the token that is on
@@ -22,21 +22,21 @@ class Overlapped:
     flying: the newest step, of which the host knows nothing yet.
     """
 
-    flying: Pending | None = None
+    in_flight_step: Pending | None = None
 
     @property
     def idle(self) -> bool:
         """True if no step is on its way."""
-        return self.flying is None
+        return self.in_flight_step is None
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step, then wait for the one before."""
-        landing, self.flying = self.flying, engine.launch(engine.schedule())
+        landing, self.in_flight_step = self.in_flight_step, engine.launch(engine.schedule())
         if landing is not None:
             engine.collect(landing)
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Wait for the step that is on its way."""
-        landing, self.flying = self.flying, None
+        landing, self.in_flight_step = self.in_flight_step, None
         if landing is not None:
             engine.collect(landing)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from common.progress import bar
-from common.sampling.sampler import Plan, Sampled
+from common.sampling.sampler import Sampled, SamplingMetadata
 from continuous.batch import Batch
-from continuous.rows import Rows
-from continuous.runner import Forwarded, Pending, StepPlan
+from continuous.rows import RequestRows
+from continuous.runner import Forwarded, Pending, StepExecutor
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, captured, narrow_logits
@@ -25,7 +25,7 @@ from paged_cache.runner import PagedRunner
 from triton_paged_attention.attention import TritonPagedAttention
 
 
-class GraphPlan(StepPlan, Protocol):
+class GraphExecutor(StepExecutor, Protocol):
     """Graphs for one kind of step. A factory makes it of the runner whose steps these are.
 
     count: graphs that it captures.
@@ -60,19 +60,21 @@ class GraphRunner(PagedRunner):
         self,
         model: Model,
         attention: TritonPagedAttention,
-        rows: Rows,
+        rows: RequestRows,
         cache: PagedCache,
         *,
-        plans: Mapping[str, Callable[[GraphRunner], GraphPlan]],
+        plans: Mapping[str, Callable[[GraphRunner], GraphExecutor]],
         **options: Any,
     ) -> None:
         super().__init__(model, attention, rows, cache, **options)
         self.replays = 0
         self.tables = DeviceTables(cache.tables, model.device)
-        self.machine = GraphContext(model, attention, self.sampler, rows, self.tables, cache.block_size)
+        self.machine = GraphContext(
+            model, attention, self.sampler, rows, self.tables, cache.block_size
+        )
         self.capturer = Capturer(model.device)
-        self.let_go = self.capturer.let_go
-        self.plans: list[GraphPlan] = []
+        self.release = self.capturer.release
+        self.plans: list[GraphExecutor] = []
         for make in plans.values():
             self.plans.insert(0, make(self))
         self.startup = self._capture()
@@ -90,11 +92,19 @@ class GraphRunner(PagedRunner):
         """Return the plan of a kind; some feature has brought one."""
         return next(plan for plan in self.plans if isinstance(plan, kind))
 
-    def replayed(self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor) -> Forwarded:
+    def replayed(
+        self, works: Sequence[Work], batch: Batch, hidden: Tensor, tokens: Tensor
+    ) -> Forwarded:
         """A step whose graph goes on to the sampled tokens."""
         done = Sampled(tokens)
-        return Forwarded(works, batch, hidden, rest=lambda allowed: Pending(works, done, self.extra))
+        return Forwarded(
+            works, batch, hidden, rest=lambda allowed: Pending(works, done, self.verifier)
+        )
 
-    def logits(self, hidden: Tensor, plan: Plan) -> Tensor:
+    def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
         """In the model's own precision where graphs have them so, and no request wants log-probabilities."""
-        return narrow_logits(self.model, hidden) if captured(plan) else super().logits(hidden, plan)
+        return (
+            narrow_logits(self.model, hidden)
+            if captured(plan)
+            else super().logits(hidden, plan)
+        )

@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from common.sampling.ops import HASH_1, HASH_2, NAN_TOKEN, NOISE_UNIT
-from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, Needs
-from common.sampling.sampler import Chooser, Plan, Sampler
+from common.sampling.rows import KEY, TEMPERATURE, TRUNCATION, SamplingFlags
+from common.sampling.sampler import Sampler, SamplerBackend, SamplingMetadata
 
 CHUNK = 4096
 _INF = tl.constexpr(float("inf"))
@@ -35,7 +35,9 @@ _TEMPERATURE, _KEY = (tl.constexpr(column) for column in (TEMPERATURE, KEY))
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
-_HASH_1, _HASH_2, _UNIT = tl.constexpr(HASH_1), tl.constexpr(HASH_2), tl.constexpr(NOISE_UNIT)
+_HASH_1 = tl.constexpr(HASH_1)
+_HASH_2 = tl.constexpr(HASH_2)
+_UNIT = tl.constexpr(NOISE_UNIT)
 
 
 @triton.jit
@@ -96,7 +98,9 @@ def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
     if (hot > 0) & (tl.abs(largest) < _INF):
         lower, upper = random_words(key, step)
         noise = negative_exponentials(lower, upper, first + column, NATIVE)
-        races = noise * tl.exp2((largest - x) * (_LOG2_E / hot))  # no NaN: a logit is finite or -inf
+        races = noise * tl.exp2(
+            (largest - x) * (_LOG2_E / hot)
+        )  # no NaN: a logit is finite or -inf
         best = tl.max(races)
         at = tl.min(tl.where(races == best, column, _LAST))
     else:
@@ -106,8 +110,10 @@ def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
 
 @triton.jit
 def chunk_kernel(
-    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride, first,
-    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr, NATIVE: tl.constexpr,
+    best, races, ids, logits, rows, steps, floats, ints, row_stride, float_stride, int_stride,
+    first,
+    V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program per row and chunk: its largest logit, its winner, and with DRAW the winner's -E / weight.
 
@@ -115,7 +121,9 @@ def chunk_kernel(
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(tl.float32)
+    x = tl.load(logits + row * row_stride + column, mask=column < V, other=-float("inf")).to(
+        tl.float32
+    )
     place = row * CHUNKS + chunk
     if DRAW:
         settings = tl.load(rows + row)
@@ -165,7 +173,9 @@ def reported_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     reported = torch.empty_like(tokens)
     if len(tokens):
         strides = logits.stride(0), logits.stride(1)
-        report_kernel[(len(tokens),)](reported, tokens, logits, *strides, NAN_TOKEN=NAN_TOKEN, num_warps=1)
+        report_kernel[(len(tokens),)](
+            reported, tokens, logits, *strides, NAN_TOKEN=NAN_TOKEN, num_warps=1
+        )
     return reported
 
 
@@ -180,7 +190,7 @@ class DrawSettings(NamedTuple):
     ints: Tensor
 
 
-class Winners(NamedTuple):
+class BestTokens(NamedTuple):
     """Each row's chunks' best, `[B, CHUNKS]`: largest logit, its winner's -E / weight, the winner's column.
 
     races: None where nothing is drawn.
@@ -191,13 +201,17 @@ class Winners(NamedTuple):
     ids: Tensor
 
 
-def best_of_chunks(logits: Tensor, draw: DrawSettings | None = None, first: int = 0) -> Winners:
+def best_of_chunks(
+    logits: Tensor, draw: DrawSettings | None = None, first: int = 0
+) -> BestTokens:
     """Find the best of each chunk of `[B, V]` logits. first: the token id of the first column."""
     batch, vocab = logits.shape
     # Few rows take more programs, to fill the multiprocessors. A word of a mask has 32 tokens (phase 12).
     block = min(CHUNK if batch > 4 else CHUNK // 4, max(32, triton.next_power_of_2(vocab)))
     shape = batch, triton.cdiv(vocab, block)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()  # some products on CPUs leave gaps
+    logits = (
+        logits if logits.stride(1) == 1 else logits.contiguous()
+    )  # some products on CPUs leave gaps
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     best = torch.empty_like(ids, dtype=torch.float32)
     races = None if draw is None else torch.empty_like(best)
@@ -206,12 +220,13 @@ def best_of_chunks(logits: Tensor, draw: DrawSettings | None = None, first: int 
         chunk_kernel[shape](
             best, ids if races is None else races, ids, logits, rows, steps, floats, ints,
             logits.stride(0), floats.stride(0), ints.stride(0), first,
-            V=vocab, BLOCK=block, CHUNKS=shape[1], DRAW=draw is not None, NATIVE=logits.is_cuda,
+            V=vocab, BLOCK=block, CHUNKS=shape[1], DRAW=draw is not None,
+            NATIVE=logits.is_cuda,
         )  # fmt: skip
-    return Winners(best, races, ids)
+    return BestTokens(best, races, ids)
 
 
-def best_of_rows(found: Winners, draw: DrawSettings | None = None) -> Tensor:
+def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
     """Return the token of each row, `[B]` int64, from the best of its chunks."""
     batch, chunks = found.ids.shape
     tokens = torch.empty(batch, dtype=torch.int64, device=found.ids.device)
@@ -220,7 +235,8 @@ def best_of_rows(found: Winners, draw: DrawSettings | None = None) -> Tensor:
         finish_kernel[(batch,)](
             tokens, found.best, found.ids if found.races is None else found.races, found.ids,
             rows, floats, floats.stride(0),
-            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), DRAW=draw is not None, num_warps=1,
+            CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), DRAW=draw is not None,
+            num_warps=1,
         )  # fmt: skip
     return tokens
 
@@ -240,13 +256,19 @@ def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
     return best_of_rows(best_of_chunks(logits, draw), draw)
 
 
-class TritonChooser(Chooser):
-    """The tokens of `Chooser`. What top-k, top-p and min-p keep is found by torch."""
+class TritonSamplerBackend(SamplerBackend):
+    """The tokens of `SamplerBackend`. What top-k, top-p and min-p keep is found by torch."""
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        plan: SamplingMetadata,
+        masked: bool,
     ) -> Tensor:
-        """See `Chooser.choose`; without truncation `logits` may have the model's own dtype."""
+        """See `SamplerBackend.choose`; without truncation `logits` may have the model's own dtype."""
         if not plan.draws:
             return argmax_rows(logits)
         if plan.features & TRUNCATION:
@@ -254,11 +276,20 @@ class TritonChooser(Chooser):
         return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """See `Chooser.report`."""
+        """See `SamplerBackend.report`."""
         return reported_rows(logits, tokens)
 
-    def draw(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, features: Needs) -> Tensor:
-        """See `Chooser.draw`: no noise `[B, V]`, only logits at minus infinity where tokens are excluded."""
+    def draw(
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        features: SamplingFlags,
+    ) -> Tensor:
+        """See `SamplerBackend.draw`. It makes no noise `[B, V]`; excluded tokens have logits of -inf."""
         if features & TRUNCATION:
-            logits = logits.masked_fill(sampler.weigh(logits, rows, features) == 0, float("-inf"))
+            logits = logits.masked_fill(
+                sampler.weigh(logits, rows, features) == 0, float("-inf")
+            )
         return draw_rows(logits, DrawSettings(rows, steps, sampler.floats, sampler.ints))

@@ -25,8 +25,12 @@ class Staging:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.device = torch.zeros(size, dtype=torch.int64, device=device)
-        cuda = device.type == "cuda"  # only from pinned memory the copy does not make the host wait
-        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(BUFFERS)]
+        cuda = (
+            device.type == "cuda"
+        )  # only from pinned memory the copy does not make the host wait
+        self._host = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(BUFFERS)
+        ]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
         self._views: list[NDArray[np.int64]] = [host.numpy() for host in self._host]
         self._turn = 0

@@ -13,7 +13,8 @@ from torch import Tensor
 @triton.jit
 def gather_kernel(
     ids, positions, slots, contexts, batch_tables, rows, at, tokens, tables, drafts,
-    max_len, width, P: tl.constexpr, TABLES: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+    max_len, width, P: tl.constexpr, TABLES: tl.constexpr, DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     i = tl.program_id(0)
@@ -62,7 +63,8 @@ def gather_inputs(
     decodes = contexts is not None and batch_tables is not None
     gather_kernel[(len(rows),)](
         ids, positions, slots, contexts if decodes else ids, batch_tables if decodes else ids,
-        rows, at, tokens, tables, ids if drafts is None else drafts, tokens.shape[1], tables.shape[1],
+        rows, at, tokens, tables, ids if drafts is None else drafts, tokens.shape[1],
+        tables.shape[1],
         P=block_size, TABLES=decodes, DRAFTS=drafts is not None, BLOCK=128, num_warps=1,
     )  # fmt: skip
 

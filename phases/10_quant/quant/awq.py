@@ -49,8 +49,13 @@ def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> 
 
 
 def quantize(
-    weight: Tensor, importance: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
+    weight: Tensor,
+    importance: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
     """Round `weight [N, K]` to nearest, with clipped scales where that is better; see `search_scales`."""
     weight = weight.float()
-    return rtn.in_groups(weight, scheme, search_scales(weight, importance, scheme, scale_dtype), None)
+    return rtn.in_groups(
+        weight, scheme, search_scales(weight, importance, scheme, scale_dtype), None
+    )

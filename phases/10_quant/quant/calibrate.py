@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,26 +20,41 @@ from common.errors import UserError
 from forward.attention import RecomputeAttention
 from forward.model import Model
 
+TEXT = Path(__file__).with_name("news_from_nowhere.txt")
+"""The calibration text by default: the first 185,000 characters of William Morris, "News from Nowhere", 1890.
+
+It is in the public domain: the author died in 1896. The transcription is Project Gutenberg's eBook 3261, of
+the edition of 1908, with each paragraph on one line and without Project Gutenberg's own words.
+"""
 Hessians = dict[str, Tensor]
 """Of each linear layer of a block, under its name within it: `[K, K]` float32."""
 
 
 def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
     """The model's blocks in order, by name."""
-    return [(f"layers.{name}", block) for name, block in model.get_submodule("layers").named_children()]
+    return [
+        (f"layers.{name}", block)
+        for name, block in model.get_submodule("layers").named_children()
+    ]
 
 
 def samples(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
     """The last `count` pieces of `length` tokens of a text; it must hold one."""
-    pieces = [list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)]
+    pieces = [
+        list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)
+    ]
     if not pieces:
-        raise UserError(f"the calibration text has {len(tokens)} tokens, but must have {length} at least")
+        raise UserError(
+            f"the calibration text has {len(tokens)} tokens, but must have {length} at least"
+        )
     return pieces[-count:]
 
 
 @torch.no_grad()
 def sweep(
-    model: Model, texts: Sequence[Sequence[int]], change: Callable[[str, nn.Module, Hessians], None]
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    change: Callable[[str, nn.Module, Hessians], None],
 ) -> None:
     """Call `change(name, block, hessians)` for each block from the first to the last.
 
@@ -60,7 +76,10 @@ def _arguments(
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """Return the first block's input, and the other arguments of every block."""
     seen: list[tuple[Any, ...]] = []
-    hooks = [block.register_forward_pre_hook(lambda _, given: seen.append(given)) for block in blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda _, given: seen.append(given))
+        for block in blocks
+    ]
     ids = torch.tensor(list(text), device=model.device)
     model(ids, torch.arange(len(ids), device=model.device), RecomputeAttention())
     for hook in hooks:

@@ -25,7 +25,7 @@ from quant.formats import Scheme
 from quant.rtn import quantize_tokens
 from quant.weights import MIDDLE, pack_nibbles, unpack_nibbles
 
-FEW = 8
+SMALL_BATCH = 8
 """Up to how many tokens int8 weights are read by the routine for few."""
 SOME = 32
 """Up to how many tokens the input goes in two parts of eight bits."""
@@ -41,15 +41,19 @@ _LOWER = 254.0
 
 def int8_product(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """`x [M, K]` times int8 `data [N, K]`, channels by `scale [N]` float32 -> `[M, N]` in `x`'s dtype."""
-    if len(x) <= FEW and data.shape[1] % _STEP == 0:
+    if len(x) <= SMALL_BATCH and data.shape[1] % _STEP == 0:
         # The scale afterwards: the routine would round it to bfloat16 first.
-        out = torch._weight_int8pack_mm(x.bfloat16(), data, _ones(len(data))).float().mul_(scale)
+        out = (
+            torch._weight_int8pack_mm(x.bfloat16(), data, _ones(len(data))).float().mul_(scale)
+        )
     elif len(x) <= SOME:
         numbers, steps = _two_parts(x)
         sums = torch._int_mm(numbers, data.t()).float()  # [2 M, N], exact
         out = sums[: len(x)].add_(sums[len(x) :], alpha=1 / _LOWER).mul_(steps).mul_(scale)
     else:
-        out = F.linear(x.bfloat16(), data.bfloat16()).float().mul_(scale)  # int8 is exact in bfloat16
+        out = (
+            F.linear(x.bfloat16(), data.bfloat16()).float().mul_(scale)
+        )  # int8 is exact in bfloat16
     return out.to(x.dtype)
 
 
@@ -64,7 +68,9 @@ def _two_parts(x: Tensor) -> tuple[Tensor, Tensor]:
     So 16 bits of each input go through a product of integers, which is exact.
     """
     x = x.float()
-    step = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+    step = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp_min_(
+        torch.finfo(torch.float32).tiny
+    )
     x = x / step
     coarse = x.round()
     fine = x.sub_(coarse).mul_(_LOWER).round_()
@@ -116,15 +122,26 @@ def to_tiles(data: Tensor) -> Tensor:
 def from_tiles(tiles: Tensor, group: int) -> Tensor:
     """The way back: a product with the identity, since the order of tiles depends on the processor."""
     n, k = tiles.shape[0], tiles.shape[1] * 2
-    plain = torch.tensor([1.0, 0.0], dtype=torch.bfloat16).expand(k // group, n, 2).contiguous()
-    numbers = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(k).bfloat16(), tiles, group, plain)
+    plain = (
+        torch.tensor([1.0, 0.0], dtype=torch.bfloat16).expand(k // group, n, 2).contiguous()
+    )
+    numbers = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        torch.eye(k).bfloat16(), tiles, group, plain
+    )
     return pack_nibbles((numbers.t().float() + MIDDLE).round())
 
 
 def scale_zero(scale: Tensor, zero: Tensor | None) -> Tensor:
     """`scale` and `zero [N, K / g]` as the routine wants them: `[K / g, N, 2]`, what 8 stands for last."""
-    offset = torch.zeros_like(scale) if zero is None else (MIDDLE - zero.float()) * scale.float()
-    return torch.stack([scale.float(), offset.float()], dim=-1).transpose(0, 1).bfloat16().contiguous()
+    offset = (
+        torch.zeros_like(scale) if zero is None else (MIDDLE - zero.float()) * scale.float()
+    )
+    return (
+        torch.stack([scale.float(), offset.float()], dim=-1)
+        .transpose(0, 1)
+        .bfloat16()
+        .contiguous()
+    )
 
 
 def int4_product(x: Tensor, tiles: Tensor, group: int, scale_zero: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 
 from common.errors import choice, integer
 from common.options import option
-from forward.loading import Linears
-from paged_cache import Feature, Parts
+from forward.loading import WeightLoader
+from paged_cache import EngineBuilder, Feature
 from paged_cache.pool import KVFormat
 from quant.formats import INT4, SCHEMES, Scheme
 from quant.kv import KV_DTYPES, head_scales, sample
@@ -43,11 +43,18 @@ class Quant(Feature):
     phase: ClassVar[int] = 10
 
     quantization: str | None = option(
-        None, f"make the weights {', '.join(SCHEMES)} while loading; a quantized checkpoint needs nothing"
+        None,
+        f"make the weights {', '.join(SCHEMES)} while loading; a quantized checkpoint needs nothing",
     )
-    group_size: int = option(128, "inputs that share a scale in int4, less where that does not divide them")
-    head: str = option(AUTO, "the head's weights: auto, none (they stay as they are), or as quantization")
-    kv_cache: str = option(PLAIN, "keys and values: fp8, int8, or none (they stay as they are)")
+    group_size: int = option(
+        128, "inputs that share a scale in int4, less where that does not divide them"
+    )
+    head: str = option(
+        AUTO, "the head's weights: auto, none (they stay as they are), or as quantization"
+    )
+    kv_cache: str = option(
+        PLAIN, "keys and values: fp8, int8, or none (they stay as they are)"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -58,16 +65,20 @@ class Quant(Feature):
         integer("group_size", self.group_size)
         INT4.with_group(self.group_size)
 
-    def prepare(self, parts: Parts) -> None:
+    def prepare(self, builder: EngineBuilder) -> None:
         """Let the layers be quantized while the model is loaded."""
-        parts.bring(self, linears=self.linears())
+        builder.replace(self, weight_loader=self.weight_loader())
 
-    def linears(self) -> Linears:
+    def weight_loader(self) -> WeightLoader:
         """Return the say in how linear layers keep their weights."""
         layers = self._scheme(self.quantization)
         if self.head == AUTO and self.quantization is not None:
-            return Quantize(layers, lambda device: self._scheme(head_for(self.quantization or "", device)))
-        return Quantize(layers, self._scheme(None if self.head in (AUTO, PLAIN) else self.head))
+            return Quantize(
+                layers, lambda device: self._scheme(head_for(self.quantization or "", device))
+            )
+        return Quantize(
+            layers, self._scheme(None if self.head in (AUTO, PLAIN) else self.head)
+        )
 
     def _scheme(self, name: str | None) -> Scheme | None:
         if name is None:
@@ -75,35 +86,35 @@ class Quant(Feature):
         scheme = SCHEMES[name]
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Keys and values; and the layers' fastest form, for the weights are there already."""
         if self.kv_cache != PLAIN:
-            scales = head_scales(parts.model, [sample(parts.model)], self.kv_cache)
+            scales = head_scales(builder.model, [sample(builder.model)], self.kv_cache)
             kv = KVFormat(KV_DTYPES[self.kv_cache], scales)
-            if _pairs(parts, self.kv_cache):
+            if _pairs(builder, self.kv_cache):
                 from quant.pairs import PAIRS  # Triton comes with it
 
                 kv = replace(kv, layout=PAIRS)
-            parts.bring(self, kv=kv)
-        if not any(isinstance(layer, QuantLinear) for layer in parts.model.modules()):
+            builder.replace(self, kv=kv)
+        if not any(isinstance(layer, QuantLinear) for layer in builder.model.modules()):
             return
-        if "kernels" in parts.features:
+        if "kernels" in builder.features:
             from quant.kernel_layers import install, unpacked_bytes  # Triton comes with it
 
-            install(parts.own_model())
-            parts.reserve.append(lambda whole: unpacked_bytes(whole.model))
-        elif parts.model.device.type == "cpu":
-            for layer in parts.own_model().modules():
+            install(builder.own_model())
+            builder.reserve.append(lambda whole: unpacked_bytes(whole.model))
+        elif builder.model.device.type == "cpu":
+            for layer in builder.own_model().modules():
                 if isinstance(layer, QuantLinear):
-                    layer.settle()
+                    layer.pack_for_cpu()
 
 
-def _pairs(parts: Parts, kind: str) -> bool:
+def _pairs(builder: EngineBuilder, kind: str) -> bool:
     """Return True if values lie in pairs: for kernels that read them so, with conversion by hardware."""
-    reads = getattr(parts.features.get("kernels"), "attends", False)
-    if kind != "fp8" or not reads or parts.size("block_size") % 2:
+    reads = getattr(builder.features.get("kernels"), "attends", False)
+    if kind != "fp8" or not reads or builder.size("block_size") % 2:
         return False
     from triton_paged_attention.hardware import ADA, at_least
 
-    device = parts.model.device
+    device = builder.model.device
     return device.type != "cuda" or at_least(device, ADA)

@@ -13,7 +13,11 @@ Weights = Literal["fp8", "int8", "int4"]
 Scales = Literal["channel", "block", "group"]
 Activations = Literal["fp8", "int8"]
 
-DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+DTYPES: dict[str, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
 """What the numbers are kept in: two of four bits share a byte."""
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """The largest magnitude of each; int8 leaves -128 out, so that a weight and its opposite are both there."""
@@ -46,16 +50,26 @@ class Scheme:
     def __post_init__(self) -> None:
         """Refuse what no layer here can be."""
         if (self.weights == "int4") != (self.scales == "group"):
-            raise UserError(f"{self.name}: {self.weights} weights with a scale for each {self.scales}")
+            raise UserError(
+                f"{self.name}: {self.weights} weights with a scale for each {self.scales}"
+            )
         if self.scales == "group" and self.group not in GROUPS:
             sizes = ", ".join(map(str, sorted(GROUPS)))
-            raise UserError(f"{self.name}: group_size is {self.group}, but must be one of {sizes}")
+            raise UserError(
+                f"{self.name}: group_size is {self.group}, but must be one of {sizes}"
+            )
         if self.zeros and self.weights != "int4":
-            raise UserError(f"{self.name}: zero points are supported for int4 only, not {self.weights}")
+            raise UserError(
+                f"{self.name}: zero points are supported for int4 only, not {self.weights}"
+            )
         if self.weights == "int8" and self.scales != "channel":
-            raise UserError(f"{self.name}: int8 weights need a scale for each channel, not {self.scales}")
+            raise UserError(
+                f"{self.name}: int8 weights need a scale for each channel, not {self.scales}"
+            )
         if self.activations is not None and self.activations != self.weights:
-            raise UserError(f"{self.name}: {self.weights} weights with {self.activations} activations")
+            raise UserError(
+                f"{self.name}: {self.weights} weights with {self.activations} activations"
+            )
 
     @property
     def bits(self) -> int:
@@ -84,7 +98,9 @@ class Scheme:
         for size in GROUPS:
             if size < self.group and k % size == 0:
                 return replace(self, group=size)
-        raise UserError(f"{name} has rows of {k} weights, which no group of {GROUPS[-1]} or more divides")
+        raise UserError(
+            f"{name} has rows of {k} weights, which no group of {GROUPS[-1]} or more divides"
+        )
 
 
 FP8 = Scheme("fp8", "fp8", "channel", activations="fp8")

@@ -57,7 +57,9 @@ def quantize(
         for at in range(end - begin):
             group, column = groups[begin + at], block[:, at]
             step = scale[:, group].float()
-            chosen = to_nibbles(column, step, None) if four else to_eight_bits(column / step, kind)
+            chosen = (
+                to_nibbles(column, step, None) if four else to_eight_bits(column / step, kind)
+            )
             numbers[:, begin + at] = chosen
             rounded = (chosen.float() - middle) * step
             errors[:, at] = pass_on(block, at, rounded, own)
@@ -96,7 +98,9 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def search_scales(weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+def search_scales(
+    weight: Tensor, importance: Tensor, scheme: Scheme, dtype: torch.dtype
+) -> Tensor:
     """Like `rtn.group_scales`, but a group may clip its largest weights where that makes the error less.
 
     importance: `[K]`, the mean square of each input, by which its weights' squared errors count.

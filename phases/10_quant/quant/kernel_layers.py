@@ -10,8 +10,8 @@ from torch import Tensor
 from forward.model import Model
 from quant.linear import QuantLinear
 from quant.products import (
+    eight_bits_are_faster,
     eight_by_eight_whole,
-    eight_pays,
     from_words,
     round_rows,
     to_words,
@@ -30,7 +30,7 @@ class KernelLinear(QuantLinear):
         data = to_words(weight) if weight.scheme.weights == "int4" else weight.data
         super().__init__(replace(weight, data=data), linear.bias)
         self.shape = weight.shape
-        self.eight = eight_pays(weight, data.device)
+        self.eight = eight_bits_are_faster(weight, data.device)
 
     @property
     def stored(self) -> QuantizedWeight:
@@ -51,7 +51,9 @@ class KernelLinear(QuantLinear):
         if kind is not None and x.numel():
             numbers = round_rows(x, kind)
             if self.eight:
-                out = eight_by_eight_whole(numbers, self.stored, x.dtype).view(*x.shape[:-1], self.shape[0])
+                out = eight_by_eight_whole(numbers, self.stored, x.dtype).view(
+                    *x.shape[:-1], self.shape[0]
+                )
                 return out if self.bias is None else out + self.bias
             x = (numbers.values.float() * numbers.scale[:, None]).to(x.dtype).view(x.shape)
         return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
@@ -61,12 +63,22 @@ def install(model: Model) -> Model:
     """Put kernels in the places of quantized products, and return the model, which is the same object."""
     for fused in model.modules():
         linear = fused.linear if isinstance(fused, FusedLinear) else None
-        if isinstance(fused, FusedLinear) and isinstance(linear, QuantLinear) and words_fit(linear.scheme):
+        if (
+            isinstance(fused, FusedLinear)
+            and isinstance(linear, QuantLinear)
+            and words_fit(linear.scheme)
+        ):
             fused.linear = KernelLinear(linear)
     return model
 
 
 def unpacked_bytes(model: Model) -> int:
     """Bytes of the largest weight that is unpacked as a whole where it meets many tokens."""
-    layers = [layer for layer in model.modules() if isinstance(layer, KernelLinear) and not layer.eight]
-    return max((layer.shape[0] * layer.shape[1] * model.dtype.itemsize for layer in layers), default=0)
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, KernelLinear) and not layer.eight
+    ]
+    return max(
+        (layer.shape[0] * layer.shape[1] * model.dtype.itemsize for layer in layers), default=0
+    )

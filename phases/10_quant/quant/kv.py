@@ -34,7 +34,7 @@ def sample(model: Model) -> list[int]:
 
 def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tensor:
     """Scales `[L, 2, KH]` float32 with which the keys and values of `texts` fit into `kind`, with `ROOM`."""
-    seen = LargestHeads(model)
+    seen = HeadMaxima(model)
     with torch.inference_mode():
         for tokens in texts:
             ids = torch.tensor(list(tokens), device=model.device)
@@ -43,12 +43,14 @@ def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tens
     return scales.clamp_min(torch.finfo(torch.float32).tiny).clone()
 
 
-class LargestHeads(RecomputeAttention):
+class HeadMaxima(RecomputeAttention):
     """Phase 01's attention, which remembers the largest key and value of every head: `[L, 2, KH]`."""
 
     def __init__(self, model: Model) -> None:
         config = model.config
-        self.largest = torch.zeros(config.num_layers, 2, config.num_kv_heads, device=model.device)
+        self.largest = torch.zeros(
+            config.num_layers, 2, config.num_kv_heads, device=model.device
+        )
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [S, H, D]`, `k` and `v [S, KH, D]` -> `[S, H, D]`."""

@@ -33,7 +33,9 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, getattr(weight, name))
         self.register_buffer("tiles", None)
         self.register_buffer("scale_zero", None)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.register_parameter(
+            "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
+        )
 
     @classmethod
     def of(cls, linear: nn.Linear, scheme: Scheme, name: str) -> QuantLinear:
@@ -43,10 +45,12 @@ class QuantLinear(nn.Module):
     @property
     def weight(self) -> QuantizedWeight:
         """The weight in the form that `QuantizedWeight` describes."""
-        data = self.data if self.tiles is None else cpu.from_tiles(self.tiles, self.scheme.group)
+        data = (
+            self.data if self.tiles is None else cpu.from_tiles(self.tiles, self.scheme.group)
+        )
         return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
 
-    def settle(self) -> None:
+    def pack_for_cpu(self) -> None:
         """Take the form that is the fastest to multiply with where the layer is now; no second copy stays."""
         about = self.scheme, self.shape[0]
         if self.tiles is None and self.data.device.type == "cpu" and cpu.tiles_fit(*about):
@@ -64,14 +68,18 @@ class QuantLinear(nn.Module):
                 out = out.view(*x.shape[:-1], self.shape[0])
                 return out if self.bias is None else out + self.bias
         plain = replace(self.weight, order=None)
-        return F.linear(rounded(x, self.scheme.activations), plain.dequantize().to(x.dtype), self.bias)
+        return F.linear(
+            rounded(x, self.scheme.activations), plain.dequantize().to(x.dtype), self.bias
+        )
 
     def _on_cpu(self, x: Tensor) -> Tensor | None:
         """`[M, K]` -> `[M, N]` by what PyTorch has for this scheme, or None."""
         if self.tiles is not None and self.scale_zero is not None:
             return cpu.int4_product(x, self.tiles, self.scheme.group, self.scale_zero)
         if self.scheme.weights == "fp8" and self.scheme.scales != "block":
-            return cpu.fp8_product(x, self.data, self.scale, self.scheme.activations is not None)
+            return cpu.fp8_product(
+                x, self.data, self.scale, self.scheme.activations is not None
+            )
         if self.scheme.weights != "int8":
             return None
         if self.scheme.activations == "int8":
@@ -81,14 +89,16 @@ class QuantLinear(nn.Module):
     def exact(self, x: Tensor) -> Tensor:
         """Dequantize, then multiply, all in float32: what `forward` and every kernel must come to."""
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(rounded(x.float(), self.scheme.activations), self.weight.dequantize(), bias)
+        return F.linear(
+            rounded(x.float(), self.scheme.activations), self.weight.dequantize(), bias
+        )
 
     @staticmethod
     def joined(*parts: nn.Module) -> QuantLinear | None:
         """Join layers that are quantized in the same way, all with a bias or none; see phase 06's `join`."""
         found = [layer for layer in parts if isinstance(layer, QuantLinear)]
         biases = [layer.bias for layer in found if layer.bias is not None]
-        alike = all(a.weight.joins(b.weight) for a, b in pairwise(found))
+        alike = all(a.weight.can_concatenate(b.weight) for a, b in pairwise(found))
         if len(found) < len(parts) or len(biases) not in (0, len(parts)) or not alike:
             return None
         weight = QuantizedWeight.cat([layer.weight for layer in found])

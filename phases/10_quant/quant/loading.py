@@ -17,7 +17,7 @@ HEAD = "lm_head"
 
 
 class Quantize:
-    """Phase 01's `Linears`: plain layers become quantized ones.
+    """Phase 01's `WeightLoader`: plain layers become quantized ones.
 
     scheme: of every linear layer but the head; None: they stay as they are.
     head: of the head; None: it stays as it is. A function is asked for each device.
@@ -41,14 +41,14 @@ class Quantize:
         return type(self)()
 
     def expect(self, model: Model) -> None:
-        """See `Linears.expect`: what others have quantized is refused; the appendix reads it."""
+        """See `WeightLoader.expect`: what others have quantized is refused; the appendix reads it."""
         if model.config.quantization is not None:
             raise UserError(
                 "the checkpoint is quantized already, which only checkpoint_formats reads: it is off"
             )
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """See `Linears.place`: a weight that is to be quantized is so at once, and then let go of."""
+        """See `WeightLoader.place`: a weight that is to be quantized is so at once, and then let go of."""
         owner, _, leaf = name.rpartition(".")
         scheme = self.wanted(owner, tensor.device)
         layer = model.get_submodule(owner)
@@ -59,7 +59,7 @@ class Quantize:
         replace_layer(model, owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
 
     def finish(self, model: Model) -> Model:
-        """See `Linears.finish`."""
+        """See `WeightLoader.finish`."""
         for name in plain_layers(model):
             layer = model.get_submodule(name)
             scheme = self.wanted(name, model.device)
@@ -68,7 +68,7 @@ class Quantize:
         return model
 
     def changes(self, model: Model) -> bool:
-        """See `Linears.changes`."""
+        """See `WeightLoader.changes`."""
         return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 

@@ -46,7 +46,9 @@ def quantize_model(
     """
     if method != "rtn":
         if scheme.weights != "int4" and (method == "awq" or scheme.scales != "channel"):
-            raise UserError(f"method is {method!r}, which does not go with {scheme.name}: use rtn")
+            raise UserError(
+                f"method is {method!r}, which does not go with {scheme.name}: use rtn"
+            )
         if not texts:
             raise UserError(f"method is {method!r}, which needs a calibration text")
 
@@ -63,7 +65,9 @@ def quantize_model(
         change(name, block, {})
 
 
-def _each(name: str, block: nn.Module, scheme: Scheme, method: Method, hessians: Hessians) -> None:
+def _each(
+    name: str, block: nn.Module, scheme: Scheme, method: Method, hessians: Hessians
+) -> None:
     """Replace the linear layers of a block, one after the other."""
     for inner in plain_layers(block):
         layer = block.get_submodule(inner)
@@ -87,7 +91,9 @@ def _move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians
         scales = awq.input_scales([layer.weight for layer in layers], hessians[first], own)
         _divide(maker, scales)
         for layer in layers:
-            layer.weight = nn.Parameter((layer.weight * scales).to(layer.weight.dtype), requires_grad=False)
+            layer.weight = nn.Parameter(
+                (layer.weight * scales).to(layer.weight.dtype), requires_grad=False
+            )
             hessians[names[layer]] = hessians[names[layer]] / (scales * scales[:, None])
 
 
@@ -98,11 +104,15 @@ def _inputs(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear
     it is left out.
     """
     if not isinstance(block, LlamaBlock | Gemma3Block):
-        raise UserError(f"method is 'awq', but {name} is of a family that it is not supported for")
+        raise UserError(
+            f"method is 'awq', but {name} is of a family that it is not supported for"
+        )
     attention, mlp = block.self_attn, block.mlp
     assert isinstance(attention, LlamaAttention) and isinstance(mlp, GatedMLP)
     before = (
-        block.pre_feedforward_layernorm if isinstance(block, Gemma3Block) else block.post_attention_layernorm
+        block.pre_feedforward_layernorm
+        if isinstance(block, Gemma3Block)
+        else block.post_attention_layernorm
     )
     return [
         (block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),

@@ -53,7 +53,8 @@ def attend_pairs(
     v_cache,  # pointer to [N, P / 2, KH, D], words
     table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, TMA: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """`tiles.attend` for such a cache; `low` is even, and there is no TMA. Products are made in WIDE."""
     WIDE: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
@@ -70,17 +71,23 @@ def attend_pairs(
         first = (key < high)[:, None] & inside
         if P % BLOCK_N == 0:
             # One block: its address is one number, and places in it are small ones.
-            base = block.to(tl.int64) * block_stride + start % P * slot_stride + kv_head * head_stride
+            base = (
+                block.to(tl.int64) * block_stride
+                + start % P * slot_stride
+                + kv_head * head_stride
+            )
             base_v = base - (block.to(tl.int64) * block_stride + start % P * slot_stride) // 2
             at = pair[:, None] * slot_stride + d[None, :]
             at_v = (pair // 2)[:, None] * slot_stride + d[None, :]
         else:
             base = kv_head.to(tl.int64) * head_stride
             base_v = base
-            at = (block.to(tl.int64) * block_stride + key % P * slot_stride)[:, None] + d[None, :]
-            at_v = (block.to(tl.int64) * (block_stride // 2) + key % P // 2 * slot_stride)[:, None] + d[
+            at = (block.to(tl.int64) * block_stride + key % P * slot_stride)[:, None] + d[
                 None, :
             ]
+            at_v = (block.to(tl.int64) * (block_stride // 2) + key % P // 2 * slot_stride)[
+                :, None
+            ] + d[None, :]
         keys = tl.load(k_cache + base + at, mask=first, other=0.0)
         odd_keys = k_cache + base + slot_stride
         next_keys = tl.load(odd_keys + at, mask=(key + 1 < high)[:, None] & inside, other=0.0)
@@ -99,8 +106,12 @@ def attend_pairs(
         acc = acc * shrink[:, None]
         # The last pair may have no odd token. What lies there has weight 0 and is a number, for none but
         # numbers are ever stored (see `kv_store.encode`). Hiding it would cost a trip through shared memory.
-        acc = tl.dot(p_even.to(WIDE), byte_of(words, False, WIDE, ASM), acc, input_precision="ieee")
-        acc = tl.dot(p_odd.to(WIDE), byte_of(words, True, WIDE, ASM), acc, input_precision="ieee")
+        acc = tl.dot(
+            p_even.to(WIDE), byte_of(words, False, WIDE, ASM), acc, input_precision="ieee"
+        )
+        acc = tl.dot(
+            p_odd.to(WIDE), byte_of(words, True, WIDE, ASM), acc, input_precision="ieee"
+        )
         m = new_m
         block = next_block
     return m, total, acc

@@ -56,13 +56,17 @@ def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexp
     if WHOLE:
         y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
     elif HARDWARE:
-        y = y.to(tl.float8e4nv).to(tl.float32)  # nothing beyond the largest becomes more than that
+        y = y.to(tl.float8e4nv).to(
+            tl.float32
+        )  # nothing beyond the largest becomes more than that
     else:
         y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
         bits = y.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
         y = tl.where(
-            tl.abs(y) < 0.015625, to_even(y * 512.0) * 0.001953125, bits.to(tl.float32, bitcast=True)
+            tl.abs(y) < 0.015625,
+            to_even(y * 512.0) * 0.001953125,
+            bits.to(tl.float32, bitcast=True),
         )
     return y
 
@@ -99,7 +103,8 @@ def round_rows(x: Tensor, kind: Activations) -> Rounded:
     padded = triton.next_power_of_2(size)
     if tokens:
         round_rows_kernel[(tokens,)](
-            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            out, scale, x, SIZE=size, SIZE_PAD=padded, LARGEST=LARGEST[kind],
+            WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=min(16, max(1, padded // 512)),
         )  # fmt: skip
     return Rounded(out, scale)
@@ -119,7 +124,9 @@ def to_words(weight: QuantizedWeight) -> Tensor:
     numbers = unpack_nibbles(weight.data)  # [N, K]
     numbers = F.pad(numbers, (0, -numbers.shape[1] % SPAN), value=8)
     parts = numbers.view(len(numbers), -1, 4, 16, 2)  # spans, i, j, even and odd
-    words = torch.zeros(parts.shape[0], parts.shape[1], 16, dtype=torch.int32, device=numbers.device)
+    words = torch.zeros(
+        parts.shape[0], parts.shape[1], 16, dtype=torch.int32, device=numbers.device
+    )
     for i in range(4):
         for odd in range(2):
             words |= parts[:, :, i, :, odd].to(torch.int32) << (4 * i + 16 * odd)
@@ -128,12 +135,16 @@ def to_words(weight: QuantizedWeight) -> Tensor:
 
 def from_words(words: Tensor, size: int) -> Tensor:
     """Undo `to_words`: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
-    shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device)
-    parts = (words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]) & 15  # [N, spans, 4, 16, 2]
+    shifts = torch.tensor(
+        [[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device
+    )
+    parts = (
+        words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]
+    ) & 15  # [N, spans, 4, 16, 2]
     return parts.flatten(1).to(torch.uint8)[:, :size]
 
 
-class Unscaled(NamedTuple):
+class PendingScales(NamedTuple):
     """A product that still has to be multiplied: `values [T, N]` by `rows [T]` and `columns [N]`, float32."""
 
     values: Tensor
@@ -147,24 +158,35 @@ class Unscaled(NamedTuple):
 
 def scales_inside(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Return whether the library multiplies by the scales itself."""
-    return x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16
+    return (
+        x.values.is_cuda
+        and weight.data.dtype == torch.float8_e4m3fn
+        and dtype == torch.bfloat16
+    )
 
 
-def unscaled(x: Rounded, weight: QuantizedWeight) -> Unscaled:
+def unscaled(x: Rounded, weight: QuantizedWeight) -> PendingScales:
     """`x` times an eight-bit weight with scales by channel, still to be multiplied by both scales."""
     values, data = x.values, weight.data
     if values.is_cuda and data.dtype == torch.float8_e4m3fn:
         one = _one(values.device)
         # Sums of such products overflow float16.
         out = torch._scaled_mm(
-            values, data.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+            values,
+            data.t(),
+            scale_a=one,
+            scale_b=one,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
         )
     elif values.is_cuda:
         short = max(0, LEAST_ROWS - len(values))
-        out = torch._int_mm(F.pad(values, (0, 0, 0, short)) if short else values, data.t())[: len(values)]
+        out = torch._int_mm(F.pad(values, (0, 0, 0, short)) if short else values, data.t())[
+            : len(values)
+        ]
     else:
         out = F.linear(values.float(), data.float())
-    return Unscaled(out, x.scale, weight.scale)
+    return PendingScales(out, x.scale, weight.scale)
 
 
 def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -182,14 +204,21 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-def eight_pays(weight: QuantizedWeight, device: torch.device) -> bool:
+def eight_bits_are_faster(weight: QuantizedWeight, device: torch.device) -> bool:
     """Return True if eight by eight is a product that the device has, for this weight."""
     n, k = weight.shape
-    if weight.scheme.activations is None or weight.scheme.scales != "channel" or weight.order is not None:
+    if (
+        weight.scheme.activations is None
+        or weight.scheme.scales != "channel"
+        or weight.order is not None
+    ):
         return False
     if device.type != "cuda":
         return True
-    return at_least(device, ADA if weight.scheme.weights == "fp8" else TURING) and n % 16 == k % 16 == 0
+    return (
+        at_least(device, ADA if weight.scheme.weights == "fp8" else TURING)
+        and n % 16 == k % 16 == 0
+    )
 
 
 @triton.jit
@@ -210,7 +239,8 @@ def unpack8_kernel(
 
 @triton.jit
 def unpack4_kernel(
-    out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, WORDS: tl.constexpr,
+    out, words, scale, zero, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    WORDS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
     """One program per row and `WORDS` of its words (see `SPAN`), of which it writes the inputs below `K`.
@@ -242,15 +272,18 @@ def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
     if scheme.weights == "int4":
         words = weight.data.shape[1]
         unpack4_kernel[(n, triton.cdiv(words, 256))](
-            out, weight.data, weight.scale, weight.scale if weight.zero is None else weight.zero,
-            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256, HALF=TYPES[dtype],
+            out, weight.data, weight.scale,
+            weight.scale if weight.zero is None else weight.zero,
+            K=size, GROUP=scheme.group, ZEROS=weight.zero is not None, WORDS=256,
+            HALF=TYPES[dtype],
             num_warps=4,
         )  # fmt: skip
     else:
         block = min(4096, triton.next_power_of_2(size))
         unpack8_kernel[(n, triton.cdiv(size, block))](
             out, weight.data, weight.scale, weight.scale.stride(0),
-            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block, HALF=TYPES[dtype],
+            K=size, SIDE=BLOCK if scheme.scales == "block" else 0, BLOCK_K=block,
+            HALF=TYPES[dtype],
             num_warps=4,
         )  # fmt: skip
     return out

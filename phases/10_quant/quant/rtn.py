@@ -9,7 +9,9 @@ from quant.formats import BLOCK, LARGEST, Activations, Scheme
 from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 
 
-def quantize(weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32) -> QuantizedWeight:
+def quantize(
+    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
     """Each number to the nearest that the scheme has, the largest of those that share a scale to its end.
 
     Args:
@@ -70,7 +72,9 @@ def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     return ((numbers / scale.float()).round() + middle).clamp(0, 15).to(torch.uint8)
 
 
-def in_groups(weight: Tensor, scheme: Scheme, scale: Tensor, zero: Tensor | None) -> QuantizedWeight:
+def in_groups(
+    weight: Tensor, scheme: Scheme, scale: Tensor, zero: Tensor | None
+) -> QuantizedWeight:
     """Round `weight [N, K]` float32 to nearest, with scales and zero points of its groups, `[N, K / g]`."""
     groups = weight.view(len(weight), -1, scheme.group)
     numbers = to_nibbles(groups, scale[..., None], None if zero is None else zero[..., None])
@@ -87,7 +91,9 @@ def quantize_tokens(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
     x = x.float()
     scale = x.abs().amax(dim=-1, keepdim=True) * (1.0 / LARGEST[kind])
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)  # a token of zeros stays one
-    return to_eight_bits(x * scale.reciprocal(), kind), scale  # as the kernels do it: one division a token
+    return to_eight_bits(
+        x * scale.reciprocal(), kind
+    ), scale  # as the kernels do it: one division a token
 
 
 def rounded(x: Tensor, kind: Activations | None) -> Tensor:

@@ -46,11 +46,15 @@ class QuantizedWeight:
         n, k = self.shape
         scheme, scale = self.scheme, self.scale.float()
         if scheme.weights == "int4":
-            numbers = unpack_nibbles(self.data).float().view(n, -1, scheme.group)  # [N, K / g, g]
+            numbers = (
+                unpack_nibbles(self.data).float().view(n, -1, scheme.group)
+            )  # [N, K / g, g]
             zero = float(MIDDLE) if self.zero is None else self.zero.float()[..., None]
             weight = ((numbers - zero) * scale[..., None]).view(n, k)
         elif scheme.scales == "block":
-            each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]  # [N, K]
+            each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[
+                :, :k
+            ]  # [N, K]
             weight = self.data.float() * each
         else:
             weight = self.data.float() * scale[:, None]
@@ -58,26 +62,32 @@ class QuantizedWeight:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
-    def joins(self, other: QuantizedWeight) -> bool:
+    def can_concatenate(self, other: QuantizedWeight) -> bool:
         """Return True if the two can be one weight with the outputs of this one first."""
         alike = replace(self.scheme, name="") == replace(other.scheme, name="")
         whole = self.scheme.scales != "block" or self.shape[0] % BLOCK == 0
         ordered = self.order is other.order or (
-            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
+            self.order is not None
+            and other.order is not None
+            and torch.equal(self.order, other.order)
         )
         same = self.shape[1] == other.shape[1] and self.scale.dtype == other.scale.dtype
         return alike and whole and ordered and same
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Weights of one input end to end along their outputs; every one keeps its scales. See `joins`."""
+        """Concatenate weights of one input along their outputs, with their scales."""
         if len(parts) == 1:
             return parts[0]
-        assert all(part.joins(after) for part, after in pairwise(parts)), "parts differ"
+        assert all(part.can_concatenate(after) for part, after in pairwise(parts)), (
+            "parts differ"
+        )
         zeros = [part.zero for part in parts if part.zero is not None]
         return replace(
             parts[0],
-            data=torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype),
+            data=torch.cat([part.data.view(torch.uint8) for part in parts]).view(
+                parts[0].data.dtype
+            ),
             scale=torch.cat([part.scale for part in parts]),
             zero=torch.cat(zeros) if zeros else None,
         )

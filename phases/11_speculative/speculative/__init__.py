@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quant import PRESET as BELOW
 from speculative.feature import Speculate
-from speculative.speculation import Speculator
+from speculative.speculation import SpeculativeRunner
 
-__all__ = ["LLM", "PRESET", "Speculate", "Speculator", "load"]
+__all__ = ["LLM", "PRESET", "Speculate", "SpeculativeRunner", "load"]
 
 PRESET = BELOW.plus(on=[Speculate])
 

@@ -101,7 +101,9 @@ class Cost:
             return
         x = drafts / rows
         expected = self.having + self.each * x if drafts else 0.0
-        more = min(seconds / self.plain - 1, 1 + 2 * expected)  # beyond that it was interrupted
+        more = min(
+            seconds / self.plain - 1, 1 + 2 * expected
+        )  # beyond that it was interrupted
         if drafts:
             step = (more - expected) * (1 - MEMORY) / (1 + x * x)
             self.having = max(0.0, self.having + step)
@@ -113,7 +115,7 @@ class Cost:
         self.lost = max(-most, self.lost + seconds - self.plain * tokens / rows)
 
 
-class Control:
+class DraftController:
     """Decides for each step whether there is guessing at all, and for each request how far.
 
     most: drafts of a request in a step. adaptive: False: always the most.
@@ -141,7 +143,10 @@ class Control:
             cost.on = False
         elif not cost.on and cost.samples >= SAMPLES and cost.lost <= allowed - most:
             if cost.lost > 0:  # another try; what went wrong would go wrong again
-                self.overall, cost.having, cost.each, cost.most = FIRST_RATE, 0.0, FIRST_PRICE, 1
+                self.overall = FIRST_RATE
+                cost.having = 0.0
+                cost.each = FIRST_PRICE
+                cost.most = 1
                 self.rates.clear()
             cost.on = True
             cost.lost = max(cost.lost, allowed - most) + SWITCH * cost.plain

@@ -15,7 +15,7 @@ from continuous.rows import write
 from continuous.runner import Pending
 from continuous.work import Work
 from paged_cache import PagedEngine
-from speculative.speculation import Source
+from speculative.speculation import Proposer
 
 
 @dataclass(eq=False, slots=True)
@@ -32,22 +32,28 @@ class Shadow:
     known: int = -1
 
 
-class DraftModel(Source):
-    """A `Source`: a model that generates as many tokens as are asked for, for all requests at once."""
+class DraftModel(Proposer):
+    """A `Proposer`: a model that generates as many tokens as are asked for, for all requests at once."""
 
     def __init__(self, engine: PagedEngine) -> None:
-        self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
+        self.engine = engine
+        self.runner = engine.runner
+        self.cache = engine.cache
         self.rows = engine.scheduler.rows
         self.shadows: dict[Request, Shadow] = {}
 
-    def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
-        """See `Source`. A request without room in the draft model's cache gets no drafts."""
+    def guess(
+        self, requests: Sequence[Request], lengths: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        """See `Proposer`. A request without room in the draft model's cache gets no drafts."""
         ready: dict[Request, Shadow] = {}
         behind: list[tuple[Shadow, int]] = []
         for request, length in zip(requests, lengths, strict=True):
             shadow = self.shadows.get(request)
             if shadow is not None and shadow.known == len(request.tokens):
-                ready[request] = shadow  # with the device's drafts, or of a step that it had no turn in
+                ready[request] = (
+                    shadow  # with the device's drafts, or of a step that it had no turn in
+                )
             elif (shadow := self._ready(request, length)) is not None:
                 ready[request] = shadow
                 behind.append((shadow, length))
@@ -56,7 +62,9 @@ class DraftModel(Source):
         for request, shadow in ready.items():
             shadow.known = len(request.tokens)
         asked = zip(requests, lengths, strict=True)
-        return [ready[request].drafts[:most] if request in ready else () for request, most in asked]
+        return [
+            ready[request].drafts[:most] if request in ready else () for request, most in asked
+        ]
 
     def carried(self, request: Request, drafts: Sequence[int]) -> None:
         """The device has computed all the tokens that the request has now, and drafted behind them."""
@@ -112,7 +120,9 @@ class DraftModel(Source):
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.
         starts = ((own, own.num_computed_tokens) for own in owns)
-        write(self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts])
+        write(
+            self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts]
+        )
         first = self._catch_up(owns)
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
         rest = []
@@ -125,7 +135,9 @@ class DraftModel(Source):
             for place, tokens in zip(places, pending.get(), strict=True):
                 made[place].append(tokens[0][0])
         for (shadow, length), drafts in zip(some, made, strict=True):
-            shadow.drafts = tuple(max(token, 0) for token in drafts[:length])  # any guess will do for NaN
+            shadow.drafts = tuple(
+                max(token, 0) for token in drafts[:length]
+            )  # any guess will do for NaN
             shadow.request.num_computed_tokens = len(shadow.request.tokens)
 
     def _catch_up(self, owns: Sequence[Request]) -> Pending:
@@ -134,12 +146,16 @@ class DraftModel(Source):
         left = {own: len(own.tokens) for own in owns}
         while True:
             behind = sum(end - own.num_computed_tokens for own, end in left.items())
-            last, works, free = behind <= budget, [], budget
+            last = behind <= budget
+            works = []
+            free = budget
             for own, end in left.items():
-                start, takers = own.num_computed_tokens, (own,) if last else ()
-                count = min(end - start - (not last), free)  # all are sampled together, in the last piece
+                start, sampled_requests = own.num_computed_tokens, (own,) if last else ()
+                count = min(
+                    end - start - (not last), free
+                )  # all are sampled together, in the last piece
                 if count:
-                    works.append(Work(own, own.row, start, count, (), takers))
+                    works.append(Work(own, own.row, start, count, (), sampled_requests))
                     own.num_computed_tokens += count
                     free -= count
             pending = self._step(works)

@@ -13,17 +13,17 @@ from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import load_model
 from forward.model import Model
-from paged_cache import Feature, PagedEngine, PagedSizes, Parts, Recipe, build
+from paged_cache import EngineBuilder, Feature, PagedEngine, PagedSizes, Recipe, build
 from quant import Quant
 from quant.loading import Quantize
-from speculative.control import Control
+from speculative.control import DraftController
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
-from speculative.loops import watched
+from speculative.hidden_state_hooks import HiddenStateHooks
+from speculative.loops import draft_loop_around
 from speculative.ngram import NGrams
-from speculative.speculation import Source, Speculator, verify
+from speculative.speculation import Proposer, SpeculativeRunner, verify
 from speculative.synthetic import Synthetic
-from speculative.taps import Taps
 
 MOST_DRAFTS = 32
 STEP_TOKENS = 2048
@@ -49,9 +49,13 @@ class Speculate(Feature):
 
     drafter: str = option("ngram", "the drafter: ngram, model, head, synthetic or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
-    draft_adaptive: bool = option(True, "guess only as many as pay; without it always the most")
+    draft_adaptive: bool = option(
+        True, "guess only as many as pay; without it always the most"
+    )
     draft_model: str | None = option(None, "model or weights that guess, for model and head")
-    draft_accept: float = option(3.0, "drafts that synthetic counts as right in a step, on average")
+    draft_accept: float = option(
+        3.0, "drafts that synthetic counts as right in a step, on average"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -61,7 +65,9 @@ class Speculate(Feature):
         boolean("draft_adaptive", self.draft_adaptive)
         number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
         if self.drafter == "model" and self.draft_model is None:
-            raise UserError("drafter is 'model', so draft_model must name a model with the same tokenizer")
+            raise UserError(
+                "drafter is 'model', so draft_model must name a model with the same tokenizer"
+            )
         if self.draft_model is not None and self.drafter not in READ:
             raise UserError(
                 f"draft_model is {str(self.draft_model)!r}, but drafter is {self.drafter!r}, "
@@ -71,54 +77,62 @@ class Speculate(Feature):
     @property
     def length(self) -> int:
         """Drafts of a request in a step, at most."""
-        return self.draft_length or DRAFTERS[self.drafter].usual
+        return self.draft_length or DRAFTERS[self.drafter].defaults
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        control = Control(self.length, adaptive=self.draft_adaptive)
-        speculator = Speculator(DRAFTERS[self.drafter].make(self, parts), control)
-        parts.bring(self, drafter=speculator)
-        parts.stages["connect"] += [
+        control = DraftController(self.length, adaptive=self.draft_adaptive)
+        speculator = SpeculativeRunner(DRAFTERS[self.drafter].make(self, builder), control)
+        builder.replace(self, drafter=speculator)
+        builder.stages["connect"] += [
             lambda whole: verify(whole.engine),
             lambda whole: speculator.attach(whole.engine),
         ]
-        parts.loops["waiting"] = watched
-        SmallSteps(self.length).install(parts)
+        builder.loops["waiting"] = draft_loop_around
+        SmallSteps(self.length).install(builder)
 
-    def draft_model_source(self, parts: Parts) -> DraftModel:
+    def draft_model_source(self, builder: EngineBuilder) -> DraftModel:
         """Make a smaller model that writes ahead."""
         assert self.draft_model is not None
-        return DraftModel(draft_engine(parts, self.draft_model, self._shared(parts)))
+        return DraftModel(draft_engine(builder, self.draft_model, self._shared(builder)))
 
-    def head_source(self, parts: Parts) -> HeadSource:
+    def head_source(self, builder: EngineBuilder) -> HeadSource:
         """Make a head on the model's hidden states."""
-        path = Path(self.draft_model) if self.draft_model else WEIGHTS / "smollm2-head.safetensors"
-        head = load(path, parts.model)
-        head.room(max(STEP_TOKENS, parts.size("max_rows")))
-        usual = parts.usual.get("step_tokens", 0)  # not all features are installed yet
-        tokens = max(parts.sizes.step_tokens or usual, 2048, parts.sizes.context(parts.model))
-        taps = Taps(parts.own_model(), head.taps, tokens)
-        return HeadSource(draft_engine(parts, head, self._shared(parts)), taps)
+        path = (
+            Path(self.draft_model)
+            if self.draft_model
+            else WEIGHTS / "smollm2-head.safetensors"
+        )
+        head = load(path, builder.model)
+        head.room(max(STEP_TOKENS, builder.size("max_rows")))
+        defaults = builder.defaults.get("step_tokens", 0)  # not all features are installed yet
+        tokens = max(
+            builder.sizes.step_tokens or defaults, 2048, builder.sizes.context(builder.model)
+        )
+        hooks = HiddenStateHooks(builder.own_model(), head.hooks, tokens)
+        return HeadSource(draft_engine(builder, head, self._shared(builder)), hooks)
 
-    def _shared(self, parts: Parts) -> list[Feature]:
-        found = [parts.features[name] for name in SHARED if name in parts.features]
+    def _shared(self, builder: EngineBuilder) -> list[Feature]:
+        found = [builder.features[name] for name in SHARED if name in builder.features]
         return [*found, SmallSteps(self.length)]
 
 
 class DrafterKind(NamedTuple):
     """A kind of drafter. usual: drafts of a request in a step, at most, unless the caller says otherwise."""
 
-    usual: int
-    make: Callable[[Speculate, Parts], Source]
+    defaults: int
+    make: Callable[[Speculate, EngineBuilder], Proposer]
 
 
 DRAFTERS = {
-    "ngram": DrafterKind(7, lambda options, parts: NGrams()),  # and the newest: kernels for few take eight
+    "ngram": DrafterKind(
+        7, lambda options, builder: NGrams()
+    ),  # and the newest: kernels for few take eight
     "model": DrafterKind(4, Speculate.draft_model_source),
     "head": DrafterKind(4, Speculate.head_source),
-    "synthetic": DrafterKind(3, lambda options, parts: Synthetic(options.draft_accept)),
+    "synthetic": DrafterKind(3, lambda options, builder: Synthetic(options.draft_accept)),
 }
 """By name; an appendix entry may add one."""
 
@@ -136,40 +150,50 @@ class SmallSteps(Feature):
 
     drafts: int
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """More graphs, and memory for them."""
-        if "graphs" in parts.features:
-            from speculative.verify_graph import VerifyPlan, verify_bytes
+        if "graphs" in builder.features:
+            from speculative.verify_graph import VerifyGraphExecutor, verify_bytes
 
-            graphs = parts.features["graphs"]
+            graphs = builder.features["graphs"]
             assert isinstance(graphs, Graphs)
-            verify = partial(VerifyPlan, most_rows=graphs.graph_rows, most_drafts=self.drafts)
-            decodes = parts.plans.pop("decodes")  # these are asked first, as nearly all steps are decodes
-            parts.plans |= {"verify": verify, "decodes": decodes}
-            parts.reserve.append(lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts))
+            verify = partial(
+                VerifyGraphExecutor, most_rows=graphs.graph_rows, most_drafts=self.drafts
+            )
+            decodes = builder.plans.pop(
+                "decodes"
+            )  # these are asked first, as nearly all steps are decodes
+            builder.plans |= {"verify": verify, "decodes": decodes}
+            builder.reserve.append(
+                lambda whole: verify_bytes(whole.model, whole.size("max_rows"), self.drafts)
+            )
 
 
-def draft_engine(parts: Parts, model: str | Model, features: Iterable[Feature]) -> PagedEngine:
+def draft_engine(
+    builder: EngineBuilder, model: str | Model, features: Iterable[Feature]
+) -> PagedEngine:
     """An engine for a draft model with these features, beside the engine that is being made.
 
     Raises:
         UserError: its vocabulary is another one.
     """
-    large = parts.model
+    large = builder.model
     small = load_model(
         model,
         device=str(large.device),
         dtype=str(large.dtype).removeprefix("torch."),
-        linears=parts.linears.reading() if isinstance(parts.linears, Quantize) else None,
+        weight_loader=builder.weight_loader.reading()
+        if isinstance(builder.weight_loader, Quantize)
+        else None,
     )
     if small.config.vocab_size != large.config.vocab_size:
         raise UserError(
             f"draft_model has {small.config.vocab_size} token ids, but the model has "
             f"{large.config.vocab_size}: both must have the same tokenizer"
         )
-    rows, length = parts.size("max_rows"), min(parts.sizes.context(large), small.max_len)
+    rows, length = builder.size("max_rows"), min(builder.sizes.context(large), small.max_len)
     tokens = min(MOST_CACHED, rows * length)
-    block = parts.size("block_size")
+    block = builder.size("block_size")
     sizes = PagedSizes(
         max_rows=rows,
         max_len=length,

@@ -36,7 +36,7 @@ from forward.rope import Rope
 from paged_cache import PagedEngine
 from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
-from speculative.taps import Taps, tapped
+from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 """Weights that come with the course: `<model>-head.safetensors`."""
@@ -83,7 +83,9 @@ class Head(Model):
 
     def __init__(self, large: Llama, layers: int, width: int, ids: Tensor) -> None:
         windows = (None,) * layers
-        config = replace(large.config, num_layers=layers, intermediate_size=width, sliding_windows=windows)
+        config = replace(
+            large.config, num_layers=layers, intermediate_size=width, sliding_windows=windows
+        )
         super().__init__(config)
         assert config.rope is not None
         self.embed_tokens = large.embed_tokens
@@ -94,9 +96,9 @@ class Head(Model):
         weight = tied if config.tie_word_embeddings else head_weight(large)
         self.lm_head = ReducedHead(weight, ids, config.vocab_size)
         hidden, eps = self.config.hidden_size, self.config.norm_eps
-        self.taps = tapped(large.config.num_layers)
-        self.state_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.taps)
-        self.mix_states = nn.Linear((len(self.taps) + 1) * hidden, hidden, bias=False)
+        self.hooks = hooked_layers(large.config.num_layers)
+        self.state_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.hooks)
+        self.mix_states = nn.Linear((len(self.hooks) + 1) * hidden, hidden, bias=False)
         self.token_norm, self.feature_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
 
@@ -112,7 +114,9 @@ class Head(Model):
 
     def room(self, tokens: int) -> None:
         """Make room for the hidden states of so many tokens, at an address that a graph may read."""
-        self.features = torch.zeros(tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        self.features = torch.zeros(
+            tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
+        )
 
     def feed(self, hidden: Tensor) -> None:
         """The features of the next call are these: `mix`ed ones of the model, or the head's own output."""
@@ -122,13 +126,17 @@ class Head(Model):
         """See `Model.forward`; reads as many of `features` as there are tokens."""
         return self.step(input_ids, self.features[: len(input_ids)], positions, attention)
 
-    def step(self, input_ids: Tensor, features: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def step(
+        self, input_ids: Tensor, features: Tensor, positions: Tensor, attention: Attention
+    ) -> Tensor:
         """`input_ids [...]`, `features [..., hidden]` -> `[..., hidden]`, the features of the next place."""
         tokens = self.token_norm(self.embed_tokens(input_ids))
         x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
         return self.through(x, self.rope(positions), attention)
 
-    def through(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def through(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """Apply the layer and the last norm: `[..., hidden]` -> `[..., hidden]`."""
         for layer in self.layers:
             x = layer(x, cos_sin, attention)
@@ -137,7 +145,9 @@ class Head(Model):
     def own(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained and saved, by name."""
         return {
-            name: value for name, value in self.named_parameters() if not name.startswith("embed_tokens.")
+            name: value
+            for name, value in self.named_parameters()
+            if not name.startswith("embed_tokens.")
         }
 
 
@@ -158,19 +168,28 @@ def load(path: Path, large: Model) -> Head:
     if not path.is_file():
         raise UserError(f"draft_model is {str(path)!r}, but there is no such file")
     if not isinstance(large, Llama):
-        raise UserError(f"{path.name} drafts for models of the Llama family, not for {large.config.family}")
+        raise UserError(
+            f"{path.name} drafts for models of the Llama family, not for {large.config.family}"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             shape = json.loads((file.metadata() or {}).get("drafter", "{}"))
             own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dictionary
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"draft_model is {str(path)!r}, which is no file of weights ({error})") from None
+        raise UserError(
+            f"draft_model is {str(path)!r}, which is no file of weights ({error})"
+        ) from None
     if not isinstance(shape, dict) or shape.get("kind") != KIND:
         raise UserError(f"draft_model is {str(path)!r}, but that holds no drafter")
     count = sum(name.endswith("input_layernorm.weight") for name in own)
     width = len(own.get("layers.0.mlp.gate_proj.weight", ()))
     config, layers = large.config, max(1, count)
-    sizes = {"layers": layers, "width": width, "hidden": config.hidden_size, "vocab": config.vocab_size}
+    sizes = {
+        "layers": layers,
+        "width": width,
+        "hidden": config.hidden_size,
+        "vocab": config.vocab_size,
+    }
     for name, value in sizes.items():
         if shape.get(name) != value:
             told = f"{name} is {shape.get(name)!r}, not {value}"
@@ -183,13 +202,15 @@ def load(path: Path, large: Model) -> Head:
         for name, value in model.own().items():
             there, must = list(own.get(name, torch.empty(0)).shape), list(value.shape)
             if there != must:
-                raise UserError(f"{path.name} is damaged: {name} is {there}, but must be {must}")
+                raise UserError(
+                    f"{path.name} is damaged: {name} is {there}, but must be {must}"
+                )
             value.copy_(own[name])
     return model.to(device=large.device, dtype=large.dtype).requires_grad_(False).eval()
 
 
 class HeadSource(DraftModel):
-    """A `Source`: the head reads the hidden states of every step, and writes ahead with its own.
+    """A `Proposer`: the head reads the hidden states of every step, and writes ahead with its own.
 
     Its sequence of a request begins where it first sees a hidden state: at the first token that is computed
     after a prefix was found, or where guessing has begun again. What came before it has not seen.
@@ -197,13 +218,15 @@ class HeadSource(DraftModel):
 
     watches = True
 
-    def __init__(self, engine: PagedEngine, taps: Taps) -> None:
+    def __init__(self, engine: PagedEngine, hooks: HiddenStateHooks) -> None:
         super().__init__(engine)
         assert isinstance(engine.runner.model, Head)
-        self.head, self.taps = engine.runner.model, taps
+        self.head, self.hooks = engine.runner.model, hooks
         self._large: Engine | None = None
         self._first: dict[Request, int] = {}  # the position of the first hidden state
-        self._fed: dict[Request, list[Tensor]] = {}  # hidden states that are not computed on yet
+        self._fed: dict[
+            Request, list[Tensor]
+        ] = {}  # hidden states that are not computed on yet
         self._count: dict[Request, int] = {}  # the hidden states seen, from the first on
         self._starts: tuple[Forwarded | None, dict[int, int]] = (None, {})
 
@@ -211,7 +234,7 @@ class HeadSource(DraftModel):
         """The engine whose hidden states are read."""
         self._large = engine
 
-    def landed(self, work: Work, accepted: int) -> None:
+    def on_step_finished(self, work: Work, accepted: int) -> None:
         """Keep the hidden states of tokens that turned out right."""
         assert self._large is not None and self._large.runner.last is not None
         last = self._large.runner.last
@@ -224,13 +247,20 @@ class HeadSource(DraftModel):
         if place is None:  # guessing has just begun, and another step has been launched since
             self.leave(request)
             return
-        if request in self._first and self._first[request] + self._count[request] != work.start:
+        if (
+            request in self._first
+            and self._first[request] + self._count[request] != work.start
+        ):
             self.leave(request)  # steps have passed unseen
         if request not in self._first:
-            self._first[request], self._count[request], self._fed[request] = work.start, 0, []
+            self._first[request] = work.start
+            self._count[request] = 0
+            self._fed[request] = []
         count = work.count - len(work.drafts) + accepted
         some = slice(place, place + count)
-        self._fed[request].append(torch.cat((self.taps.kept[some], last.hidden[some]), dim=-1))
+        self._fed[request].append(
+            torch.cat((self.hooks.kept[some], last.hidden[some]), dim=-1)
+        )
         self._count[request] += count
 
     def carried(self, request: Request, drafts: Sequence[int]) -> None:
@@ -270,11 +300,13 @@ class HeadSource(DraftModel):
         features = torch.cat(parts)
         self.head.feed(features)
         ends = np.cumsum([work.count for work in works]) - 1
-        at = upload(features.device, {"ends": ends})["ends"]  # before the step, or the copy would wait for it
+        at = upload(features.device, {"ends": ends})[
+            "ends"
+        ]  # before the step, or the copy would wait for it
         step = self.runner.forward(works)
         out = step.hidden[at]
         for place, work in enumerate(works):
-            if work.takers:
+            if work.sampled_requests:
                 self._waiting[work.request] = out[place : place + 1]
         return self.runner.sample(step)
 

@@ -10,15 +10,15 @@ from continuous.seams import NO_DRAFTS, Drafter, Loop
 from continuous.work import Work
 
 
-class Watcher(Drafter):
+class HostDrafter(Drafter):
     """A `Drafter` that may have to see every token. By itself it does what the one inside does."""
 
     inner: Drafter = NO_DRAFTS
 
     @property
-    def waits(self) -> bool:
+    def needs_finished_step(self) -> bool:
         """True while every token must be known before a step is scheduled; then steps do not overlap."""
-        return isinstance(self.inner, Watcher) and self.inner.waits
+        return isinstance(self.inner, HostDrafter) and self.inner.needs_finished_step
 
     def begin(self, running: Sequence[Request]) -> bool:
         """See `Drafter`; so are the others."""
@@ -28,22 +28,22 @@ class Watcher(Drafter):
         """Ask the one inside."""
         return self.inner.propose(request, most)
 
-    def landed(self, work: Work, accepted: int) -> None:
+    def on_step_finished(self, work: Work, accepted: int) -> None:
         """Tell the one inside."""
-        self.inner.landed(work, accepted)
+        self.inner.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
         """Tell the one inside."""
         self.inner.leave(request)
 
 
-def waits(engine: Engine) -> bool:
+def needs_finished_step(engine: Engine) -> bool:
     """Return True while the engine's drafter has to see every token before a step is scheduled."""
     drafter = engine.scheduler.drafter
-    return isinstance(drafter, Watcher) and drafter.waits
+    return isinstance(drafter, HostDrafter) and drafter.needs_finished_step
 
 
-class Waiting:
+class DraftLoop:
     """A `Loop` around another one: what is under way lands first while the engine's drafter waits for it."""
 
     def __init__(self, inner: Loop) -> None:
@@ -56,15 +56,15 @@ class Waiting:
 
     def advance(self, engine: Engine) -> None:
         """Advance, perhaps after what is under way has landed."""
-        if waits(engine):
-            self.inner.land(engine)
+        if needs_finished_step(engine):
+            self.inner.finish_steps(engine)
         self.inner.advance(engine)
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Collect what is under way."""
-        self.inner.land(engine)
+        self.inner.finish_steps(engine)
 
 
-def watched(engine: Engine) -> Waiting:
+def draft_loop_around(engine: Engine) -> DraftLoop:
     """Return a loop that waits for what the engine's drafter has to see, around the one it has."""
-    return Waiting(engine.loop)
+    return DraftLoop(engine.loop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from speculative.speculation import Source
+from speculative.speculation import Proposer
 
 ORDERS = (4, 3, 2)
 """Lengths of the n-grams, the longest first: what more tokens agree on is right more often."""
@@ -26,7 +26,9 @@ class NGramIndex:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.seen = 0  # tokens of the request that were taken in or dropped
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token that followed it
+        self._ends: dict[
+            tuple[int, ...], int
+        ] = {}  # n-gram -> place of the token that followed it
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in what `tokens`, all of the request's, has beyond what is known."""
@@ -38,7 +40,9 @@ class NGramIndex:
             self.tokens.append(token)
         self.seen = len(tokens)
         if len(self.tokens) >= MOST_TOKENS:
-            kept, self.tokens, self._ends = self.tokens[MOST_TOKENS // 2 :], [], {}
+            kept = self.tokens[MOST_TOKENS // 2 :]
+            self.tokens = []
+            self._ends = {}
             self.seen = 0
             self.extend(kept)
             self.seen = len(tokens)
@@ -46,7 +50,11 @@ class NGramIndex:
     def propose(self, most: int) -> list[int]:
         """Return what followed the longest n-gram that ends the text, when it stood here last."""
         for order in ORDERS:
-            at = self._ends.get(tuple(self.tokens[-order:])) if len(self.tokens) >= order else None
+            at = (
+                self._ends.get(tuple(self.tokens[-order:]))
+                if len(self.tokens) >= order
+                else None
+            )
             if at is not None:
                 return follow(self.tokens, at, most)
         return []
@@ -61,14 +69,14 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
     return drafts
 
 
-class NGrams(Source):
-    """A `Source` with an index for each request."""
+class NGrams(Proposer):
+    """A `Proposer` with an index for each request."""
 
     def __init__(self) -> None:
         self.indexes: dict[Request, NGramIndex] = {}
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
-        """See `Source`."""
+        """See `Proposer`."""
         found = []
         for request, length in zip(requests, lengths, strict=True):
             index = self.indexes.setdefault(request, NGramIndex())

@@ -16,7 +16,9 @@ from torch import Tensor
 from common.sampling import ops
 
 
-def verify(target: Tensor, draft: Tensor, drafts: Sequence[int], generator: torch.Generator) -> list[int]:
+def verify(
+    target: Tensor, draft: Tensor, drafts: Sequence[int], generator: torch.Generator
+) -> list[int]:
     """The tokens of one step: the drafts that are accepted, and one more.
 
     A draft x with chance q(x) to be drafted and p(x) to be right is accepted with chance min(1, p(x) / q(x)).

@@ -42,7 +42,9 @@ class SpeculationStats:
 
     def clear(self) -> None:
         """Count anew."""
-        self.steps, self.drafted, self.accepted = 0, [], []
+        self.steps = 0
+        self.drafted = []
+        self.accepted = []
 
     @property
     def acceptance(self) -> float:
@@ -68,6 +70,8 @@ class SpeculationStats:
             *(
                 f"  draft {place + 1:>2}: {right / drafted:>4.0%} of {drafted:,} accepted  "
                 f"{'█' * round(30 * right / most)}{'░' * round(30 * (drafted - right) / most)}"
-                for place, (drafted, right) in enumerate(zip(self.drafted, self.accepted, strict=True))
+                for place, (drafted, right) in enumerate(
+                    zip(self.drafted, self.accepted, strict=True)
+                )
             ),
         ]

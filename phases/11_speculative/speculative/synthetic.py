@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from common.request import Request
 from continuous.engine import Engine
-from speculative.speculation import Source, verify
+from speculative.speculation import Proposer, verify
 
 
-class Synthetic(Source):
-    """A `Source` of arbitrary tokens, of which so many count as right.
+class Synthetic(Proposer):
+    """A `Proposer` of arbitrary tokens, of which so many count as right.
 
     The output is not what the model would have said without drafts, so wherever a number comes from this, it
     is marked.

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from torch import Tensor
 
-from common.sampling.sampler import Needs, Plan
+from common.sampling.sampler import SamplingFlags, SamplingMetadata
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work
@@ -20,8 +20,8 @@ from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.chunk_graph import ChunkGraph, Layout, most_tiles
 from cuda_graphs.decode_graph import CAPTURED, GraphContext, captured, narrow_logits
+from cuda_graphs.executors import replay_chunk
 from cuda_graphs.memory import PER_GRAPH
-from cuda_graphs.plans import replay_chunk
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from cuda_graphs.step_kernels import scatter_tokens
@@ -40,9 +40,14 @@ class VerifyGraph(ChunkGraph):
     for_host: Tensor
 
     def __init__(
-        self, machine: GraphContext, layout: Layout, inputs: Tensor, features: Needs, capturer: Capturer
+        self,
+        machine: GraphContext,
+        layout: Layout,
+        inputs: Tensor,
+        features: SamplingFlags,
+        capturer: Capturer,
     ) -> None:
-        self.plan = Plan(features, (), None).for_any_rows()
+        self.plan = SamplingMetadata(features, (), None).for_any_rows()
         super().__init__(machine, layout, inputs, capturer)
 
     def compute(self) -> None:
@@ -67,7 +72,7 @@ def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
     return drafts
 
 
-class VerifyPlan:
+class VerifyGraphExecutor:
     """Steps of a few tokens a request, each in the smallest `VerifyGraph` that holds it.
 
     most_rows: requests in the largest decode graph; most_drafts: drafts of a request in the largest graph.
@@ -77,19 +82,23 @@ class VerifyPlan:
 
     def __init__(self, runner: GraphRunner, *, most_rows: int, most_drafts: int) -> None:
         self.runner = runner
-        self._sizes = verify_sizes(decode_sizes(min(most_rows, runner.rows.count))[-1], most_drafts)
+        self._sizes = verify_sizes(
+            decode_sizes(min(most_rows, runner.rows.count))[-1], most_drafts
+        )
         self._requests = list(self._sizes)
         self._layouts: dict[tuple[int, int], Layout] = {}
         for requests, counts in self._sizes.items():
             for tokens in counts:
                 tiles = most_tiles(runner.attention, tokens, requests)
                 self._layouts[tokens, requests] = Layout(tokens, requests, tiles, tokens)
-        self.graphs: dict[tuple[int, int, Needs], VerifyGraph] = {}
+        self.graphs: dict[tuple[int, int, SamplingFlags], VerifyGraph] = {}
         self.count = len(self._layouts) * len(CAPTURED)
-        self._staging = Staging(max(layout.size for layout in self._layouts.values()), runner.model.device)
+        self._staging = Staging(
+            max(layout.size for layout in self._layouts.values()), runner.model.device
+        )
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphPlan`."""
+        """See `GraphExecutor`."""
         for ((tokens, requests), layout), kind in product(
             sorted(self._layouts.items(), reverse=True), CAPTURED
         ):
@@ -98,15 +107,17 @@ class VerifyPlan:
             graph = VerifyGraph(self.runner.machine, layout, given, kind, capturer)
             self.graphs[tokens, requests, kind] = graph
 
-    def takes(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> VerifyGraph | None:
         """The graph for a small step, if there is one that samples as these requests want it."""
         requests = None if masked else smallest(self._requests, len(works))
         if requests is None:
             return None
         tokens = smallest(self._sizes[requests], sum(work.count for work in works))
-        if tokens is None or any(len(work.takers) > 1 for work in works):
+        if tokens is None or any(len(work.sampled_requests) > 1 for work in works):
             return None
-        self.runner.refresh(())  # or the plan would not know the newest settings; drafts go with the rest
+        self.runner.refresh(
+            ()
+        )  # or the plan would not know the newest settings; drafts go with the rest
         plan = self.runner.sampler.plan([work.row for work in works])
         return self.graphs[tokens, requests, plan.features] if captured(plan) else None
 
@@ -122,9 +133,14 @@ def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
 
     Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
     """
-    lengths = [length for length in (2, 4, 8, 16) if length < most_drafts + 1] + [most_drafts + 1]
+    lengths = [length for length in (2, 4, 8, 16) if length < most_drafts + 1] + [
+        most_drafts + 1
+    ]
     rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
-    found = {size: [size * length for length in lengths if size * length <= MOST_VERIFIED] for size in rows}
+    found = {
+        size: [size * length for length in lengths if size * length <= MOST_VERIFIED]
+        for size in rows
+    }
     return {size: tokens for size, tokens in found.items() if tokens}
 
 

@@ -8,10 +8,10 @@ from typing import ClassVar, cast
 from common.errors import integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 from structured.automata.backend import AutomataBackend
-from structured.loop import TwoHalves
-from structured.masks import GrammarMasks
+from structured.loop import MaskedLoop
+from structured.masks import AutomataGrammarManager
 from structured.pool import GrammarPool
 from structured.vocabulary import Vocabulary
 
@@ -24,30 +24,39 @@ class Structured(Feature):
     phase: ClassVar[int] = 12
 
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
-    grammar_cache_bytes: int = option(256 << 20, "memory for compiled grammars that no request uses")
+    grammar_cache_bytes: int = option(
+        256 << 20, "memory for compiled grammars that no request uses"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
         number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Bring masks, and a loop that puts them between the halves of a step.
 
         No tokenizer is prepared before the first grammar comes.
         """
-        config, tokenizer = parts.model.config, parts.recipe.tokenizer
+        config, tokenizer = builder.model.config, builder.recipe.tokenizer
         refusal = ""
         if tokenizer is None:
             refusal = "grammar is set, but must be None for an engine that has no tokenizer"
         elif not config.eos_token_ids:
-            refusal = "grammar is set, but must be None for a model without an end-of-sequence token"
+            refusal = (
+                "grammar is set, but must be None for a model without an end-of-sequence token"
+            )
         size, eos = config.vocab_size, config.eos_token_ids
         pool = GrammarPool(
             lambda: AutomataBackend(Vocabulary.of(cast(Tokenizer, tokenizer), size, eos)),
             cache_bytes=self.grammar_cache_bytes,
             seconds=self.grammar_seconds,
         )
-        parts.bring(self, masks=GrammarMasks(pool, size, eos, parts.model.device, refusal=refusal))
-        if "overlap" in parts.features:
-            parts.loops["overlap"] = lambda engine: TwoHalves(engine.masks)
+        builder.replace(
+            self,
+            masks=AutomataGrammarManager(
+                pool, size, eos, builder.model.device, refusal=refusal
+            ),
+        )
+        if "overlap" in builder.features:
+            builder.loops["overlap"] = lambda engine: MaskedLoop(engine.masks)

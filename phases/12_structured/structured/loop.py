@@ -9,7 +9,7 @@ from typing import Protocol
 from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Pending
-from continuous.seams import Masks
+from continuous.seams import GrammarManager
 from continuous.work import Work
 
 Landed = Mapping[Request, Sequence[int]]
@@ -17,8 +17,8 @@ Landed = Mapping[Request, Sequence[int]]
 NONE_LANDED: Landed = MappingProxyType({})
 
 
-class EarlyMasks(Masks, Protocol):
-    """`Masks` that a loop may begin before it asks for them: a seam, for masks made by threads."""
+class EarlyGrammarManager(GrammarManager, Protocol):
+    """`GrammarManager` that a loop may begin before it asks for them: a seam, for masks made by threads."""
 
     def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Begin what `fill` will be asked for, now that every token before is known.
@@ -29,22 +29,23 @@ class EarlyMasks(Masks, Protocol):
         """
 
 
-class TwoHalves:
-    """A `Loop` as `Overlapped` is, but masked steps are sampled when the tokens of the step before are known.
+class MaskedLoop:
+    """A `Loop` as `OverlappedLoop` is, but masked steps are sampled when the tokens of the step before
+    are known.
 
     masks: those of the engine.
     flying: the newest step, of which the host knows nothing yet.
     """
 
-    flying: Pending | None = None
+    in_flight_step: Pending | None = None
 
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: GrammarManager) -> None:
         self.masks = masks
 
     @property
     def idle(self) -> bool:
         """No step is on its way."""
-        return self.flying is None
+        return self.in_flight_step is None
 
     def advance(self, engine: Engine) -> None:
         """Launch the first half of the next step, collect the step before, launch the second half.
@@ -54,19 +55,19 @@ class TwoHalves:
         raises, the second half of a masked step is launched all the same.
         """
         step = engine.forward(engine.schedule())
-        masked = step is not None and self.masks.wants(step.works)
+        masked = step is not None and self.masks.needs_mask(step.works)
         if not masked:  # as ever: the host learns a token one step late
-            landing, self.flying = self.flying, engine.sample(step)
+            landing, self.in_flight_step = self.in_flight_step, engine.sample(step)
             if landing is not None:
                 engine.collect(landing)
             return
         try:
-            self.land(engine)
+            self.finish_steps(engine)
         finally:  # Ctrl-C, raised when the tokens are dealt out, loses no step
-            self.flying = engine.sample(step)
+            self.in_flight_step = engine.sample(step)
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Wait for the step that is on its way."""
-        landing, self.flying = self.flying, None
+        landing, self.in_flight_step = self.in_flight_step, None
         if landing is not None:
             engine.collect(landing)

@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from common.request import Request
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed
+from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.work import Work
 from structured.loop import NONE_LANDED, Landed
@@ -45,7 +45,10 @@ class Constraint:
         if count == len(new):
             return ""
         problem = self.matcher.problem
-        return problem or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
+        return (
+            problem
+            or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
+        )
 
     def masks(self, drafts: Sequence[int], width: int) -> Words:
         """Make the masks of the next token and of the one behind each draft: int32 `[drafts + 1, width]`.
@@ -64,8 +67,8 @@ class Constraint:
         return words
 
 
-class GrammarMasks:
-    """`EarlyMasks` that follow grammars; see `continuous.seams.Masks`.
+class AutomataGrammarManager:
+    """`EarlyGrammarManager` that follow grammars; see `continuous.seams.GrammarManager`.
 
     A step is: launch forward n + 1, read token n, and then `fill`: advance every matcher by token n, make the
     masks of n + 1 while the device computes, and send them. Last the sampling of n + 1 is launched.
@@ -87,7 +90,9 @@ class GrammarMasks:
         *,
         refusal: str = "",
     ) -> None:
-        self.pool, self.eos, self.refusal = pool, frozenset(eos), refusal
+        self.pool = pool
+        self.eos = frozenset(eos)
+        self.refusal = refusal
         self.vocab_size, self.device = vocab_size, device
         self._any = False  # whether a grammar was ever asked for
         self._failed: list[tuple[Request, Exception]] = []
@@ -107,7 +112,9 @@ class GrammarMasks:
         grammar = request.params.grammar
         if grammar is None or isinstance(request.constraint, Constraint):
             return True
-        if request.constraint is None:  # so that no other grammar can drive it out of the pool's memory
+        if (
+            request.constraint is None
+        ):  # so that no other grammar can drive it out of the pool's memory
             request.constraint = self.pool.ask(grammar)
         assert isinstance(request.constraint, Compilation)
         compiled = request.constraint.get()
@@ -115,22 +122,26 @@ class GrammarMasks:
             request.constraint = Constraint(compiled.matcher())
         return compiled is not None
 
-    def settle(self, params: SamplingParams) -> None:
+    def wait_until_compiled(self, params: SamplingParams) -> None:
         """Wait for a grammar."""
         if params.grammar is not None:
             self.pool.ask(params.grammar).wait()
 
     # In a step.
 
-    def wants(self, works: Sequence[Work]) -> bool:
+    def needs_mask(self, works: Sequence[Work]) -> bool:
         """Tell whether any taker has a grammar; until the first grammar comes, this costs nothing."""
-        return self._any and any(taker.constraint is not None for work in works for taker in work.takers)
+        return self._any and any(
+            sampled_request.constraint is not None
+            for work in works
+            for sampled_request in work.sampled_requests
+        )
 
     def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
         """Begin nothing: `fill` does it all."""
         return True
 
-    def fill(self, works: Sequence[Work]) -> Allowed | None:
+    def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Make the masks of those samples of the step that have a grammar; None if none has."""
         found: list[Words] = []
         places: list[int] = []
@@ -149,9 +160,9 @@ class GrammarMasks:
         words = np.concatenate(found)
         hold_back(words, held)
         moved = upload(self.device, {"places": np.array(places), "words": words})
-        return Allowed(moved["words"], moved["places"])
+        return TokenBitmask(moved["words"], moved["places"])
 
-    def take_failed(self) -> list[tuple[Request, Exception]]:
+    def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
         """Return requests whose grammar cannot be followed any further; asked when the step is on its way."""
         failed, self._failed = self._failed, []
         return failed
@@ -175,11 +186,13 @@ class GrammarMasks:
         self._failed.append((request, error))
 
 
-def constrained(works: Sequence[Work]) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
+def constrained(
+    works: Sequence[Work],
+) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
     """Find the outputs that follow a grammar; the first number is the place of their first sample."""
     place = 0
     for work in works:
-        for request in work.takers:
+        for request in work.sampled_requests:
             if isinstance(request.constraint, Constraint) and request.finish_reason is None:
                 yield place, work.drafts, request, request.constraint
             place += len(work.drafts) + 1
@@ -192,7 +205,9 @@ def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
     rows, tokens = np.array(held).T
     at, bits = tokens >> 5, (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
     there = words[rows, at] & bits != 0
-    rows, at, bits = rows[there], at[there], bits[there]
+    rows = rows[there]
+    at = at[there]
+    bits = bits[there]
     np.bitwise_and.at(words, (rows, at), ~bits)
     empty = ~words[rows].any(axis=1)
     np.bitwise_or.at(words, (rows[empty], at[empty]), bits[empty])

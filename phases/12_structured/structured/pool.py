@@ -71,11 +71,20 @@ class GrammarPool:
     """
 
     def __init__(
-        self, make_backend: Callable[[], Backend], *, cache_bytes: int, seconds: float, threads: int = 2
+        self,
+        make_backend: Callable[[], Backend],
+        *,
+        cache_bytes: int,
+        seconds: float,
+        threads: int = 2,
     ) -> None:
-        self.make_backend, self.cache_bytes, self.seconds = make_backend, cache_bytes, seconds
+        self.make_backend = make_backend
+        self.cache_bytes = cache_bytes
+        self.seconds = seconds
         self._backend: Backend | None = None
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=step_back)
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="grammar", initializer=step_back
+        )
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
         self.bytes = 0  # of all that are kept
@@ -119,7 +128,9 @@ class GrammarPool:
                 self.bytes += entry.bytes
             while self.bytes > self.cache_bytes:
                 # Not a list of all: thousands are known, and that would take as long as a third of a step.
-                done = (grammar for grammar, known in self._known.items() if known.future.done())
+                done = (
+                    grammar for grammar, known in self._known.items() if known.future.done()
+                )
                 if (oldest := next(done, None)) is None:
                     break
                 self.bytes -= self._known.pop(oldest).bytes

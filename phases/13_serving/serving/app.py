@@ -98,7 +98,9 @@ class App:
             http.status = http.status or 499
         except Exception as error:
             log.error("request %s failed", http.id, exc_info=error)
-            await http.fail(ApiError(500, "the server has failed at this request; its log says why"))
+            await http.fail(
+                ApiError(500, "the server has failed at this request; its log says why")
+            )
         finally:
             self.requests.discard(http)
             for hook in self.on_end:
@@ -162,7 +164,11 @@ class App:
         await self.service.serve(http, request, ready)
 
     async def read(
-        self, http: HttpRequest, parse: Callable[[dict[str, Any], Ready], T], *, threaded: bool = False
+        self,
+        http: HttpRequest,
+        parse: Callable[[dict[str, Any], Ready], T],
+        *,
+        threaded: bool = False,
     ) -> tuple[T, Ready]:
         """Decode and parse a body; a thread does it unless it is short, so that no stream waits.
 
@@ -176,7 +182,9 @@ class App:
             try:
                 return parse(decode_object(body, self.limits.max_parts), ready)
             except UserError as error:
-                raise wrong(error.field if isinstance(error, FieldError) else None, str(error)) from None
+                raise wrong(
+                    error.field if isinstance(error, FieldError) else None, str(error)
+                ) from None
 
         if len(body) <= LONG and not threaded:
             return make(), ready

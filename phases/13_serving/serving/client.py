@@ -13,7 +13,15 @@ from typing import Any, Literal, Protocol
 
 from common.events import Logprob
 from common.sampling.params import SamplingParams
-from serving.messages import AbortRequests, AddRequest, Command, Ready, StepReport, StepStats, encode
+from serving.messages import (
+    AbortRequests,
+    AddRequest,
+    Command,
+    Ready,
+    StepReport,
+    StepStats,
+    encode,
+)
 
 State = Literal["starting", "ready", "restarting", "stopped"]
 DIED = "the engine has ended and is being restarted; try again"

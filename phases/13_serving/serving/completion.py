@@ -39,7 +39,12 @@ class Choice:
     """
 
     def __init__(
-        self, group: ChoiceGroup, index: int, prompt: list[int], request: ParsedRequest, tokenizer: Tokenizer
+        self,
+        group: ChoiceGroup,
+        index: int,
+        prompt: list[int],
+        request: ParsedRequest,
+        tokenizer: Tokenizer,
     ) -> None:
         self.group = group
         self.index = index
@@ -130,7 +135,11 @@ class ChoiceGroup:
     """
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, request: ParsedRequest, most_unsent: int
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        request: ParsedRequest,
+        most_unsent: int,
     ) -> None:
         self.engine = engine
         self.request = request
@@ -140,7 +149,8 @@ class ChoiceGroup:
         self.trouble: tuple[Trouble, str] | None = None
         samples = [prompt for prompt in request.prompts for _ in range(request.params.n)]
         self.choices = [
-            Choice(self, index, prompt, request, tokenizer) for index, prompt in enumerate(samples)
+            Choice(self, index, prompt, request, tokenizer)
+            for index, prompt in enumerate(samples)
         ]
         self.left = len(self.choices)
         self.first_token: float | None = None
@@ -201,4 +211,8 @@ class ChoiceGroup:
     @property
     def output_tokens(self) -> int:
         """Tokens generated so far, but for those that no client sees."""
-        return 0 if self.request.prompt_only else sum(len(choice.tokens) for choice in self.choices)
+        return (
+            0
+            if self.request.prompt_only
+            else sum(len(choice.tokens) for choice in self.choices)
+        )

@@ -25,9 +25,28 @@ from serving.parsed import FieldHandler, ParsedRequest
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 COPIED = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "logit_bias"),
+    *(
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "seed",
+        "ignore_eos",
+        "min_tokens",
+    ),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+    ),
 )
+MOST_TEMPERATURE = 2.0
+"""Of OpenAI's routes; an engine takes more."""
 RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
 """Variables of a template that are not a client's."""
 
@@ -46,7 +65,9 @@ class Endpoint(Protocol):
     form: ErrorForm
     threaded: bool
 
-    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
         """Read a request.
 
         Raises:
@@ -80,7 +101,10 @@ class ServedModel:
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
             raise wrong("stream_options", "stream_options needs stream to be true")
-        bounds = {"stop": (self.limits.max_stops, "strings"), "logit_bias": (self.limits.max_bias, "entries")}
+        bounds = {
+            "stop": (self.limits.max_stops, "strings"),
+            "logit_bias": (self.limits.max_bias, "entries"),
+        }
         sampling = {name: getattr(generation, name) for name in COPIED}
         for name, (most, what) in bounds.items():
             value = sampling[name]
@@ -126,13 +150,25 @@ class ServedModel:
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
-            given["max_tokens"] = max(room if usual is None else usual, given.get("min_tokens", 0))
+            given["max_tokens"] = max(
+                room if usual is None else usual, given.get("min_tokens", 0)
+            )
         try:
             request.params = SamplingParams(**given)
             for prompt in request.prompts:
-                check_prompt(prompt, ready.vocab_size, ready.max_len, request.params, continuous=True)
+                check_prompt(
+                    prompt, ready.vocab_size, ready.max_len, request.params, continuous=True
+                )
         except UserError as error:
             raise request.refusal(str(error)) from None
+
+
+def check_temperature(request: ParsedRequest) -> None:
+    """Raise `ApiError` for a temperature that OpenAI's routes do not take."""
+    heat = request.generation.temperature
+    if heat is not None and heat > MOST_TEMPERATURE:
+        limit = f"between 0 and {MOST_TEMPERATURE:g}"
+        raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
 
 
 class TextEndpoint:
@@ -157,11 +193,16 @@ class TextEndpoint:
         others = [handler.fields for handler in handlers]
         self.kinds: Sequence[type[Struct]] = [GenerationFields, self.kind, *others]
 
-    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
         """See `Endpoint`."""
         request = self.read(fields, ready)
+        check_temperature(request)
         self.model.finish(request, ready, self.usual)
-        request.formatter = self.formatter(f"{self.prefix}-{http.short_id}", self.model.name, request)
+        request.formatter = self.formatter(
+            f"{self.prefix}-{http.short_id}", self.model.name, request
+        )
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
@@ -179,7 +220,8 @@ class TextEndpoint:
 class CompletionEndpoint(TextEndpoint):
     """`/v1/completions`: one prompt or several, as text or token ids."""
 
-    kind, source, prefix = CompletionFields, "prompt", "cmpl"
+    kind = CompletionFields
+    source, prefix = "prompt", "cmpl"
     usual = DEFAULT_TOKENS
     formatter = ResponseFormatter
 
@@ -196,7 +238,8 @@ class CompletionEndpoint(TextEndpoint):
 class ChatEndpoint(TextEndpoint):
     """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
 
-    kind, source, prefix = ChatFields, "messages", "chatcmpl"
+    kind = ChatFields
+    source, prefix = "messages", "chatcmpl"
     formatter = ChatFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
@@ -209,7 +252,9 @@ class ChatEndpoint(TextEndpoint):
         ]
         request.variables = dict(given.chat_template_kwargs or {})
         if reserved := RESERVED & request.variables.keys():
-            raise wrong("chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}")
+            raise wrong(
+                "chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}"
+            )
         if given.max_completion_tokens is not None:
             request.sampling["max_tokens"] = given.max_completion_tokens
             request.names["max_tokens"] = "max_completion_tokens"
@@ -231,5 +276,9 @@ class ChatEndpoint(TextEndpoint):
                 raise
             ids = tokenizer.chat(joined, **request.variables)
         request.prompts = [ids]
-        template = tokenizer.tool_template if request.variables.get("tools") else tokenizer.chat_template
+        template = (
+            tokenizer.tool_template
+            if request.variables.get("tools")
+            else tokenizer.chat_template
+        )
         request.ignored += [f"messages.{name}" for name in sorted(template.ignored(messages))]

@@ -28,7 +28,9 @@ def usage(group: ChoiceGroup) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
     }
     if group.request.reasoning is not None:
-        thoughts = sum(choice.reasoning.reasoning_tokens for choice in group.choices if choice.reasoning)
+        thoughts = sum(
+            choice.reasoning.reasoning_tokens for choice in group.choices if choice.reasoning
+        )
         found["completion_tokens_details"] = {"reasoning_tokens": thoughts}
     return found
 
@@ -49,7 +51,12 @@ class ResponseFormatter:
         self.usage = bool(options and options.include_usage)
         self.continuous = bool(options and options.continuous_usage_stats)
         created = int(time.time())
-        self._head = {"id": id, "object": self.chunk_object, "created": created, "model": model}
+        self._head = {
+            "id": id,
+            "object": self.chunk_object,
+            "created": created,
+            "model": model,
+        }
         self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
@@ -75,7 +82,9 @@ class ResponseFormatter:
         return encode_json(
             {
                 **(self._head | {"object": self.object}),
-                "choices": [self.shape(choice) | {"index": choice.index} for choice in group.choices],
+                "choices": [
+                    self.shape(choice) | {"index": choice.index} for choice in group.choices
+                ],
                 "usage": usage(group),
             }
         )
@@ -84,16 +93,25 @@ class ResponseFormatter:
         """Return what comes after the last chunk."""
         if not self.usage:
             return DONE
-        return b"data: " + encode_json(self._head | {"choices": [], "usage": usage(group)}) + b"\n\n" + DONE
+        return (
+            b"data: "
+            + encode_json(self._head | {"choices": [], "usage": usage(group)})
+            + b"\n\n"
+            + DONE
+        )
 
-    def event(self, choice: Choice, fields: dict[str, Any], reason: str | None = None) -> bytes:
+    def event(
+        self, choice: Choice, fields: dict[str, Any], reason: str | None = None
+    ) -> bytes:
         """Return one event with these fields of a completion."""
         told = encode_json({"index": choice.index, **fields, "finish_reason": reason})
         parts = [self._before, told, b"]"]
         if self.continuous:
             parts += [b',"usage":', encode_json(usage(choice.group))]
         elif self.usage:
-            parts.append(b',"usage":null')  # it is in the last chunk, and OpenAI's others say so
+            parts.append(
+                b',"usage":null'
+            )  # it is in the last chunk, and OpenAI's others say so
         parts.append(b"}\n\n")
         return b"".join(parts)
 
@@ -124,6 +142,9 @@ class ChatFormatter(ResponseFormatter):
         for delta in choice.deltas(choice.text, True):
             message |= delta
         if choice.calls is not None and choice.calls.calls:
-            message |= {"content": message["content"] or None, "tool_calls": choice.calls.calls}
+            message |= {
+                "content": message["content"] or None,
+                "tool_calls": choice.calls.calls,
+            }
         details = self.details(choice, Piece("", 0, len(choice.tokens)))
         return {"message": message, **details, "finish_reason": choice.finish_reason}

@@ -6,16 +6,16 @@ import asyncio
 import atexit
 import logging
 import multiprocessing
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from common.errors import UserError
+from common.temporary import delete_folder, temporary_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
@@ -43,14 +43,21 @@ class EngineProcess(EngineClient):
     """
 
     def __init__(
-        self, make: Callable[[], Any], silence: float = 300.0, observer: Observing = NullObserver
+        self,
+        make: Callable[[], Any],
+        silence: float = 300.0,
+        observer: Observing = NullObserver,
     ) -> None:
         super().__init__()
-        self.make, self.silence, self.observer = make, silence, observer
+        self.make = make
+        self.silence = silence
+        self.observer = observer
         self.process: Any = None
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = False
-        atexit.register(self._kill)  # it ignores SIGTERM, and Python would wait for it for ever
+        atexit.register(
+            self._kill
+        )  # it ignores SIGTERM, and Python would wait for it for ever
 
     def transmit(self, data: bytes) -> None:
         """See `EngineClient`. That the engine has gone is noticed in `_live`."""
@@ -69,8 +76,14 @@ class EngineProcess(EngineClient):
         pause = 0.0
         while not self._stopping:
             started = time.monotonic()
+            failure: Exception | None = None
             try:
                 failure = await self._live()
+            except (
+                OSError,
+                zmq.ZMQError,
+            ) as error:  # no folder, no socket, no process: not at this moment
+                failure = StartupError(f"the engine process cannot be started: {error}")
             finally:
                 self._lose()
             if self._stopping:
@@ -78,8 +91,13 @@ class EngineProcess(EngineClient):
             if self.ready is None:
                 raise failure or StartupError("the engine process ended while it started")
             self.restarts += 1
-            pause = min(2 * pause or 0.5, LONGEST_PAUSE) if time.monotonic() - started < QUICK else 0.0
-            log.error("the engine has ended; the next one starts in %.1f s", pause)
+            pause = (
+                min(2 * pause or 0.5, LONGEST_PAUSE)
+                if time.monotonic() - started < QUICK
+                else 0.0
+            )
+            reason = f" ({failure})" if failure is not None else ""
+            log.error("the engine has ended%s; the next one starts in %.1f s", reason, pause)
             await asyncio.sleep(pause)
 
     async def stop(self) -> None:
@@ -94,33 +112,40 @@ class EngineProcess(EngineClient):
             self.process.kill()  # `_live` sees it and tidies up
 
     async def _live(self) -> Exception | None:
-        """One life of an engine process, from its start to its end, by itself or by our hand."""
-        folder = tempfile.mkdtemp(prefix="ladder-")
-        socket = self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
-        socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{folder}/engine"
-        socket.bind(address)
-        context, arguments = multiprocessing.get_context("spawn"), (self.make, address, self.observer)
-        child = self.process = context.Process(target=process.main, args=arguments, name="engine")
-        child.start()
-        reading = asyncio.ensure_future(self._read(socket))
-        self._heard = time.monotonic()
-        try:
+        """One life of an engine process, from its start to its end, by itself or by our hand.
+
+        Raises:
+            OSError, zmq.ZMQError: it cannot be started.
+        """
+        with ExitStack() as undo:
+            folder = temporary_folder()
+            undo.callback(delete_folder, folder)
+            socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+            undo.callback(socket.close)
+            socket.setsockopt(zmq.SNDHWM, 0)  # what may be in flight has limits of its own
+            socket.setsockopt(zmq.LINGER, 0)
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            arguments = (self.make, address, self.observer)
+            context = multiprocessing.get_context("spawn")
+            child = context.Process(target=process.main, args=arguments, name="engine")
+            child.start()
+            self._socket, self.process = socket, child
+            undo.callback(self._kill)
+            reading = asyncio.ensure_future(self._read(socket))
+            undo.callback(reading.cancel)
+            self._heard = time.monotonic()
             alive = True
             while alive and not reading.done():
                 alive = child.is_alive()  # one more look at what it has said before it ended
                 await asyncio.wait({reading}, timeout=0.05)
-                if self.state == "ready" and self._sinks and time.monotonic() - self._heard > self.silence:
-                    log.error("the engine has said nothing for %.0f s, so it is ended", self.silence)
+                silence = time.monotonic() - self._heard
+                if self.state == "ready" and self._sinks and silence > self.silence:
+                    log.error(
+                        "the engine has said nothing for %.0f s, so it is ended", self.silence
+                    )
                     return None
             return reading.result() if reading.done() else None
-        finally:
-            reading.cancel()
-            self._socket = None
-            self._kill()
-            socket.close()
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
         """Deal out what the engine says."""
@@ -138,6 +163,7 @@ class EngineProcess(EngineClient):
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 
     def _kill(self) -> None:
+        self._socket = None
         child, self.process = self.process, None
         if child is not None:
             child.kill()

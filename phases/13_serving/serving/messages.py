@@ -61,7 +61,7 @@ class Ready(Struct, array_like=True, tag="ready"):
     blocks: int = 0
     block_size: int = 0
     policy: str = "fcfs"
-    ledger: str = ""
+    memory_plan: str = ""
 
 
 class Failed(Struct, array_like=True, tag="failed"):
@@ -98,7 +98,9 @@ class End(Struct, array_like=True):
     place: int = NO_TOKEN
 
 
-def ending(number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN) -> End:
+def ending(
+    number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
+) -> End:
     """Return how a completion ended. What is wrong with a request itself is told to its sender."""
     if reason != "error":
         return End(number, reason, "", place)

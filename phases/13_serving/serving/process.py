@@ -24,7 +24,10 @@ def ready(engine: Engine, vocab_size: int) -> Ready:
     """Return what the API process learns about an engine."""
     found = Ready(engine.max_len, vocab_size)
     if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-        found.max_rows, found.ledger = engine.scheduler.rows.count, str(engine.ledger)
+        found.max_rows, found.memory_plan = (
+            engine.scheduler.rows.count,
+            str(engine.memory_plan),
+        )
         found.blocks, found.block_size = engine.cache.allocator.count, engine.cache.block_size
         found.policy = getattr(engine.scheduler.policy, "__name__", "")
     return found

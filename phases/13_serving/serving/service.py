@@ -39,7 +39,11 @@ class Service:
     def ready(self) -> Ready:
         """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
         if self.engine.ready is None or self.state != "ready":
-            what = "server is shutting down" if self.draining else f"engine is {self.state}; try again"
+            what = (
+                "server is shutting down"
+                if self.draining
+                else f"engine is {self.state}; try again"
+            )
             raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
         return self.engine.ready
 
@@ -66,7 +70,9 @@ class Service:
             leaving.cancel()
             group.close()
 
-    async def _answer(self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter) -> None:
+    async def _answer(
+        self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
+    ) -> None:
         """Send a whole answer when all of it has come."""
         while group.left and group.trouble is None:
             await group.news()
@@ -78,7 +84,9 @@ class Service:
             body = formatter.body(group)
         await http.answer(200, body)
 
-    async def _stream(self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter) -> None:
+    async def _stream(
+        self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
+    ) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = group.choices
         while waiting:
@@ -88,7 +96,9 @@ class Service:
             events = []
             for choice in waiting:
                 if len(choice.texts) > choice.sent or choice.reason is not None:
-                    events.append(formatter.chunk(choice, choice.take(), choice.reason is not None))
+                    events.append(
+                        formatter.chunk(choice, choice.take(), choice.reason is not None)
+                    )
             waiting = [choice for choice in waiting if choice.reason is None]
             if not waiting:
                 events.append(formatter.end(group))
@@ -98,25 +108,33 @@ class Service:
             if data:
                 await http.write(data, more=bool(waiting))
 
-    def _error(self, kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
+    def _error(
+        self, kind: str, message: str, request: ParsedRequest
+    ) -> ApiError | ClientDisconnected:
         """Return what a request in trouble ends with."""
         if kind in ("left", "slow"):
             return ClientDisconnected()
         if kind == "refused":
             return request.refusal(message)
-        return ApiError(STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind)
+        return ApiError(
+            STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind
+        )
 
     def _admit(self, request: ParsedRequest, ready: Ready) -> None:
         """Raise `ApiError` where the completions of one more request are too many."""
         priority, more = request.generation.priority, len(request.prompts) * request.params.n
         if priority and ready.policy != "priority":
-            words = f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
+            words = (
+                f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
+            )
             raise wrong("priority", words)
         if more > self.limits.max_choices:
             raise too_many("n", more, self.limits.max_choices, "completions in all")
         most = min(self.limits.max_requests, ready.max_rows + self.limits.max_queue)
         if more > most:  # it would be told to try again for ever
-            raise wrong("n", f"the request is {more} completions, but the server takes at most {most}")
+            raise wrong(
+                "n", f"the request is {more} completions, but the server takes at most {most}"
+            )
         if (now := self.engine.in_flight) + more > most:
             words = f"{now} completions are in flight, and the server takes at most {most}"
             raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")

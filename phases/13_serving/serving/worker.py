@@ -17,7 +17,15 @@ from continuous.messages import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from serving import messages
-from serving.messages import AbortRequests, AddRequest, Command, DrawEngine, StepReport, StepStats, Stop
+from serving.messages import (
+    AbortRequests,
+    AddRequest,
+    Command,
+    DrawEngine,
+    StepReport,
+    StepStats,
+    Stop,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +76,16 @@ class Worker:
     observer: reads along, if anything does.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, observer: Observer | None = None) -> None:
+    def __init__(
+        self, engine: Engine, channel: Channel, observer: Observer | None = None
+    ) -> None:
         self.engine = engine
         self.channel = channel
         self.observer = observer or NullObserver(engine)
         self.live: dict[int, Request] = {}
-        self._fresh: set[int] = set()  # the first completions of prompts, before their first output
+        self._fresh: set[int] = (
+            set()
+        )  # the first completions of prompts, before their first output
         self._ends: list[messages.End] = []
         self._steps = self._computed = 0
         self._stopped = False
@@ -115,7 +127,11 @@ class Worker:
         numbers = range(first, first + params.n)
         try:
             requests = self.engine.add(
-                command.prompt, params, index=first, priority=command.priority, salt=command.salt
+                command.prompt,
+                params,
+                index=first,
+                priority=command.priority,
+                salt=command.salt,
             )
         except Exception as error:
             if not isinstance(error, UserError):
@@ -148,10 +164,19 @@ class Worker:
         return step
 
     def _stats(self, seconds: float) -> StepStats:
-        engine, stats = self.engine, StepStats(self._steps, len(self.live), step_seconds=seconds)
+        engine, stats = (
+            self.engine,
+            StepStats(self._steps, len(self.live), step_seconds=seconds),
+        )
         if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-            stats.running, stats.preemptions = len(engine.scheduler.running), engine.scheduler.preemptions
-            stats.free_blocks, stats.computed_tokens = engine.cache.free, engine.stats.computed_tokens
+            stats.running, stats.preemptions = (
+                len(engine.scheduler.running),
+                engine.scheduler.preemptions,
+            )
+            stats.free_blocks, stats.computed_tokens = (
+                engine.cache.free,
+                engine.stats.computed_tokens,
+            )
             stats.step_tokens = stats.computed_tokens - self._computed
             self._computed = stats.computed_tokens
             if isinstance(engine.cache, PrefixCache):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from parallel.crew import RanksLost
 from parallel.feature import Parallel
 from parallel.launch import together
+from parallel.worker_group import WorkerLostError
 from serving import PRESET as BELOW
 
-__all__ = ["LLM", "PRESET", "Parallel", "RanksLost", "load", "together"]
+__all__ = ["LLM", "PRESET", "Parallel", "WorkerLostError", "load", "together"]
 
 PRESET = BELOW.plus(on=[Parallel])
 """With one rank, which is an engine of the phase below."""

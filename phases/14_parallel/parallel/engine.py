@@ -14,17 +14,17 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Abort, Add
 from continuous.runner import Results
-from continuous.seams import Journal, Loop
+from continuous.seams import EngineObserver, Loop
 from continuous.work import Work
-from parallel.crew import Crew, RanksLost
-from parallel.messages import Enter, Leave, Line, Sum, Turn
-from parallel.told import Teller, Told
+from parallel.messages import BroadcastChannel, Enter, Leave, StepMessage, Sum
+from parallel.replicated import BroadcastProposer, ReplicatedProposer
+from parallel.worker_group import WorkerGroup, WorkerLostError
 
 KEPT = 1000
 """Checksums that rank 0 keeps for ranks that are behind."""
 
 
-class InRanks(Journal):
+class ReplicatedLoop(EngineObserver):
     """Hears what a rank's engine does, and adds it up.
 
     turn: the number of the last step.
@@ -40,27 +40,29 @@ class InRanks(Journal):
         """True if nothing is under way."""
         return self.inner.idle
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Collect what is under way."""
-        self.inner.land(engine)
+        self.inner.finish_steps(engine)
 
-    def scheduled(self, works: Sequence[Work]) -> None:
+    def on_step_scheduled(self, works: Sequence[Work]) -> None:
         """Add up a step's works."""
         self._add_up(*((w.request.id, w.row, w.start, w.count, w.drafts) for w in works))
 
-    def landed(self, works: Sequence[Work], results: Results) -> None:
+    def on_step_finished(self, works: Sequence[Work], results: Results) -> None:
         """Add up a step's tokens."""
         self._add_up(*(tuple(token for token, _ in tokens) for tokens in results))
 
     def _add_up(self, *what: Any) -> None:
-        self.checksum = hash((self.checksum, *what))  # of whole numbers alone, so all processes agree
+        self.checksum = hash(
+            (self.checksum, *what)
+        )  # of whole numbers alone, so all processes agree
 
-    def failed(self, error: BaseException) -> None:
+    def on_step_failed(self, error: BaseException) -> None:
         """End: this rank cannot go on, and rank 0 notices."""
         raise error
 
 
-class Leader(InRanks):
+class RankZeroLoop(ReplicatedLoop):
     """Rank 0's `Loop` around another one, and its journal: the others are told before each step.
 
     Args:
@@ -71,8 +73,13 @@ class Leader(InRanks):
     closed: whether the ranks have been let go. compared: checksums. release: lets the ranks go.
     """
 
-    def __init__(self, inner: Loop, crew: Crew, every: int, drafter: Teller | None) -> None:
-        self.inner, self.crew, self.every, self.drafter = inner, crew, every, drafter
+    def __init__(
+        self, inner: Loop, workers: WorkerGroup, every: int, drafter: BroadcastProposer | None
+    ) -> None:
+        self.inner = inner
+        self.workers = workers
+        self.every = every
+        self.drafter = drafter
         self.release: Callable[[], Any] = lambda: None
         self.closed = False
         self._commands: list[Enter | Leave] = []
@@ -81,11 +88,11 @@ class Leader(InRanks):
 
     # What comes in.
 
-    def entered(self, requests: Sequence[Request]) -> None:
+    def on_requests_added(self, requests: Sequence[Request]) -> None:
         """Note that the others are to put the requests in line."""
         self._commands.append(Enter.of(requests))
 
-    def left(self, request: Request) -> None:
+    def on_request_aborted(self, request: Request) -> None:
         """Note that the others are to abort the request."""
         self._commands.append(Leave(request.id))
 
@@ -94,22 +101,24 @@ class Leader(InRanks):
     @property
     def idle(self) -> bool:
         """True if nothing is under way. One that is broken has something to tell."""
-        return super().idle and not self.crew.reason
+        return super().idle and not self.workers.reason
 
     def advance(self, engine: Engine) -> None:
         """Advance on all ranks.
 
         Raises:
-            RanksLost: a rank has ended; nothing can be computed any more.
+            WorkerLostError: a rank has ended; nothing can be computed any more.
         """
         try:
-            self.crew.check()
-            if self.closed:  # its crew may be another engine's by now, and this would be a step of that one
-                raise RanksLost("the engine is closed, and its ranks are gone")
-            with self.crew.awaited():
+            self.workers.check()
+            if (
+                self.closed
+            ):  # its crew may be another engine's by now, and this would be a step of that one
+                raise WorkerLostError("the engine is closed, and its ranks are gone")
+            with self.workers.awaited():
                 self._lead(engine)
-            self.crew.check()
-        except RanksLost:
+            self.workers.check()
+        except WorkerLostError:
             self.release()
             raise
 
@@ -117,30 +126,32 @@ class Leader(InRanks):
         """Tell the others what has come in, advance, and compare checksums now and then."""
         self.turn += 1
         commands, self._commands = self._commands, []
-        waits = self.drafter is not None and self.drafter.waits
-        self.crew.tell(Turn(self.turn, commands, waits))
+        waits = self.drafter is not None and self.drafter.needs_finished_step
+        self.workers.tell(StepMessage(self.turn, commands, waits))
         self.inner.advance(engine)
         if self.turn % self.every == 0:
             self._sums[self.turn] = self.checksum
             self.compare()
 
-    def scheduled(self, works: Sequence[Work]) -> None:
+    def on_step_scheduled(self, works: Sequence[Work]) -> None:
         """Also tell the others what was drafted, for they wait for it."""
-        super().scheduled(works)
+        super().on_step_scheduled(works)
         if self.drafter is not None:
-            self.crew.tell(self.drafter.said())
+            self.workers.tell(self.drafter.said())
 
-    def failed(self, error: BaseException) -> None:
+    def on_step_failed(self, error: BaseException) -> None:
         """A step has failed: perhaps since another rank has ended."""
-        self.crew.notice()
-        self.crew.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
+        self.workers.notice()
+        self.workers.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
 
     def compare(self, *, wait: float = 0.0) -> None:
         """Compare the checksums that have come; wait for one so many seconds a rank."""
-        for rank, message in self.crew.answers(wait=wait):
+        for rank, message in self.workers.collect_replies(wait=wait):
             if isinstance(message, Sum):
                 if self._sums.get(message.number) != message.value:
-                    self.crew.lose(f"rank {rank} does not agree with rank 0 on step {message.number}")
+                    self.workers.lose(
+                        f"rank {rank} does not agree with rank 0 on step {message.number}"
+                    )
                 self.compared += 1
         oldest = self.turn - KEPT * self.every
         while self._sums and next(iter(self._sums)) < oldest:
@@ -152,21 +163,23 @@ class Leader(InRanks):
         self.release()
 
 
-class Follower(InRanks):
+class WorkerLoop(ReplicatedLoop):
     """Any other rank's `Loop` around another one, and its journal: it does what it is told.
 
     What comes out of its engine is read by no caller.
     """
 
-    def __init__(self, inner: Loop, line: Line, every: int) -> None:
-        self.inner, self.line, self.every = inner, line, every
+    def __init__(self, inner: Loop, line: BroadcastChannel, every: int) -> None:
+        self.inner = inner
+        self.line = line
+        self.every = every
         self._known: dict[int, Request] = {}
 
     def advance(self, engine: Engine) -> None:
         """Advance as rank 0 does."""
         self.inner.advance(engine)
 
-    def follow(self, engine: Engine, turn: Turn) -> None:
+    def follow(self, engine: Engine, turn: StepMessage) -> None:
         """One step."""
         self.turn = turn.number
         for command in turn.commands:
@@ -176,8 +189,8 @@ class Follower(InRanks):
                 engine.inbox.append(Add(requests))
             elif command.id in self._known:
                 engine.inbox.append(Abort(self._known[command.id]))
-        if isinstance(engine.scheduler.drafter, Told):
-            engine.scheduler.drafter.waits = turn.waits
+        if isinstance(engine.scheduler.drafter, ReplicatedProposer):
+            engine.scheduler.drafter.needs_finished_step = turn.waits
         for output in engine.step():
             if output.finish_reason is not None:
                 self._known.pop(output.request.id, None)

@@ -15,7 +15,9 @@ class VocabularyEmbedding(nn.Embedding):
 
     def __init__(self, room: int, hidden: int, first: int, count: int, ranks: Ranks) -> None:
         super().__init__(room, hidden)
-        self.first, self.count, self.ranks = first, count, ranks
+        self.first = first
+        self.count = count
+        self.ranks = ranks
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """`[...]` -> `[..., hidden]`: a token's row, and zeros from all ranks that do not have it."""

@@ -16,7 +16,7 @@ from common.models.config import ModelConfig
 from common.models.hub import model_folder
 from forward.loading import (
     RANDOM,
-    Linears,
+    WeightLoader,
     config_of,
     finish,
     random_tensors,
@@ -38,7 +38,7 @@ def load_part(
     *,
     device: str,
     dtype: str,
-    linears: Linears | None,
+    weight_loader: WeightLoader | None,
     ranks: Ranks,
 ) -> Model:
     """This rank's part of a model, whose layers add up over `ranks`; see `forward.load_model`.
@@ -48,13 +48,13 @@ def load_part(
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     config = config_of(str(name))
-    part = Part(config, ranks, linears)
+    part = Part(config, ranks, weight_loader)
     if str(name).startswith(RANDOM):
         for tensor, value in random_tensors(part.whole, where, kind, 0):
             part.place(tensor, part.cut(tensor, value))
     else:
         folder = model_folder(str(name))
-        if linears is None:
+        if weight_loader is None:
             refuse_quantized(config, folder)
         load_weights(
             part.whole,
@@ -68,7 +68,9 @@ def load_part(
             read=part.read,
         )
     part.own.tie_weights()
-    model = finish(part.own if linears is None else linears.finish(part.own), where)
+    model = finish(
+        part.own if weight_loader is None else weight_loader.finish(part.own), where
+    )
     for path in [path for path, _ in model.named_modules() if path.endswith(ROWS)]:
         replace_layer(model, path, RowLinear(model.get_submodule(path), ranks))
     return model
@@ -85,31 +87,44 @@ class Part:
     own: what this rank has of it.
     """
 
-    def __init__(self, config: ModelConfig, ranks: Ranks, linears: Linears | None) -> None:
-        self.shard, self.config, self.linears = Shard(ranks.rank, ranks.size), config, linears
+    def __init__(
+        self, config: ModelConfig, ranks: Ranks, weight_loader: WeightLoader | None
+    ) -> None:
+        self.shard = Shard(ranks.rank, ranks.size)
+        self.config = config
+        self.weight_loader = weight_loader
         self.whole, self.own = skeleton(config), skeleton(self.shard.config(config))
         # The one size that its configuration does not hold is the vocabulary's.
-        hidden, (first, count, room) = config.hidden_size, self.shard.vocabulary(config.vocab_size)
+        hidden, (first, count, room) = (
+            config.hidden_size,
+            self.shard.vocabulary(config.vocab_size),
+        )
         with torch.device("meta"):
             self.own.embed_tokens = VocabularyEmbedding(room, hidden, first, count, ranks)
             self.own.lm_head = nn.Linear(hidden, room, bias=False)
         self.own.tie_weights()
-        if linears is not None:
-            linears.expect(self.whole)
-            linears.expect(self.own)
+        if weight_loader is not None:
+            weight_loader.expect(self.whole)
+            weight_loader.expect(self.own)
         self.whole_shapes, self.shapes = _shapes(self.whole), _shapes(self.own)
 
     def whole_first(self, name: str) -> Scheme | None:
         """Return the scheme of a weight that is quantized before it is cut, as scales are over all inputs."""
         owner, _, leaf = name.rpartition(".")
         rows = leaf == "weight" and owner.endswith(ROWS)
-        return self.linears.scheme if rows and isinstance(self.linears, Quantize) else None
+        return (
+            self.weight_loader.scheme
+            if rows and isinstance(self.weight_loader, Quantize)
+            else None
+        )
 
     def slice(self, name: str) -> Slice | None:
         """Return the slice of a tensor that is read."""
         if self.whole_first(name) is not None:
             return None
-        return self.shard.cut(name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads)
+        return self.shard.cut(
+            name, self.whole_shapes[name], self.shapes[name], self.config.num_kv_heads
+        )
 
     def read(self, name: str, file: Any, stored: str) -> Tensor:
         """Return this rank's part of the tensor `name`, read from an open checkpoint, where it is `stored`.
@@ -145,7 +160,9 @@ class Part:
         if owner in VOCABULARY and leaf == "weight" and len(value) < self.shapes[name][0]:
             padding = value.new_zeros(self.shapes[name][0] - len(value), *value.shape[1:])
             return torch.cat([value, padding])
-        if leaf == "g_idx":  # GPTQ's: each input's group, counted from the first whose scales are here
+        if (
+            leaf == "g_idx"
+        ):  # GPTQ's: each input's group, counted from the first whose scales are here
             scales = self.slice(f"{owner}.scales")
             return value if scales is None or scales.dim else value - scales.start
         return value
@@ -160,8 +177,8 @@ class Part:
         if scheme is not None and isinstance(layer, nn.Linear):
             weight = cut_inputs(quantized(value, scheme, owner), self.shard, name)
             replace_layer(self.own, owner, QuantLinear(weight, layer.bias))
-        elif self.linears is not None:
-            self.linears.place(self.own, name, value.contiguous().clone())
+        elif self.weight_loader is not None:
+            self.weight_loader.place(self.own, name, value.contiguous().clone())
         else:
             assign(self.own, name, value.contiguous().clone())
 

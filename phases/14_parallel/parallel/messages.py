@@ -22,7 +22,10 @@ class Enter(NamedTuple):
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Enter:
         """Make a message of requests that have just been put in line."""
-        sent = [replace(r, text=None, constraint=None, siblings=[], rank=(), numbers=None) for r in requests]
+        sent = [
+            replace(r, text=None, constraint=None, siblings=[], rank=(), numbers=None)
+            for r in requests
+        ]
         return cls(sent)
 
     def taken(self, tokenizer: Tokenizer | None) -> list[Request]:
@@ -39,7 +42,7 @@ class Leave(NamedTuple):
     id: int
 
 
-class Turn(NamedTuple):
+class StepMessage(NamedTuple):
     """A step begins.
 
     commands: what has happened since the last one, in order.
@@ -52,7 +55,7 @@ class Turn(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of the step that was scheduled; follows a `Turn` where there is a drafter.
+    """The drafts of the step that was scheduled; follows a `StepMessage` where there is a drafter.
 
     asks: whether the drafter was asked. drafts: what it proposed, by request.
     """
@@ -68,12 +71,11 @@ class FailedGrammars(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Meet the other ranks: on the device that many places behind rank 0's, at rank 0's store."""
+    """Meet the other ranks: on the device that many places behind rank 0's, in the store of this path."""
 
     size: int
     device: str
-    port: int
-    prefix: str
+    path: str
     threads: int
 
 
@@ -112,7 +114,7 @@ class Sum(NamedTuple):
     value: int
 
 
-class Line:
+class BroadcastChannel:
     """The connection of another rank to rank 0."""
 
     def __init__(self, connection: Connection) -> None:

@@ -19,6 +19,8 @@ from common.errors import UserError
 HOST = "127.0.0.1"
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # NVLink's multicast is not used
+    "NCCL_SOCKET_IFNAME": "=lo",  # all ranks are on this machine, so no other one may connect to them
+    "NCCL_RAS_ENABLE": "0",  # a port for diagnoses
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # A pool would give memory again that other ranks, long gone, have met over, and take it for met.
     "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
@@ -31,20 +33,25 @@ PATIENCE = timedelta(seconds=600)
 one that compiles or loads."""
 
 
-def meeting(port: int, prefix: str, *, first: bool) -> tuple[int, Any]:
-    """Its port, and the store where ranks find each other, which lives as long as rank 0 keeps it.
+def open_store(path: str, size: int) -> Any:
+    """Open the store in which `size` ranks of this machine tell each other their addresses.
 
-    port: 0 on the first rank, which gets a free one.
+    It is a file: the port of a `TCPStore` would be open to every process that reaches the machine.
+
+    path: in a folder that only this user may enter.
     """
     kinds: Any = dist
-    master = kinds.TCPStore(HOST, port, is_master=first, wait_for_workers=False, timeout=PATIENCE)
-    return master.port, kinds.PrefixStore(prefix, master)
+    store = kinds.FileStore(path, size)
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def device_of(first: str, rank: int) -> torch.device:
     """Rank `rank`'s device, given rank 0's: the GPUs behind it, in order."""
     device = torch.device(first)
-    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+    return (
+        torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
+    )
 
 
 def graphs_of(engine: Any) -> Callable[[], None]:
@@ -84,7 +91,9 @@ def make_way() -> None:
             "group: close() the other one first"
         )
     if not parted():
-        raise RuntimeError("ranks that were lost still hold the GPU: begin again in a new process")
+        raise RuntimeError(
+            "ranks that were lost still hold the GPU: begin again in a new process"
+        )
 
 
 class Reducer:
@@ -112,7 +121,9 @@ class Ranks:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank = rank
+        self.size = size
+        self.device = device
         self.reducer: Reducer = PLAIN
         self.store = store
         self._gloo: Any = None
@@ -120,7 +131,12 @@ class Ranks:
             torch.cuda.set_device(device)
             make_way()
             dist.init_process_group(
-                "nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=device
+                "nccl",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=PATIENCE,
+                device_id=device,
             )
             global _ours
             _ours = dist.group.WORLD
@@ -197,5 +213,9 @@ class Ranks:
         if self._gloo is None and dist.is_initialized():
             torch.cuda.synchronize(self.device)
             if not parted():
-                print("warning: the ranks did not part from each other", file=sys.stderr, flush=True)
+                print(
+                    "warning: the ranks did not part from each other",
+                    file=sys.stderr,
+                    flush=True,
+                )
         self._gloo = None

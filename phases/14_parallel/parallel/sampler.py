@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from common.sampling import ops
-from common.sampling.rows import KEY, TRUNCATION, Needs
-from common.sampling.sampler import Allowed, Chooser, Plan, Sampler
+from common.sampling.rows import KEY, TRUNCATION, SamplingFlags
+from common.sampling.sampler import Sampler, SamplerBackend, SamplingMetadata, TokenBitmask
 from parallel.ranks import Ranks
 from parallel.shard import Shard
 
-WHOLE_ROW = Needs.EDITS | Needs.PENALTIES | TRUNCATION
+WHOLE_ROW = SamplingFlags.EDITS | SamplingFlags.PENALTIES | TRUNCATION
 
 
 def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
@@ -25,7 +25,7 @@ def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
     return whole[:, :vocab_size].float().contiguous()
 
 
-class RanksChooser(Chooser):
+class RankSamplerBackend(SamplerBackend):
     """Takes logits of this rank's tokens, `[B, V / ranks]`.
 
     Args:
@@ -34,44 +34,63 @@ class RanksChooser(Chooser):
         vocab_size: of the whole model.
     """
 
-    def __init__(self, ranks: Ranks, inner: Chooser, vocab_size: int) -> None:
+    def __init__(self, ranks: Ranks, inner: SamplerBackend, vocab_size: int) -> None:
         self.ranks, self.inner = ranks, inner
-        self.first_token, self.own_tokens, self.room = Shard(ranks.rank, ranks.size).vocabulary(vocab_size)
+        self.first_token, self.own_tokens, self.room = Shard(
+            ranks.rank, ranks.size
+        ).vocabulary(vocab_size)
 
-    def whole(self, sampler: Sampler, logits: Tensor, plan: Plan, masked: bool) -> Tensor:
+    def whole(
+        self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
+    ) -> Tensor:
         """Gather the logits where something looks at whole rows."""
         if not masked and plan.wanted is None and not plan.features & WHOLE_ROW:
             return logits
         return gathered(self.ranks, logits, sampler.vocab_size)
 
-    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
-        """See `Chooser.forbid`."""
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
+        """See `SamplerBackend.forbid`."""
         self.inner.forbid(sampler, logits, allowed)
 
     def choose(
-        self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan, masked: bool
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        plan: SamplingMetadata,
+        masked: bool,
     ) -> Tensor:
-        """See `Chooser.choose`. Masks are rank 0's alone, and with masks so is the choice."""
+        """See `SamplerBackend.choose`. Masks are rank 0's alone, and with masks so is the choice."""
         if logits.shape[1] == self.room:
-            return self.winners(sampler, logits, rows, steps, plan)
+            return self.reduce_argmax(sampler, logits, rows, steps, plan)
         tokens = self.inner.choose(sampler, logits, rows, steps, plan, masked)
         return self.ranks.first(tokens) if masked else tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """See `Chooser.report`; nothing is known of a part."""
+        """See `SamplerBackend.report`; nothing is known of a part."""
         return None if logits.shape[1] == self.room else self.inner.report(logits, tokens)
 
-    def winners(self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, plan: Plan) -> Tensor:
+    def reduce_argmax(
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        rows: Tensor,
+        steps: Tensor,
+        plan: SamplingMetadata,
+    ) -> Tensor:
         """Choose from the logits of all ranks, of which each gives its best."""
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
             own = logits[:, :1].float().fill_(float("-inf"))
         values, at = own.max(1)  # of equals the first, and NaN is the largest
-        if Needs.RANDOM in plan.features:
+        if SamplingFlags.RANDOM in plan.features:
             largest = self.ranks.gather(values).amax(0)  # [B]
             for places, features in plan.draws:
-                if Needs.RANDOM in features:
-                    best = self._race(sampler, own[places], rows[places], steps[places], largest[places])
+                if SamplingFlags.RANDOM in features:
+                    best = self._race(
+                        sampler, own[places], rows[places], steps[places], largest[places]
+                    )
                     values[places], at[places] = best
         return self._best(values, at + self.first_token)
 

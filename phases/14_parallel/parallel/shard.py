@@ -78,7 +78,9 @@ class Shard:
         first = min(whole, self.rank * room)
         return first, min(whole, first + room) - first, room
 
-    def cut(self, name: str, whole: Sequence[int], own: Sequence[int], kv_heads: int) -> Slice | None:
+    def cut(
+        self, name: str, whole: Sequence[int], own: Sequence[int], kv_heads: int
+    ) -> Slice | None:
         """Return which part of the tensor `name` this rank has, given its shapes; None: all of it.
 
         It is cut in the dimension in which the shapes differ, of packed numbers, scales and zero points as

@@ -72,9 +72,14 @@ class Cluster:
         host: str,
         port: int,
     ) -> None:
-        self.make_app, self.options, self.gpus, self.limits = make_app, options, gpus, limits
+        self.make_app = make_app
+        self.options = options
+        self.gpus = gpus
+        self.limits = limits
         self.host, self.signalled = host, threading.Event()
-        with listen(host, port) as found:  # the port may be taken: better said now than in Ray's log
+        with listen(
+            host, port
+        ) as found:  # the port may be taken: better said now than in Ray's log
             self.port = int(found.getsockname()[1])
 
     def serve(self, on_ready: Callable[[], object]) -> int:
@@ -100,7 +105,9 @@ class Cluster:
         """Let streams finish, and end everything. It has an end: Ray's own processes may be what hangs."""
         if not ray.is_initialized():
             return
-        watchdog = threading.Timer(self.limits.grace_seconds + END_SECONDS, os._exit, (TERMINATED,))
+        watchdog = threading.Timer(
+            self.limits.grace_seconds + END_SECONDS, os._exit, (TERMINATED,)
+        )
         watchdog.daemon = True
         watchdog.start()
         with suppress(Exception):
@@ -126,15 +133,23 @@ class Cluster:
             try:
                 ray.init(address=self.options.cluster, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError(f"cluster {self.options.cluster!r} is not to be had: {error}") from None
+                raise UserError(
+                    f"cluster {self.options.cluster!r} is not to be had: {error}"
+                ) from None
         for number in (signal.SIGTERM, signal.SIGINT):
             # Not before: Ray takes them over, to print a trace and abort.
             signal.signal(number, self._hear)
-        seconds = self.limits.max_seconds + 5  # a replica is the first to say that it took too long
+        seconds = (
+            self.limits.max_seconds + 5
+        )  # a replica is the first to say that it took too long
         try:
             serve.start(
                 proxy_location="HeadOnly" if self.options.cluster is None else "EveryNode",
-                http_options={"host": self.host, "port": self.port, "request_timeout_s": seconds},
+                http_options={
+                    "host": self.host,
+                    "port": self.port,
+                    "request_timeout_s": seconds,
+                },
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
         except Exception as error:  # of many kinds, none of them documented
@@ -159,12 +174,19 @@ class Cluster:
         }
 
     def _deploy(self) -> None:
-        needed, there = self.options.replicas * self.gpus, ray.cluster_resources().get("GPU", 0.0)
+        needed, there = (
+            self.options.replicas * self.gpus,
+            ray.cluster_resources().get("GPU", 0.0),
+        )
         if needed > there:  # Ray would wait for them
-            raise UserError(f"replicas is {self.options.replicas}, which takes {needed:g} GPUs of {there:g}")
+            raise UserError(
+                f"replicas is {self.options.replicas}, which takes {needed:g} GPUs of {there:g}"
+            )
         target = serve.RunTarget(self._application(), name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
-        end, state, message = time.monotonic() + START_SECONDS, "", ""
+        end = time.monotonic() + START_SECONDS
+        state = ""
+        message = ""
         while state not in ("RUNNING", "DEPLOY_FAILED") and time.monotonic() < end:
             if self.signalled.wait(0.2):
                 raise SystemExit(TERMINATED)
@@ -181,17 +203,25 @@ class Cluster:
         found = serve.status().applications.get(APPLICATION)
         if found is None:
             return "DELETED", ""
-        said = [deployment.message for deployment in found.deployments.values() if deployment.message]
+        said = [
+            deployment.message
+            for deployment in found.deployments.values()
+            if deployment.message
+        ]
         return str(found.status.value), "\n".join([*said, found.message])
 
     def _application(self) -> Any:
         """Our replica as Ray wants it."""
         options, make_app = self.options, self.make_app
-        made: list[Replica] = []  # in the replica's process: Ray asks for the application in two steps
+        made: list[
+            Replica
+        ] = []  # in the replica's process: Ray asks for the application in two steps
 
         class Actor:
             async def __init__(self) -> None:  # type: ignore[misc]
-                made.append(Replica(make_app(), serve.get_replica_context().replica_id.unique_id))
+                made.append(
+                    Replica(make_app(), serve.get_replica_context().replica_id.unique_id)
+                )
                 await made[0].start()
 
             def check_health(self) -> None:

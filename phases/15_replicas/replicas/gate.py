@@ -18,7 +18,14 @@ from typing import Any
 from replicas.prefixes import chain_of, keeper_of
 from serving.http.errors import ApiError, ErrorForm
 from serving.http.limits import Limits
-from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send, encode_json
+from serving.http.request import (
+    ClientDisconnected,
+    HttpRequest,
+    Receive,
+    Scope,
+    Send,
+    encode_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +71,9 @@ class Gate:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:
                 raise ApiError(431, f"address and headers have more than {most:,} bytes")
-            if http.headers.get(b"content-type", b"") in UNTYPED:  # the replica looks at it again
+            if (
+                http.headers.get(b"content-type", b"") in UNTYPED
+            ):  # the replica looks at it again
                 http.headers[b"content-type"] = b"application/json"
             if http.method == "POST":
                 said["body"] = body = await http.body()
@@ -78,7 +87,9 @@ class Gate:
         except ClientDisconnected:
             return
 
-    async def _answer(self, http: HttpRequest, said: dict[str, Any], leaving: Leaving, send: Send) -> None:
+    async def _answer(
+        self, http: HttpRequest, said: dict[str, Any], leaving: Leaving, send: Send
+    ) -> None:
         """Ask one replica after the other, up to `TRIES` of them, until one has answered.
 
         Each answers into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status is
@@ -160,14 +171,19 @@ class RelayedAnswer:
         """
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
-            message = {**message, "headers": [*headers.items()]}  # Ray adds the request's id a second time
+            message = {
+                **message,
+                "headers": [*headers.items()],
+            }  # Ray adds the request's id a second time
             if GONE in headers:
                 self.gone = headers[NAME].decode()
             elif NAME not in headers:
                 self.foreign = message["status"]
             else:
                 self.status = message["status"]
-                self.events = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+                self.events = headers.get(b"content-type", b"").startswith(
+                    b"text/event-stream"
+                )
         if not self.status:
             return
         await self._send(message)
@@ -178,8 +194,12 @@ class RelayedAnswer:
         """Why there is no (whole) answer."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
-        if self.foreign:  # 404: there is no application any more; 503: too many requests wait in the proxy
-            return ApiError(503, "no replica takes requests now; try again", retry=1, code="unavailable")
+        if (
+            self.foreign
+        ):  # 404: there is no application any more; 503: too many requests wait in the proxy
+            return ApiError(
+                503, "no replica takes requests now; try again", retry=1, code="unavailable"
+            )
         return ApiError(503, LOST, retry=1, code="died")
 
 

@@ -33,7 +33,9 @@ class Replica:
     """
 
     def __init__(self, app: App, name: str, end: Callable[[int], None] = os._exit) -> None:
-        self.app, self.name, self._end = app, name.encode(), end
+        self.app = app
+        self.name = name.encode()
+        self._end = end
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,10 +62,16 @@ class Replica:
         async def named(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 lost = message["status"] == 503 and self.app.engine.state != "ready"
-                message["headers"] = [*message["headers"], (NAME, self.name), *[(GONE, b"1")] * lost]
+                message["headers"] = [
+                    *message["headers"],
+                    (NAME, self.name),
+                    *[(GONE, b"1")] * lost,
+                ]
             await send(message)
 
-        await self.app(scope, receive if said is None else BufferedBody(said["body"], receive), named)
+        await self.app(
+            scope, receive if said is None else BufferedBody(said["body"], receive), named
+        )
 
     def check_health(self) -> None:
         """Raise `RuntimeError` unless the engine is `ready`, with its state. Ray asks from time to time."""

@@ -29,14 +29,18 @@ class Router(RequestRouter):  # type: ignore[misc]
         self._unsent: dict[str, PendingRequest] = {}
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Replicas in order; Ray asks the next where one has as many requests as it takes."""
         if pending_request is None:
             return [candidate_replicas]
         said = said_in(pending_request)
         by_name = {name_of(replica.replica_id): replica for replica in candidate_replicas}
-        by_name = {name: by_name[name] for name in by_name.keys() - set(said["avoid"])} or by_name
+        by_name = {
+            name: by_name[name] for name in by_name.keys() - set(said["avoid"])
+        } or by_name
         if said["wanted"] in by_name:
             if said["chain"]:  # it goes on from a conversation that this replica has
                 self._give(pending_request, said["chain"], said["wanted"])
@@ -54,7 +58,9 @@ class Router(RequestRouter):  # type: ignore[misc]
         reported = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return max(reported, self.in_flight.of(name))
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
         """It has been taken, and perhaps not by the first that was asked."""
         if self._unsent.pop(id_of(pending_request), None) is not None:
             self._give(pending_request, said_in(pending_request)["chain"], name_of(replica_id))

@@ -108,7 +108,9 @@ class PrefixAware(Policy):
         order = self._idle.rank(chain, loads)
         order.sort(key=lambda name: (loads[name], -found[name], len(self.memory(name))))
         most = loads[order[0]] + self.imbalance
-        best = max((name for name in order if loads[name] <= most), key=lambda name: found[name])
+        best = max(
+            (name for name in order if loads[name] <= most), key=lambda name: found[name]
+        )
         if found[best] - found[order[0]] > WORTH * len(chain):
             order.remove(best)
             order.insert(0, best)
@@ -120,7 +122,9 @@ class PrefixAware(Policy):
 
     def keep(self, replicas: Collection[str]) -> None:
         """See `Policy`."""
-        self._memory = {name: memory for name, memory in self._memory.items() if name in replicas}
+        self._memory = {
+            name: memory for name, memory in self._memory.items() if name in replicas
+        }
 
     def memory(self, replica: str) -> Memory:
         """Return the blocks that the replica is taken to hold."""
@@ -163,5 +167,7 @@ class InFlight:
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget every replica but these, and what it had."""
-        self._where = {request: name for request, name in self._where.items() if name in replicas}
+        self._where = {
+            request: name for request, name in self._where.items() if name in replicas
+        }
         self._loads = {name: count for name, count in self._loads.items() if name in replicas}

@@ -51,8 +51,13 @@ def cut(model: Model, tokens: Sequence[int], top_k: int) -> None:
     Raises:
         UserError: a model's MLPs are not `GatedMLP`s of plain weights, or `COUNT` does not divide them.
     """
-    mlps = {name: layer for name, layer in model.named_modules() if isinstance(layer, GatedMLP)}
-    size, parts = model.config.intermediate_size, [part for mlp in mlps.values() for part in mlp.children()]
+    mlps = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, GatedMLP)
+    }
+    size, parts = (
+        model.config.intermediate_size,
+        [part for mlp in mlps.values() for part in mlp.children()],
+    )
     plain = all(isinstance(part, nn.Linear) and part.bias is None for part in parts)
     if not mlps or size % COUNT or not plain:
         raise UserError(
@@ -61,7 +66,9 @@ def cut(model: Model, tokens: Sequence[int], top_k: int) -> None:
         )
     facts = ExpertConfig(COUNT, top_k, size // COUNT, normalize=False, weighted=False)
     model.config = replace(model.config, experts=facts)
-    for (name, mlp), found in zip(mlps.items(), kept(model, [*mlps.values()], tokens), strict=True):
+    for (name, mlp), found in zip(
+        mlps.items(), kept(model, [*mlps.values()], tokens), strict=True
+    ):
         replace_layer(model, name, experts_of(mlp, *found, model))
 
 
@@ -73,11 +80,15 @@ def experts_of(mlp: GatedMLP, neurons: Tensor, router: Tensor, model: Model) -> 
     gate_up = torch.cat([mlp.gate_proj.weight[neurons], mlp.up_proj.weight[neurons]], dim=1)
     down = mlp.down_proj.weight[:, neurons].transpose(0, 1).contiguous()  # [E, hidden, I / E]
     layer.gate.weight = nn.Parameter(router, requires_grad=False)
-    layer.experts = StackedExperts(ExpertStack(gate_up), ExpertStack(down), Swiglu(model.config.activation))
+    layer.experts = StackedExperts(
+        ExpertStack(gate_up), ExpertStack(down), Swiglu(model.config.activation)
+    )
     return layer
 
 
-def kept(model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]) -> Iterable[tuple[Tensor, Tensor]]:
+def kept(
+    model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]
+) -> Iterable[tuple[Tensor, Tensor]]:
     """Return what `divide` says of every MLP, from the cache folder if it was asked before."""
     digest = hashlib.sha256(f"{FORMAT} {COUNT} {list(tokens)[-PIECES * LENGTH :]}".encode())
     for mlp in mlps:
@@ -86,25 +97,35 @@ def kept(model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]) -> Itera
     if not path.is_file():
         neurons, router = zip(*look(model, mlps, tokens), strict=True)
         with whole(path) as scratch:
-            save_file({"neurons": torch.stack(neurons), "router": torch.stack(router)}, scratch)
+            save_file(
+                {"neurons": torch.stack(neurons), "router": torch.stack(router)}, scratch
+            )
     stored = load_file(path)
     return zip(stored["neurons"], stored["router"], strict=True)
 
 
 @torch.no_grad()
-def look(model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def look(
+    model: Model, mlps: Sequence[GatedMLP], tokens: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
     """Run the model once over the text's end, and cut each MLP by what it computes there."""
     length = min(LENGTH, model.max_len, len(tokens))
-    ids = torch.tensor(tokens[-(len(tokens) // length) * length :][-PIECES * length :], device=model.device)
+    ids = torch.tensor(
+        tokens[-(len(tokens) // length) * length :][-PIECES * length :], device=model.device
+    )
     ids = ids.view(-1, length)
     found: list[tuple[Tensor, Tensor]] = []
 
     def note(mlp: GatedMLP, given: tuple[Tensor]) -> None:
         x = given[0].flatten(0, -2)
-        found.append(divide(x, mlp.act(mlp.gate_proj(x)) * mlp.up_proj(x), mlp.down_proj.weight))
+        found.append(
+            divide(x, mlp.act(mlp.gate_proj(x)) * mlp.up_proj(x), mlp.down_proj.weight)
+        )
 
     hooks = [mlp.register_forward_pre_hook(note) for mlp in mlps]
-    model(ids, torch.arange(length, device=model.device).expand(ids.shape), RecomputeAttention())
+    model(
+        ids, torch.arange(length, device=model.device).expand(ids.shape), RecomputeAttention()
+    )
     for hook in hooks:
         hook.remove()
     return found
@@ -116,14 +137,18 @@ def divide(x: Tensor, neurons: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         x: `[T, hidden]`, the MLP's inputs. neurons: `[T, I]`, what `down [hidden, I]` is multiplied with.
     """
-    x, neurons, down = x.float().cpu(), neurons.float().cpu(), down.float().cpu()
-    owner = alike(F.normalize((neurons.abs() * down.norm(dim=0)).t(), dim=1))
+    x = x.float().cpu()
+    neurons = neurons.float().cpu()
+    down = down.float().cpu()
+    owner = split_into_equal_groups(F.normalize((neurons.abs() * down.norm(dim=0)).t(), dim=1))
     own = torch.stack([(owner == expert).nonzero()[:, 0] for expert in range(COUNT)])
-    sizes = torch.stack([(neurons[:, mine] @ down[:, mine].t()).norm(dim=1) for mine in own], dim=1)
+    sizes = torch.stack(
+        [(neurons[:, mine] @ down[:, mine].t()).norm(dim=1) for mine in own], dim=1
+    )
     return own, fit(x, sizes)
 
 
-def alike(directions: Tensor) -> Tensor:
+def split_into_equal_groups(directions: Tensor) -> Tensor:
     """Put rows of like direction together, in `COUNT` groups of one size: balanced k-means.
 
     Args:
@@ -138,7 +163,9 @@ def alike(directions: Tensor) -> Tensor:
     for _ in range(ROUNDS):
         nearest = (directions @ middles.t()).flatten().argsort(descending=True).tolist()
         groups, room = [-1] * count, [count // COUNT] * COUNT
-        for row, group in (divmod(place, COUNT) for place in nearest):  # the nearest pair first
+        for row, group in (
+            divmod(place, COUNT) for place in nearest
+        ):  # the nearest pair first
             if groups[row] < 0 and room[group]:
                 groups[row] = group
                 room[group] -= 1

@@ -37,7 +37,7 @@ from experts.layer import ExpertList
 from experts.stacked import StackedExperts
 from forward.loading import config_of
 from forward.model import Model
-from paged_cache import Feature, Parts, Recipe
+from paged_cache import EngineBuilder, Feature, Recipe
 from parallel.feature import Parallel, Split
 from parallel.ranks import Ranks
 from quant.formats import BLOCK
@@ -59,7 +59,9 @@ def cut_inside(stack: ExpertStack, ranks: Ranks, gated: bool) -> ExpertStack:
     """
     size = stack.data.shape[1] // 2 if gated else stack.data.shape[2]
     if size % (ranks.size * (BLOCK if stack.in_blocks else 1)):
-        raise UserError(f"tensor_parallel is {ranks.size}, but an expert's inside is {size}: cut 'experts'")
+        raise UserError(
+            f"tensor_parallel is {ranks.size}, but an expert's inside is {size}: cut 'experts'"
+        )
 
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(ranks.size, dim)[ranks.rank].contiguous()
@@ -68,12 +70,14 @@ def cut_inside(stack: ExpertStack, ranks: Ranks, gated: bool) -> ExpertStack:
         return stack.each(lambda t: torch.cat([part(half, 1) for half in t.chunk(2, 1)], 1))
     scale, bias = stack.scale, stack.bias
     scale = part(scale, 2) if scale is not None and stack.in_blocks else scale
-    bias = torch.zeros_like(bias) if bias is not None and ranks.rank else bias  # it is added once
+    bias = (
+        torch.zeros_like(bias) if bias is not None and ranks.rank else bias
+    )  # it is added once
     return ExpertStack(part(stack.data, 2), scale, bias, stack.scheme)
 
 
-class OwnExperts(Quantize):
-    """A `Linears` around another: the experts of other ranks are not kept. own: those of this rank."""
+class OwnExpertsLoader(Quantize):
+    """A `WeightLoader` around another: the experts of other ranks are not kept. own: those of this rank."""
 
     def __init__(self, inner: Quantize | None, ranks: Ranks) -> None:
         self.inner = inner or Quantize()
@@ -85,19 +89,19 @@ class OwnExperts(Quantize):
         return self.inner.reading()
 
     def expect(self, model: Model) -> None:
-        """See `Linears.expect`."""
+        """See `WeightLoader.expect`."""
         self.inner.expect(model)
         if model.config.experts is not None:
             self.own = own_experts(model.config.experts.count, self.ranks)
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """See `Linears.place`: other ranks' experts are let go of at once."""
+        """See `WeightLoader.place`: other ranks' experts are let go of at once."""
         number = name.partition(".experts.")[2].partition(".")[0]
         if not number.isdigit() or int(number) in self.own:
             self.inner.place(model, name, tensor)
 
     def finish(self, model: Model) -> Model:
-        """See `Linears.finish`."""
+        """See `WeightLoader.finish`."""
         for layer in expert_layers(model):
             if isinstance(layer.experts, ExpertList):
                 layer.experts = layer.experts.only(self.own)
@@ -111,34 +115,46 @@ class ExpertParallel(Feature):
     name: ClassVar[str] = "expert_parallel"
     phase: ClassVar[int] = 16
 
-    cut: str = option("experts", "what a rank has: experts (whole ones) or inside (a part of every expert)")
+    cut: str = option(
+        "experts", "what a rank has: experts (whole ones) or inside (a part of every expert)"
+    )
 
     def __post_init__(self) -> None:
         """Check the option."""
         choice("cut", self.cut, CUTS)
 
-    def prepare(self, parts: Parts) -> None:
+    def prepare(self, builder: EngineBuilder) -> None:
         """Let each rank keep its part while the model is loaded. Rank 0 checks before any other begins."""
-        for one in parts.recipe.features:
+        for one in builder.recipe.features:
             if isinstance(one, Parallel) and one.tensor_parallel > 1:
-                self.check(parts.recipe, one.tensor_parallel)
+                self.check(builder.recipe, one.tensor_parallel)
             elif isinstance(one, Split):
                 if self.cut == CUTS[0]:
-                    parts.wrap(self, linears=partial(OwnExperts, ranks=one.ranks))
-                parts.stages["load"].append(partial(self._share, one.ranks))
+                    builder.decorate(
+                        self, weight_loader=partial(OwnExpertsLoader, ranks=one.ranks)
+                    )
+                builder.stages["load"].append(partial(self._share, one.ranks))
 
     def check(self, recipe: Recipe, size: int) -> None:
         """Raise `UserError` for what `size` ranks cannot do."""
-        facts = None if isinstance(recipe.model, Model) else config_of(str(recipe.model)).experts
-        asked = any(isinstance(one, MixtureOfExperts) and one.active_experts for one in recipe.features)
+        facts = (
+            None if isinstance(recipe.model, Model) else config_of(str(recipe.model)).experts
+        )
+        asked = any(
+            isinstance(one, MixtureOfExperts) and one.active_experts for one in recipe.features
+        )
         if facts is None and asked:
-            raise UserError(f"tensor_parallel is {size}, but active_experts cuts a dense model on one GPU")
+            raise UserError(
+                f"tensor_parallel is {size}, but active_experts cuts a dense model on one GPU"
+            )
         if facts is not None and self.cut == "experts" and facts.count < size:
-            raise UserError(f"tensor_parallel is {size}, but a layer has {facts.count} experts: cut 'inside'")
+            raise UserError(
+                f"tensor_parallel is {size}, but a layer has {facts.count} experts: cut 'inside'"
+            )
 
-    def _share(self, ranks: Ranks, parts: Parts) -> None:
+    def _share(self, ranks: Ranks, builder: EngineBuilder) -> None:
         """Let a rank's part of each layer add up with the parts of the others."""
-        for layer in expert_layers(parts.model):
+        for layer in expert_layers(builder.model):
             made = layer.experts
             if self.cut == CUTS[0]:
                 layer.first = own_experts(layer.facts.count, ranks).start
@@ -149,5 +165,5 @@ class ExpertParallel(Feature):
                 continue
             layer.total = ranks.all_reduce
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Do nothing more: the layers are loaded."""

@@ -56,9 +56,13 @@ class PackedStack(nn.Module):
     def __init__(self, count: int, outputs: int, inputs: int) -> None:
         super().__init__()
         if inputs % BLOCK:
-            raise UserError(f"a matrix of {inputs} inputs cannot be {MXFP4}: {BLOCK} of them share a scale")
+            raise UserError(
+                f"a matrix of {inputs} inputs cannot be {MXFP4}: {BLOCK} of them share a scale"
+            )
         shape = (count, outputs, inputs // BLOCK)
-        self.blocks = nn.Parameter(torch.empty(*shape, BLOCK // 2, dtype=torch.uint8), requires_grad=False)
+        self.blocks = nn.Parameter(
+            torch.empty(*shape, BLOCK // 2, dtype=torch.uint8), requires_grad=False
+        )
         self.scales = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(count, outputs))
 
@@ -69,7 +73,9 @@ class PackedStack(nn.Module):
 
     def only(self, own: range) -> ExpertStack:
         """Return some experts as kernels read them; one at a time is unpacked."""
-        blocks, scales, bias = (t[own.start : own.stop] for t in (self.blocks, self.scales, self.bias))
+        blocks, scales, bias = (
+            t[own.start : own.stop] for t in (self.blocks, self.scales, self.bias)
+        )
         each = [unpack(*one, bias.dtype) for one in zip(blocks, scales, strict=True)]
         return ExpertStack(torch.stack(each), bias=bias.clone())
 
@@ -100,7 +106,9 @@ class ClampedMLPs(ExpertList):
 
     def only(self, own: range) -> ExpertList:
         """See `ExpertList.only`."""
-        self.gate_up, self.down, self.count = self.gate_up.only(own), self.down.only(own), len(own)
+        self.gate_up = self.gate_up.only(own)
+        self.down = self.down.only(own)
+        self.count = len(own)
         return self
 
     def stacks(self, kind: str) -> tuple[ExpertStack, ExpertStack, Swiglu]:
@@ -133,7 +141,9 @@ class GptOssBlock(LlamaBlock):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec) -> None:
         super().__init__(config, spec)
-        mlp = Experts(config)  # the softmax is over the chosen alone, which `normalize` comes to
+        mlp = Experts(
+            config
+        )  # the softmax is over the chosen alone, which `normalize` comes to
         mlp.gate = ExpertRouter(config.hidden_size, mlp.facts.count, bias=True)
         mlp.experts = ClampedMLPs(config)
         self.mlp = mlp  # type: ignore[assignment]
@@ -163,7 +173,11 @@ class GptOss(Llama):
         """Plain matrices are stored as `[E, in, out]`; gate 0, up 0, gate 1, up 1 and so on take turns."""
         if name.endswith((".gate_up.data", ".down.data")):
             tensor = tensor.mT
-        return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1) if ".gate_up." in name else tensor
+        return (
+            torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
+            if ".gate_up." in name
+            else tensor
+        )
 
 
 def packed(config: ModelConfig) -> bool:

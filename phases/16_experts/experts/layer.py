@@ -82,7 +82,8 @@ class Experts(nn.Module):
         self.total: Callable[[Tensor], Tensor] | None = None
         self.gate = ExpertRouter(hidden, facts.count)
         self.experts: nn.Module = ExpertList(
-            GatedMLP(hidden, facts.intermediate_size, config.activation) for _ in range(facts.count)
+            GatedMLP(hidden, facts.intermediate_size, config.activation)
+            for _ in range(facts.count)
         )
         if facts.shared_size:
             self.shared_expert = GatedMLP(hidden, facts.shared_size, config.activation)
@@ -92,11 +93,15 @@ class Experts(nn.Module):
         """`[..., hidden]` -> `[..., hidden]`."""
         flat = x.flatten(0, -2)  # [T, hidden]
         weights, chosen = self.choose(flat)
-        total: Tensor = self.experts(flat, weights, chosen - self.first if self.first else chosen)
+        total: Tensor = self.experts(
+            flat, weights, chosen - self.first if self.first else chosen
+        )
         if self.total is not None:
             total = self.total(total.to(x.dtype))
         if self.facts.shared_size:
-            total = total + torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(flat)
+            total = total + torch.sigmoid(self.shared_expert_gate(flat)) * self.shared_expert(
+                flat
+            )
         return total.to(x.dtype).view(x.shape)
 
     def choose(self, flat: Tensor) -> tuple[Tensor, Tensor]:

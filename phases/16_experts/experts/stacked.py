@@ -16,17 +16,20 @@ class StackedExperts(nn.Module):
     """`ExpertList` with the weights of all in two stacks.
 
     gate_up: of every expert `[2 I, hidden]`, its gates and then its ups. down: `[hidden, I]`.
-    ways: the most tokens that the first `Way` computes, that way, and the one for more; here in plain torch.
+    ways: the most tokens that the first `ExpertKernel` computes, that way, and the one for more; here in
+    plain torch.
     """
 
     def __init__(self, gate_up: ExpertStack, down: ExpertStack, act: Swiglu) -> None:
         super().__init__()
-        self.gate_up, self.down, self.act = gate_up, down, act
-        self.ways: tuple[int, Way, Way] = (1, one_token, sorted_loop)
+        self.gate_up = gate_up
+        self.down = down
+        self.act = act
+        self.kernels: tuple[int, ExpertKernel, ExpertKernel] = (1, one_token, sorted_loop)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See `Way`."""
-        most, few, many = self.ways
+        """See `ExpertKernel`."""
+        most, few, many = self.kernels
         return (few if len(x) <= most else many)(self, x, weights, chosen)
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
@@ -34,7 +37,7 @@ class StackedExperts(nn.Module):
         return self.down.multiply(expert, self.act(self.gate_up.multiply(expert, x)))
 
 
-Way = Callable[[StackedExperts, Tensor, Tensor, Tensor], Tensor]
+ExpertKernel = Callable[[StackedExperts, Tensor, Tensor, Tensor], Tensor]
 """Layer, `x [T, hidden]`, `weights` and `chosen [T, k]` -> `[T, hidden]`, the weighted sums.
 
 A choice that is no number of an expert here, but of one on another rank, adds nothing.
@@ -42,7 +45,7 @@ A choice that is no number of an expert here, but of one on another rank, adds n
 
 
 def sorted_loop(layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """A `Way` in plain torch: tokens are sorted by expert, and each expert multiplies its own.
+    """A `ExpertKernel` in plain torch: tokens are sorted by expert, and each expert multiplies its own.
 
     It waits for the device to learn how many tokens each expert has, so no graph can be recorded of it.
     """
@@ -56,7 +59,7 @@ def sorted_loop(layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tenso
 
 
 def one_token(layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """A `Way` in plain torch for one token on a CPU: nothing to sort, and a third of the calls."""
+    """A `ExpertKernel` in plain torch for one token on a CPU: nothing to sort, and a third of the calls."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for weight, expert in zip(weights[0].tolist(), chosen[0].tolist(), strict=True):
         if 0 <= expert < len(layer.down.data):  # another rank's add nothing here
@@ -81,7 +84,9 @@ def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     back = torch.empty_like(products)
     back[order] = products
     by_token = back.view(tokens, top_k, -1)
-    total = torch.zeros(tokens, products.shape[-1], dtype=torch.float32, device=products.device)
+    total = torch.zeros(
+        tokens, products.shape[-1], dtype=torch.float32, device=products.device
+    )
     for place in range(top_k):
         total += weights[:, place, None] * by_token[:, place]
     return total.to(products.dtype)

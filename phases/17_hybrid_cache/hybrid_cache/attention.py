@@ -25,7 +25,9 @@ class GroupedTorch(TorchPagedAttention, Mixer):
         super().begin(batch)
         self.batches = self.pool.begin(self.batch)
         found = [(plan, self.pool.tables_of(pages)) for plan, pages in self._others]
-        self._tables = [[(plan, blocks[g]) for plan, blocks in found] for g in range(len(self.batches))]
+        self._tables = [
+            [(plan, blocks[g]) for plan, blocks in found] for g in range(len(self.batches))
+        ]
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
         """See `PagedAttention.place`; from here on the step is that of the layer's group."""

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from common.request import Request
 from continuous.work import Work
 from hybrid_cache.layout import LayerGroups
+from hybrid_cache.lru_pool import LruPool
 from hybrid_cache.managers import FullManager, Manager, ManagerSizes, WindowManager
 from hybrid_cache.state import StateManager
-from hybrid_cache.stock import Stock
 from paged_cache.allocator import BlockAllocator
 from prefix_cache.cache import PrefixCache
 from prefix_cache.index import Match, PrefixIndex
@@ -76,12 +76,16 @@ class HybridCache(PrefixCache):
         watermark: float = 0.01,
     ) -> None:
         pages = page_count(layout, blocks, rows, -(-max_len // block_size))
-        super().__init__(rows, max_len, pages, block_size, index or RadixIndex(), watermark=watermark)
+        super().__init__(
+            rows, max_len, pages, block_size, index or RadixIndex(), watermark=watermark
+        )
         self._keeps = index is not None
         self.allocator = Pages(pages, self._died)
-        self.stock = Stock(blocks - 1)
+        self.stock = LruPool(blocks - 1)
         count = len(layout.groups)
-        self.blocks: NDArray[np.int32] = np.zeros((count + 2 * (layout.states is not None), pages), np.int32)
+        self.blocks: NDArray[np.int32] = np.zeros(
+            (count + 2 * (layout.states is not None), pages), np.int32
+        )
         self._changed: set[int] = set()
         self._block_copies: list[tuple[int, list[tuple[int, int]]]] = []  # by page
         self.kinds: list[Manager] = []  # of attention, in the order of the layout
@@ -96,7 +100,9 @@ class HybridCache(PrefixCache):
         self.managers = self.kinds.copy()
         if layout.states is not None:
             slots, tails = self.blocks[at : at + 1], self.blocks[-1]
-            self.states = StateManager(self.tables, tails, blocks, slots, self._changed, limits)
+            self.states = StateManager(
+                self.tables, tails, blocks, slots, self._changed, limits
+            )
             self.managers.append(self.states)
 
     # Room, in blocks.
@@ -104,7 +110,9 @@ class HybridCache(PrefixCache):
     def holds(self, tokens: int) -> bool:
         """See `PagedCache.holds`."""
         most = sum(kind.most(tokens) for kind in self.kinds)
-        return most <= self.stock.books.count and self.blocks_for(tokens) <= self.tables.shape[1]
+        return (
+            most <= self.stock.books.count and self.blocks_for(tokens) <= self.tables.shape[1]
+        )
 
     def fits(self, request: Request) -> bool:
         """Return True if all managers find the blocks that the request pins when it begins."""
@@ -134,7 +142,9 @@ class HybridCache(PrefixCache):
 
     def grow(self, request: Request, upto: int) -> bool:
         """First give back what windows have passed, then take pages, and blocks for them."""
-        row, table, start = request.row, self.tables[request.row], request.num_computed_tokens
+        row = request.row
+        table = self.tables[request.row]
+        start = request.num_computed_tokens
         new = self._cursors[row] is None
         if not new:
             for kind in self.kinds:
@@ -151,7 +161,9 @@ class HybridCache(PrefixCache):
                 manager.attach(row, table, start)
         for source, target in super().take_copies():
             self._make_room(self.width)
-            pairs = [pair for manager in self.managers for pair in manager.copy(source, target)]
+            pairs = [
+                pair for manager in self.managers for pair in manager.copy(source, target)
+            ]
             self._block_copies.append((target, pairs))
         self._make_room(self._lacking(row, start, upto))
         self._writable[row] = min(kind.grow(row, table, start, upto) for kind in self.kinds)
@@ -170,12 +182,12 @@ class HybridCache(PrefixCache):
         stock = self.stock
         while stock.books.free < count:
             if stock.slid and len(stock.slid) >= self.index.evictable:
-                stock.lose_oldest(stock.slid)
+                stock.evict_oldest(stock.slid)
             elif pages := self.index.evict(1):
                 self.stats.evicted_blocks += len(pages)
                 self.allocator.release(pages)
             else:
-                stock.lose_oldest(stock.slid or stock.ends)
+                stock.evict_oldest(stock.slid or stock.ends)
 
     def _died(self, page: int) -> None:
         for manager in self.managers:
@@ -226,7 +238,7 @@ class HybridCache(PrefixCache):
         self._changed.clear()
         moves = Moves(pages, self.blocks[:, pages]) if len(pages) else None
         if self.states is not None:
-            self.states.let_go(left)
+            self.states.release(left)
         return moves
 
     def take_copies(self) -> list[tuple[int, int]]:

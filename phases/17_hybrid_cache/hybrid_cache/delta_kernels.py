@@ -36,7 +36,9 @@ def unit(x):
 def gates(row, live, head, a_log, dt_bias, H: tl.constexpr, SIDE: tl.constexpr):
     """Return the decay and the strength of a head's tokens, whose projections are in `row`."""
     b = tl.load(row + SIDE + head, mask=live, other=0.0).to(tl.float32)
-    a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(tl.float32)
+    a = tl.load(row + SIDE + H + head, mask=live, other=0.0) + tl.load(dt_bias + head).to(
+        tl.float32
+    )
     soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     decay = tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * soft, 0.0)
     return decay, tl.sigmoid(b).to(row.dtype.element_ty).to(tl.float32)
@@ -47,22 +49,32 @@ def finish(o, z, weight, eps, DV: tl.constexpr):
     """The norm of a head's outputs `[rows, DV_PAD]` and their gate, rounded as torch rounds them."""
     o = o.to(z.dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
-    o, z = (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32), z.to(tl.float32)
+    o, z = (
+        (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32),
+        z.to(tl.float32),
+    )
     return o * z * tl.sigmoid(z)
 
 
 @triton.jit
-def inputs_at(x, kept, at, channel, mask, C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr):
+def inputs_at(
+    x, kept, at, channel, mask, C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr
+):
     """Load a request's inputs at some offsets, `[offsets, channels]`; negative ones are kept ones."""
     new, old = mask & (at >= 0)[:, None], mask & (at < 0)[:, None]
-    fresh = tl.load(x + at[:, None].to(tl.int64) * WIDTH + channel[None, :], mask=new, other=0.0)
-    return fresh + tl.load(kept + (W - 1 + at)[:, None] * C + channel[None, :], mask=old, other=0.0)
+    fresh = tl.load(
+        x + at[:, None].to(tl.int64) * WIDTH + channel[None, :], mask=new, other=0.0
+    )
+    return fresh + tl.load(
+        kept + (W - 1 + at)[:, None] * C + channel[None, :], mask=old, other=0.0
+    )
 
 
 @triton.jit
 def convolve(
     x, weight, kept, at, live, start,
-    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
     """SiLU of the convolution of the channels from `start`: `[ROWS, PAD]` float32."""
@@ -73,32 +85,42 @@ def convolve(
         factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
         value = inputs_at(x, kept, at - (W - 1 - w), start + i, mask, C, W, WIDTH)
         total += value.to(tl.float32) * factor[None, :]
-    return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)  # as torch rounds it
+    return (
+        (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
+    )  # as torch rounds it
 
 
 @triton.jit
 def shift(
     x, kept, source, boundary, into, cut, count, start,
-    C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
     """Keep the last `W - 1` inputs behind `cut` and behind `count` tokens, for the tokens that follow."""
     row, channel = tl.arange(0, W_PAD), start + tl.arange(0, PAD)
     mask = (row < W - 1)[:, None] & (tl.arange(0, PAD) < SIZE)[None, :]
     size: tl.constexpr = (W - 1) * C
-    at_cut = inputs_at(x, kept + source * size, cut - (W - 1) + row, channel, mask, C, W, WIDTH)
-    at_end = inputs_at(x, kept + source * size, count - (W - 1) + row, channel, mask, C, W, WIDTH)
+    at_cut = inputs_at(
+        x, kept + source * size, cut - (W - 1) + row, channel, mask, C, W, WIDTH
+    )
+    at_end = inputs_at(
+        x, kept + source * size, count - (W - 1) + row, channel, mask, C, W, WIDTH
+    )
     tl.debug_barrier()  # all threads have read what is overwritten
     to = kept + row[:, None] * C + channel[None, :]
-    tl.store(to + boundary * size, at_cut, mask=mask & (boundary >= 0))
+    tl.store(to + boundary * size, at_cut, mask=tl.where(boundary >= 0, mask, False))
     tl.store(to + into * size, at_end, mask=mask)
 
 
 @triton.jit
 def step_kernel(
-    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
+    eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per request and key head; requests of more than one token are left out.
@@ -108,13 +130,20 @@ def step_kernel(
     request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = tl.load(query_starts + request + 1) - first
-    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
+    source, into = (
+        tl.load(step + request).to(tl.int64),
+        tl.load(step + 2 * requests + request).to(tl.int64),
+    )
     if (count == 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         at = tl.zeros([1], tl.int32)
-        i, j, live = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD), at == 0
+        i = tl.arange(0, DK_PAD)
+        j = tl.arange(0, DV_PAD)
+        live = at == 0
         mask = (i < DK)[:, None] & (j < DV)[None, :]
-        queries, keys, size = key_head * DK, (KH + key_head) * DK, H * DK * DV
+        queries = key_head * DK
+        keys = (KH + key_head) * DK
+        size = H * DK * DV
         row, old = x + first * WIDTH, kept + source * (W - 1) * C
         place = key_head * GROUPS * DK * DV + i[:, None] * DV + j[None, :]
         state = tl.load(states + source * size + place, mask=mask, other=0.0)
@@ -122,7 +151,10 @@ def step_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        q = unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, 1, DK, DK_PAD)) * scale
+        q = (
+            unit(convolve(row, weight, old, at, live, queries, C, W, WIDTH, 1, DK, DK_PAD))
+            * scale
+        )
         k = unit(convolve(row, weight, old, at, live, keys, C, W, WIDTH, 1, DK, DK_PAD))
         q, k = tl.trans(q), tl.trans(k)  # [DK_PAD, 1]
         for group in range(GROUPS):
@@ -139,7 +171,9 @@ def step_kernel(
             tl.store(states + into * size + place, state, mask=mask)
             shift(row, kept, source, -1, into, 0, 1, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
             place += DK * DV
-            state = tl.load(states + source * size + place, mask=mask & (group + 1 < GROUPS), other=0.0)
+            state = tl.load(
+                states + source * size + place, mask=mask & (group + 1 < GROUPS), other=0.0
+            )
         shift(row, kept, source, -1, into, 0, 1, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
         shift(row, kept, source, -1, into, 0, 1, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
 
@@ -160,44 +194,67 @@ def solve(system, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    out, x, weight, a_log, dt_bias, norm, states, kept, query_starts, step, requests, scale,
+    eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per request and key head; requests of one token are left out."""
     request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
+    source, into = (
+        tl.load(step + request).to(tl.int64),
+        tl.load(step + 2 * requests + request).to(tl.int64),
+    )
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         boundary = tl.load(step + requests + request).to(tl.int64)
         cut = tl.load(step + 3 * requests + request)
-        t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+        t = tl.arange(0, CHUNK)
+        i = tl.arange(0, DK_PAD)
+        j = tl.arange(0, DV_PAD)
         mask = (i < DK)[:, None] & (j < DV)[None, :]
-        queries, keys, size = key_head * DK, (KH + key_head) * DK, H * DK * DV
+        queries = key_head * DK
+        keys = (KH + key_head) * DK
+        size = H * DK * DV
         earlier, seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
         row, old = x + first * WIDTH, kept + source * (W - 1) * C
         factor = tl.load(norm + j, mask=j < DV, other=0.0)
         for group in range(GROUPS):
             head = key_head * GROUPS + group
-            values, place = 2 * KH * DK + head * DV, head * (DK * DV) + i[:, None] * DV + j[None, :]
+            values, place = (
+                2 * KH * DK + head * DV,
+                head * (DK * DV) + i[:, None] * DV + j[None, :],
+            )
             state = tl.load(states + source * size + place, mask=mask, other=0.0)
-            for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):  # a chunk ends at the cut
+            for start in range(
+                -((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK
+            ):  # a chunk ends at the cut
                 at = start + t
                 live, token = (at >= 0) & (at < count), row + at.to(tl.int64) * WIDTH
-                q = convolve(row, weight, old, at, live, queries, C, W, WIDTH, CHUNK, DK, DK_PAD)
+                q = convolve(
+                    row, weight, old, at, live, queries, C, W, WIDTH, CHUNK, DK, DK_PAD
+                )
                 k = convolve(row, weight, old, at, live, keys, C, W, WIDTH, CHUNK, DK, DK_PAD)
                 q, k = unit(q) * scale, unit(k)
-                v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
+                v = convolve(
+                    row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD
+                )
                 decay, beta = gates(token, live, head, a_log, dt_bias, H, C + H * DV)
-                total, whole, beta = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0), beta[:, None]
+                total = tl.cumsum(decay, axis=0)
+                whole = tl.sum(decay, axis=0)
+                beta = beta[:, None]
                 since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
                 faded = tl.exp(total)[:, None]
 
                 alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-                inverse = solve(tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK, PRECISION)
+                inverse = solve(
+                    tl.where(earlier, -beta * since * alike, 0.0), t, CHUNK, PRECISION
+                )
                 wrong = beta * (v - faded * tl.dot(k, state, input_precision=PRECISION))
                 writes = tl.dot(inverse, wrong, input_precision=PRECISION)
 
@@ -213,9 +270,41 @@ def scan_kernel(
                 if (start + CHUNK == cut) & (boundary >= 0):
                     tl.store(states + boundary * size + place, state, mask=mask)
             tl.store(states + into * size + place, state, mask=mask)
-            shift(row, kept, source, boundary, into, cut, count, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
-        shift(row, kept, source, boundary, into, cut, count, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
-        shift(row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+            shift(
+                row,
+                kept,
+                source,
+                boundary,
+                into,
+                cut,
+                count,
+                values,
+                C,
+                W,
+                W_PAD,
+                WIDTH,
+                DV,
+                DV_PAD,
+            )
+        shift(
+            row,
+            kept,
+            source,
+            boundary,
+            into,
+            cut,
+            count,
+            queries,
+            C,
+            W,
+            W_PAD,
+            WIDTH,
+            DK,
+            DK_PAD,
+        )
+        shift(
+            row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD
+        )
 
 
 class DeltaWeights(NamedTuple):
@@ -249,15 +338,23 @@ def mix(pool: StatePool, weights: DeltaWeights, x: Tensor, scan: Scan | None) ->
     }  # fmt: skip
     early = len(x) == 1 and dependent_launch(x.device)
     how = {"PDL": early, "num_warps": 8, **({"launch_pdl": True} if early else {})}
-    step_kernel[pool.step.shape[1], layer.key_heads](*given(out, pool, weights, x), **sizes, **how)
+    step_kernel[pool.step.shape[1], layer.key_heads](
+        *given(out, pool, weights, x), **sizes, **how
+    )
     if scan is not None:
         scan(out, pool, weights, x, sizes)
     return out.view(len(x), -1)
 
 
-def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]) -> None:
+def scan(
+    out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
+) -> None:
     """Compute prompts chunk by chunk, in one kernel."""
-    how = {"CHUNK": CHUNK, "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32", "num_warps": 8}
+    how = {
+        "CHUNK": CHUNK,
+        "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32",
+        "num_warps": 8,
+    }
     scan_kernel[pool.step.shape[1], sizes["KH"]](*given(out, pool, weights, x), **sizes, **how)
 
 

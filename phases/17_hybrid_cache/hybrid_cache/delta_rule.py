@@ -85,12 +85,20 @@ def one_chunk(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
     with `G` the running sum of the decays and `S` the state before the chunk.
     """
     q, k, v = (x.transpose(-3, -2) for x in tokens[:3])  # [..., H, C, D]
-    total = tokens.decay.transpose(-2, -1).cumsum(-1, dtype=torch.float64)  # [..., H, C]; differences count
+    total = tokens.decay.transpose(-2, -1).cumsum(
+        -1, dtype=torch.float64
+    )  # [..., H, C]; differences count
     beta = tokens.beta.transpose(-2, -1).unsqueeze(-1)  # [..., H, C, 1]
-    since = total.unsqueeze(-1) - total.unsqueeze(-2)  # [..., H, C, C]: decay between two tokens
+    since = total.unsqueeze(-1) - total.unsqueeze(
+        -2
+    )  # [..., H, C, C]: decay between two tokens
     later = torch.ones_like(since, dtype=torch.bool).triu(1)
-    since = since.masked_fill(later, float("-inf")).float().exp()  # masked before exp, which would overflow
-    faded = total.float().exp().unsqueeze(-1)  # [..., H, C, 1]: what is left of the state before the chunk
+    since = (
+        since.masked_fill(later, float("-inf")).float().exp()
+    )  # masked before exp, which would overflow
+    faded = (
+        total.float().exp().unsqueeze(-1)
+    )  # [..., H, C, 1]: what is left of the state before the chunk
 
     system = beta * (k @ k.transpose(-1, -2)) * since
     wrong = beta * (v - faded * (k @ state))

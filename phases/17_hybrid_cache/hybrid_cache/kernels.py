@@ -77,7 +77,12 @@ class FusedDelta(nn.Module):
         self.scan: Scan = scan
 
     def forward(
-        self, x: Tensor, mixer: Mixer, *, norm: NormWeights | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        mixer: Mixer,
+        *,
+        norm: NormWeights | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """See `GatedDeltaNet.forward`, and `FusedLinear.forward` for a norm before and a sum behind it."""
         assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None

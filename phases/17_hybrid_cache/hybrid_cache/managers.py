@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_cache.stock import Stock
+from hybrid_cache.lru_pool import LruPool
 
 Table = NDArray[np.int32]
 """A request's row of the block tables: the page of each place."""
@@ -52,12 +52,15 @@ class Manager(ABC):
     def __init__(
         self,
         groups: Sequence[Sequence[int]],
-        stock: Stock,
+        stock: LruPool,
         blocks: NDArray[np.int32],
         changed: set[int],
         limits: ManagerSizes,
     ) -> None:
-        self.groups, self.stock, self.blocks, self.changed = groups, stock, blocks, changed
+        self.groups = groups
+        self.stock = stock
+        self.blocks = blocks
+        self.changed = changed
         self.width = len(groups)
         blocks[:] = stock.null
         _, self.block_size, self.step_tokens = limits
@@ -139,7 +142,9 @@ class Manager(ABC):
         """Give the new page `target` blocks, and the user of `source` to it; returns blocks to copy."""
         self._drop(source, None)
         self._change(target, users=1, blocks=self.stock.take(self.width))
-        return list(zip(self.blocks[:, source].tolist(), self.blocks[:, target].tolist(), strict=True))
+        return list(
+            zip(self.blocks[:, source].tolist(), self.blocks[:, target].tolist(), strict=True)
+        )
 
     def swap(self, row: int, place: int, mine: int, theirs: int) -> None:
         """Let a request use another page with the same tokens. It gets the blocks if it has none."""

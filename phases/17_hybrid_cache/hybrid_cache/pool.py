@@ -51,9 +51,15 @@ class HybridPool(BlockPool):
         kv = kv or KVFormat()
         count = layout.blocks(blocks)
         one = replace(config, num_layers=layout.size, sliding_windows=(), delta=None)
-        super().__init__(one, count, block_size, device=device, dtype=dtype, kv=replace(kv, scales=None))
-        self.exact, self.block_size, self.null = kv.exact(dtype), block_size, count - 1
-        inside, self.group_of, places = self.layers, [0] * config.num_layers, [0] * config.num_layers
+        super().__init__(
+            one, count, block_size, device=device, dtype=dtype, kv=replace(kv, scales=None)
+        )
+        self.exact = kv.exact(dtype)
+        self.block_size = block_size
+        self.null = count - 1
+        inside = self.layers
+        self.group_of = [0] * config.num_layers
+        places = [0] * config.num_layers
         for group, layers in enumerate(layout.groups):
             for place, layer in enumerate(layers):
                 self.group_of[layer], places[layer] = group, place
@@ -70,7 +76,9 @@ class HybridPool(BlockPool):
         self.states: StatePool | None = None
         if layout.states is not None:
             slots = slot_count(rows)
-            self.states = StatePool(layout.states, slots, pages, block_size, device=device, dtype=dtype)
+            self.states = StatePool(
+                layout.states, slots, pages, block_size, device=device, dtype=dtype
+            )
 
     def regroup(self, moves: Moves | None) -> None:
         """Note where pages have their blocks now, before the step that reads it."""
@@ -85,7 +93,9 @@ class HybridPool(BlockPool):
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks in every layer, and slots, which are numbered behind them."""
         if self.states is not None:
-            slots = torch.tensor([pair for pair in pairs if pair[0] > self.null], device=self.data.device)
+            slots = torch.tensor(
+                [pair for pair in pairs if pair[0] > self.null], device=self.data.device
+            )
             self.states.copy(*(slots - self.null - 1).unbind(1))
             pairs = [pair for pair in pairs if pair[0] <= self.null]
         super().copy(pairs)
@@ -95,7 +105,9 @@ class HybridPool(BlockPool):
         if self.states is not None:
             self.states.begin(batch)
         tables, slots = self.tables_of(batch.block_tables), self.slots_of(batch.slots)
-        return [replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)]
+        return [
+            replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)
+        ]
 
     def tables_of(self, pages: Tensor) -> Tensor:
         """Pages `[...]` -> blocks `[groups, ...]` int32."""
@@ -104,4 +116,6 @@ class HybridPool(BlockPool):
     def slots_of(self, slots: Tensor) -> Tensor:
         """Slots in pages `[T]` -> in blocks, `[groups, T]`; -1, which is nowhere, stays."""
         blocks = self.tables_of(slots.clamp(min=0) // self.block_size).long()
-        return torch.where(slots < 0, slots, blocks * self.block_size + slots % self.block_size)
+        return torch.where(
+            slots < 0, slots, blocks * self.block_size + slots % self.block_size
+        )

@@ -19,7 +19,7 @@ from forward.layers import GatedMLP, RMSNorm
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
-from forward.rope_scaling import sharpness
+from forward.rope_scaling import attention_scaling
 from hybrid_cache.mixer import DeltaInputs, Mixer, mixer_of
 
 
@@ -38,10 +38,16 @@ class GatedAttention(nn.Module):
         self.q_norm = Gemma3RMSNorm(spec.head_dim, config.norm_eps)
         self.k_norm = Gemma3RMSNorm(spec.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``."""
-        heads, keys, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
-        q, gate = self.q_proj(x).unflatten(-1, (heads, 2 * size)).chunk(2, -1)  # [..., H, D] each
+        heads = self.spec.num_heads
+        keys = self.spec.num_kv_heads
+        size = self.spec.head_dim
+        q, gate = (
+            self.q_proj(x).unflatten(-1, (heads, 2 * size)).chunk(2, -1)
+        )  # [..., H, D] each
         k = self.k_proj(x).unflatten(-1, (keys, size))
         v = self.v_proj(x).unflatten(-1, (keys, size))
         q, k = turn_share(self.q_norm(q), cos_sin), turn_share(self.k_norm(k), cos_sin)
@@ -61,13 +67,17 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int) -> None:
         super().__init__()
         self.delta, self.layer = delta, layer
-        hidden, channels, values = config.hidden_size, delta.channels, delta.value_heads * delta.value_dim
+        hidden = config.hidden_size
+        channels = delta.channels
+        values = delta.value_heads * delta.value_dim
         self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
         self.in_proj_b = nn.Linear(hidden, delta.value_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, delta.value_heads, bias=False)
         # Holds the weights as checkpoints do, `[C, 1, W]`; the mixer applies them.
-        self.conv1d = nn.Conv1d(channels, channels, delta.conv_width, groups=channels, bias=False)
+        self.conv1d = nn.Conv1d(
+            channels, channels, delta.conv_width, groups=channels, bias=False
+        )
         self.dt_bias = nn.Parameter(torch.zeros(delta.value_heads))
         self.A_log = nn.Parameter(torch.zeros(delta.value_heads))
         self.norm = RMSNorm(delta.value_dim, config.norm_eps)
@@ -75,9 +85,13 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, mixer: Mixer) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``mixer``."""
-        decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        decay = -self.A_log.float().exp() * F.softplus(
+            self.in_proj_a(x).float() + self.dt_bias.float()
+        )
         beta, conv = torch.sigmoid(self.in_proj_b(x)), self.conv1d.weight.squeeze(1)
-        mixed = mixer.mix(DeltaInputs(self.layer, self.delta, conv, self.in_proj_qkv(x), decay, beta))
+        mixed = mixer.mix(
+            DeltaInputs(self.layer, self.delta, conv, self.in_proj_qkv(x), decay, beta)
+        )
         out = self.norm(mixed)  # [..., H, Dv]
         gate = self.in_proj_z(x).view_as(out)
         return self.out_proj((out * F.silu(gate.float())).to(x.dtype).flatten(-2))
@@ -121,8 +135,10 @@ class Qwen35(Model):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config.rope, int(config.rope.share * config.head_dim))
         # A longer context sharpens what turns; the scale of `Model` would sharpen what does not as well.
-        self.sharpness = sharpness(config, 0) ** 0.5
-        self.layer_specs = tuple(replace(spec, scale=config.attention_scale) for spec in self.layer_specs)
+        self.attention_scaling = attention_scaling(config, 0) ** 0.5
+        self.layer_specs = tuple(
+            replace(spec, scale=config.attention_scale) for spec in self.layer_specs
+        )
         self.layers = nn.ModuleList(Qwen35Block(config, spec) for spec in self.layer_specs)
         self.norm = Gemma3RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -133,7 +149,7 @@ class Qwen35(Model):
         mixer = mixer_of(attention)
         x = self.embed_tokens(input_ids)  # [..., hidden]
         cos, sin = self.rope(positions)
-        cos_sin = cos * self.sharpness, sin * self.sharpness
+        cos_sin = cos * self.attention_scaling, sin * self.attention_scaling
         for layer in self.layers:
             x = layer(x, cos_sin, attention, mixer)
         return self.norm(x)

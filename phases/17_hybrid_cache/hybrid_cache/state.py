@@ -22,8 +22,8 @@ from typing import Any
 
 from common.request import Request
 from continuous.work import Work
+from hybrid_cache.lru_pool import LruPool
 from hybrid_cache.managers import Manager, Table
-from hybrid_cache.stock import Stock
 
 
 def slot_count(rows: int) -> int:
@@ -31,13 +31,13 @@ def slot_count(rows: int) -> int:
     return 3 * rows
 
 
-class Slots(Stock):
+class Slots(LruPool):
     """The slots of states. Running requests need two thirds of them at most."""
 
     def take(self, count: int) -> list[int]:
         """Take slots that are free, or those of the oldest snapshots."""
         while self.books.free < count:
-            self.lose_oldest(self.ends)
+            self.evict_oldest(self.ends)
         return self.books.allocate(count)
 
 
@@ -58,7 +58,10 @@ class StateManager(Manager):
 
     def __init__(self, tables: Table, tails: Table, behind: int, *books: Any) -> None:
         super().__init__((), Slots(slot_count(len(tables))), *books)
-        self.tables, self.tails, self.behind, self.width = tables, tails, behind, 1
+        self.tables = tables
+        self.tails = tails
+        self.behind = behind
+        self.width = 1
         self.parting, self.newest = [0] * len(tables), [-1] * len(tables)
         self.guessed: dict[int, int] = {}
 
@@ -85,8 +88,10 @@ class StateManager(Manager):
         is where the row's prompt parts from a cached one, if the work begins before and ends behind that.
         Otherwise it is the last page boundary before the work's last token, but behind its start.
         """
-        start, end, parting = work.start, work.start + work.count, self.parting[work.row]
-        if work.drafts and not work.certain:
+        start = work.start
+        end = work.start + work.count
+        parting = self.parting[work.row]
+        if work.drafts and not work.drafts_forced:
             return end - len(work.drafts)
         if start < parting < end:
             return parting
@@ -117,22 +122,36 @@ class StateManager(Manager):
     def launch(self, works: Sequence[Work]) -> list[tuple[int, bool]]:
         """Give slots to the pages in which the works end, and to those that end at their cuts.
 
-        Returns the pages that the works have read from, and whether these keep a snapshot, for `let_go`.
+        Returns the pages that the works have read from, and whether these keep a snapshot, for `release`.
         """
-        size, left, cuts = self.block_size, list[tuple[int, bool]](), set[int]()
+        size = self.block_size
+        left = list[tuple[int, bool]]()
+        cuts = set[int]()
         for work in works:
-            row, start, end = work.row, work.start, work.start + work.count
-            if work.count == 1 and start % size and self.held[row] == (start // size, start // size + 1):
+            row = work.row
+            start = work.start
+            end = work.start + work.count
+            if (
+                work.count == 1
+                and start % size
+                and self.held[row] == (start // size, start // size + 1)
+            ):
                 continue  # the next token of the same page: nothing changes
-            table, cut, guessed = self.tables[row], self.cut(work), work.drafts and not work.certain
+            table = self.tables[row]
+            cut = self.cut(work)
+            guessed = work.drafts and not work.drafts_forced
             place = ((cut if guessed else end) - 1) // size
             page, last = int(table[place]), int(table[(end - 1) // size])
-            left += [(one, start % size == 0) for one in table[slice(*self.held[row])].tolist()]
+            left += [
+                (one, start % size == 0) for one in table[slice(*self.held[row])].tolist()
+            ]
             self.held[row] = place, place + 1
             self._use(page)
             if not self.has(page):
                 self._change(page, blocks=self.stock.take(1))
-            if start > work.request.prompt_len and place * size >= start:  # comes to another page
+            if (
+                start > work.request.prompt_len and place * size >= start
+            ):  # comes to another page
                 if (self, self.newest[row]) in self.stock.ends:
                     self.lose(self.newest[row])
                 self.newest[row] = int(table[place - 1])
@@ -150,7 +169,7 @@ class StateManager(Manager):
                 self.stock.ends[self, page] = None
         return [(page, whole or page in cuts) for page, whole in left]
 
-    def let_go(self, left: Sequence[tuple[int, bool]]) -> None:
+    def release(self, left: Sequence[tuple[int, bool]]) -> None:
         """Let go of what works have read once the device has their slots: it hears of this with the next.
 
         No work may write to what another one of its step reads.

@@ -43,10 +43,16 @@ class StatePool:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.index = {layer: i for i, layer in enumerate(np.flatnonzero(config.layers).tolist())}
-        count, self.null, self.block_size = len(self.index), slots, block_size
+        self.index = {
+            layer: i for i, layer in enumerate(np.flatnonzero(config.layers).tolist())
+        }
+        count = len(self.index)
+        self.null = slots
+        self.block_size = block_size
         self.recurrent = torch.zeros(count, slots + 2, *config.state_shape, device=device)
-        self.conv = torch.zeros(count, slots + 2, *config.conv_shape, device=device, dtype=dtype)
+        self.conv = torch.zeros(
+            count, slots + 2, *config.conv_shape, device=device, dtype=dtype
+        )
         self.places = torch.full((pages,), slots, dtype=torch.int32, device=device)
         self.tails = torch.zeros_like(self.places)
 
@@ -64,20 +70,30 @@ class StatePool:
     def begin(self, batch: PagedBatch) -> None:
         """Start a step: find the slots of its requests. All of it is on the device, for graphs."""
         ends, counts = batch.context_lens.long(), batch.query_starts.diff()
-        starts, live, several = ends - counts, (counts > 0) & (ends > 0), counts > 1
+        starts = ends - counts
+        live = (counts > 0) & (ends > 0)
+        several = counts > 1
         last = self._pages(batch, ends)
         tail = self.tails[last]
         cut = counts - tail.abs()
-        source, boundary = (self.places[self._pages(batch, tokens)] for tokens in (starts, starts + cut))
+        source, boundary = (
+            self.places[self._pages(batch, tokens)] for tokens in (starts, starts + cut)
+        )
         source = torch.where(starts > 0, source, self.null)
         saves = live & several & (tail != 0) & (boundary != self.null)
         into = torch.where(several & (tail < 0), self.null + 1, self.places[last])
-        parts = torch.where(saves, boundary, -1), torch.where(live, into, -1), torch.where(saves, cut, 0)
+        parts = (
+            torch.where(saves, boundary, -1),
+            torch.where(live, into, -1),
+            torch.where(saves, cut, 0),
+        )
         self.start(batch, torch.stack((source, *parts)).int())
 
     def start(self, batch: PagedBatch, step: Tensor) -> None:
         """Start a step whose slots are known."""
-        self.step, self.batch, self._on_host = step, batch, None
+        self.step = step
+        self.batch = batch
+        self._on_host = None
 
     def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """The pages that the last of each request's first `tokens [B]` is in, `[B]`."""
@@ -88,11 +104,16 @@ class StatePool:
         """Mix a ragged batch: its decodes at once, and each longer work by itself."""
         if self._on_host is None:
             self._on_host = self.step.tolist()
-        host, slots, x, config = self.batch.host, self._on_host, inputs.mixed, inputs.config
+        host = self.batch.host
+        slots = self._on_host
+        x = inputs.mixed
+        config = inputs.config
         out = torch.empty(len(x), config.value_heads, config.value_dim, device=x.device)
         ones = np.flatnonzero(host.query_lens == 1)
         if len(ones):
-            at = torch.from_numpy(host.query_starts[ones]).to(x.device).unsqueeze(1)  # [decodes, 1]
+            at = (
+                torch.from_numpy(host.query_starts[ones]).to(x.device).unsqueeze(1)
+            )  # [decodes, 1]
             sources, targets = ([slots[part][i] for i in ones] for part in (0, 2))
             out[at] = self._advance(inputs.take(at), sources, targets)
         for i in np.flatnonzero(host.query_lens > 1).tolist():
@@ -105,9 +126,13 @@ class StatePool:
             out[first:last] = self._advance(inputs.take(slice(first, last)), source, into)
         return out.to(x.dtype)
 
-    def _advance(self, inputs: DeltaInputs, source: int | list[int], into: int | list[int]) -> Tensor:
+    def _advance(
+        self, inputs: DeltaInputs, source: int | list[int], into: int | list[int]
+    ) -> Tensor:
         """Go on from the states in `source`, and leave those behind the last tokens in `into`."""
-        recurrent, conv = (part[self.index[inputs.layer]] for part in (self.recurrent, self.conv))
+        recurrent, conv = (
+            part[self.index[inputs.layer]] for part in (self.recurrent, self.conv)
+        )
         mixed, conv[into] = causal_conv(inputs.mixed, inputs.conv, conv[source])
         rule = recurrence if inputs.mixed.shape[-2] == 1 else scan
         out, recurrent[into] = rule(recurrent[source], inputs.tokens(mixed))

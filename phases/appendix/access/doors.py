@@ -37,7 +37,9 @@ def hosts(given: str | None) -> tuple[str, ...]:
 
 def origins(given: str | None) -> tuple[str, ...]:
     """Read origins likewise. Raises `UserError` for what is none: a browser would never send it."""
-    return _listed("--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port")
+    return _listed(
+        "--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port"
+    )
 
 
 def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str, ...]:
@@ -83,7 +85,9 @@ class Doors:
     def __init__(
         self, hosts: frozenset[str], origins: tuple[str, ...] = (), keys: tuple[str, ...] = ()
     ) -> None:
-        self.hosts, self.origins, self.keys = hosts, origins, [key.encode() for key in keys]
+        self.hosts = hosts
+        self.origins = origins
+        self.keys = [key.encode() for key in keys]
 
     def install(self, app: App) -> None:
         """Stand before all routes."""
@@ -118,7 +122,9 @@ class Doors:
         with suppress(ValueError):
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
             return
-        words = f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
+        words = (
+            f"host is {given[:100]!r}, which is no name of this server: see --allowed-hosts"
+        )
         raise ApiError(421, words, code="host")
 
     def asks(self, http: HttpRequest) -> bool:
@@ -126,11 +132,18 @@ class Doors:
 
         Such a question is which methods and headers that may have.
         """
-        headers, extra, any_page = http.headers, http.extra, ANY in self.origins
+        headers, extra = http.headers, http.extra
+        any_page = ANY in self.origins
         origin = headers.get(b"origin", b"")
-        asks = http.method == "OPTIONS" and origin != b"" and b"access-control-request-method" in headers
+        asks = (
+            http.method == "OPTIONS"
+            and origin != b""
+            and b"access-control-request-method" in headers
+        )
         if not any_page:
-            extra.append((b"vary", b"origin"))  # or a cache would give one page's answer to another
+            extra.append(
+                (b"vary", b"origin")
+            )  # or a cache would give one page's answer to another
         shown = origin.decode("latin-1")
         if origin and (any_page or shown in self.origins):
             extra.append((b"access-control-allow-origin", b"*" if any_page else origin))
@@ -140,14 +153,19 @@ class Doors:
             raise ApiError(403, words, code="origin")
         if asks:
             methods = ", ".join(self.app.methods(http.path)).encode()
-            extra += [(b"access-control-allow-methods", methods), (b"access-control-max-age", SECONDS)]
+            extra += [
+                (b"access-control-allow-methods", methods),
+                (b"access-control-max-age", SECONDS),
+            ]
             if wanted := headers.get(b"access-control-request-headers"):
                 extra.append((b"access-control-allow-headers", wanted))
         return asks
 
     def check_key(self, http: HttpRequest) -> None:
         """Refuse a request without one of the keys; all are compared."""
-        other = b"bearer " + http.headers.get(b"x-api-key", b"")  # as older clients of Anthropic send it
+        other = b"bearer " + http.headers.get(
+            b"x-api-key", b""
+        )  # as older clients of Anthropic send it
         given = http.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
         if scheme.lower() != b"bearer":

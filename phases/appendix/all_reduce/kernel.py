@@ -33,7 +33,7 @@ def place_of(table, peer, offset, kind: tl.constexpr):
 
 
 @triton.jit
-def meet(
+def barrier(
     counter, table, meeting, stop,
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PAD: tl.constexpr, LOOK: tl.constexpr = 256,
 ):  # fmt: skip
@@ -55,7 +55,9 @@ def meet(
     )
     own = (tl.load(table + RANK) + counter).to(tl.pointer_type(tl.int64))
     looks, gone = 0, 0
-    come = tl.atomic_add(own, 0, sem="acquire", scope="sys")  # adding nothing is compiled to a load
+    come = tl.atomic_add(
+        own, 0, sem="acquire", scope="sys"
+    )  # adding nothing is compiled to a load
     while (come < meeting * (RANKS - 1)) & (gone == 0):
         come = tl.atomic_add(own, 0, sem="acquire", scope="sys")
         looks += 1
@@ -93,10 +95,14 @@ def all_reduce_kernel(
         row = program + number * programs
         value = tl.load(part + row.to(tl.int64) * SIZE + i, mask=inside, other=0.0)
         tl.store(mine + number * SIZE + i, value, mask=inside)
-    meet(COUNTERS + program.to(tl.int64) * ALIGN, table, meeting, stop, RANK, RANKS, RANKS_PAD)
+    barrier(
+        COUNTERS + program.to(tl.int64) * ALIGN, table, meeting, stop, RANK, RANKS, RANKS_PAD
+    )
     for number in range(count):
         value = tl.zeros([SIZE_PAD], tl.float32)
-        for peer in tl.static_range(0, RANKS):  # in the same order on every rank: the same bits
+        for peer in tl.static_range(
+            0, RANKS
+        ):  # in the same order on every rank: the same bits
             theirs = place_of(table, peer, parts, kind)
             value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
         at = (program + number * programs).to(tl.int64) * SIZE + i

@@ -62,10 +62,12 @@ MOST = 512 << 10
 """Bytes of the largest sum over shared memory; above, NCCL takes less."""
 
 
-class Symmetric(Reducer):
+class SymmetricMemoryReducer(Reducer):
     """Adds up over shared memory, up to so many bytes."""
 
-    def __init__(self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST) -> None:
+    def __init__(
+        self, ranks: Ranks, hidden: int, dtype: torch.dtype, most: int = MOST
+    ) -> None:
         self.hidden, self.dtype = hidden, dtype
         row = hidden * dtype.itemsize
         self.most_rows = most // row
@@ -89,7 +91,11 @@ class Symmetric(Reducer):
 
     def _fits(self, part: Tensor) -> bool:
         rows = part.numel() // self.hidden
-        return part.shape[-1] == self.hidden and part.dtype == self.dtype and 0 < rows <= self.most_rows
+        return (
+            part.shape[-1] == self.hidden
+            and part.dtype == self.dtype
+            and 0 < rows <= self.most_rows
+        )
 
     def _launch(self, ranks: Ranks, part: Tensor, residual: Tensor | None) -> Tensor:
         rows, size = part.numel() // self.hidden, self.hidden
@@ -100,9 +106,11 @@ class Symmetric(Reducer):
             out, part, part if residual is None else residual,
             self.shared.table, self.meetings, self.shared.stop, rows,
             RANK=ranks.rank, RANKS=ranks.size, RANKS_PAD=triton.next_power_of_2(ranks.size),
-            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half, COUNTERS=2 * self.half,
+            SIZE=size, SIZE_PAD=padded, PLACE=self.place, HALF=self.half,
+            COUNTERS=2 * self.half,
             ADD=residual is not None, PDL=early,
-            num_warps=min(16, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
+            num_warps=min(16, max(1, padded // 256)),
+            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
         return out
 

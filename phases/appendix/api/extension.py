@@ -33,9 +33,15 @@ def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandl
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """Return the handlers of all further fields of chats, in the order in which they read a request."""
-    with suppress(UserError):  # where there is a template it is compiled now, not while others stream
+    with suppress(
+        UserError
+    ):  # where there is a template it is compiled now, not while others stream
         _ = tokenizer.chat_template
-    first: list[FieldHandler] = [Prefill(tokenizer), GrammarHandler(limits), ToolHandler(tokenizer, limits)]
+    first: list[FieldHandler] = [
+        Prefill(tokenizer),
+        GrammarHandler(limits),
+        ToolHandler(tokenizer, limits),
+    ]
     return [*first, ChatLogprobs(tokenizer), TokenIds(), Reasoning(tokenizer)]
 
 
@@ -58,20 +64,28 @@ class Document:
     @cached_property
     def document(self) -> dict[str, Any]:
         """The document: of each route for tokens one schema, of all structs that declare its fields."""
-        answers = {"default": {"description": "the answer, or an object with what is wrong as `error`"}}
+        answers = {
+            "default": {
+                "description": "the answer, or an object with what is wrong as `error`"
+            }
+        }
         paths: dict[str, Any] = {
             path: {method.lower(): {"responses": answers} for method in methods}
             for path, methods in self.app.routes.items()
         }
         schemas: dict[str, Any] = {}
         for path, endpoint in self.app.endpoints.items():
-            _, components = msgspec.json.schema_components(endpoint.kinds, ref_template=REFERENCES)
+            _, components = msgspec.json.schema_components(
+                endpoint.kinds, ref_template=REFERENCES
+            )
             schemas |= components
             parts = [components[kind.__name__] for kind in reversed(endpoint.kinds)]
             own = [kind for kind in endpoint.kinds if kind is not endpoint.kinds[0]]
             schemas[path] = {
                 "type": "object",
-                "properties": {name: of for part in parts for name, of in part["properties"].items()},
+                "properties": {
+                    name: of for part in parts for name, of in part["properties"].items()
+                },
                 "required": [name for part in parts for name in part.get("required", [])],
             }
             body = {"schema": {"$ref": REFERENCES.format(name=path.replace("/", "~1"))}}
@@ -80,4 +94,9 @@ class Document:
                 "requestBody": {"required": True, "content": {"application/json": body}},
             }
         info = {"title": "Inference Ladder", "version": self.version}
-        return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+        return {
+            "openapi": "3.1.0",
+            "info": info,
+            "paths": paths,
+            "components": {"schemas": schemas},
+        }

@@ -76,7 +76,11 @@ class GrammarHandler:
         if size > self.limits.max_schema_bytes:
             raise too_many(field, size, self.limits.max_schema_bytes, "bytes")
         form = (given.response_format or {}).get("json_schema")
-        if field == "response_format" and isinstance(form, dict) and form.get("strict") is False:
+        if (
+            field == "response_format"
+            and isinstance(form, dict)
+            and form.get("strict") is False
+        ):
             left = list[str]()  # a hint, which is left where it cannot be followed
             definition = exact(definition, left=left)
             loosen(request, left)
@@ -104,6 +108,8 @@ def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:
     if schema is None and (kind == "json_object" or nested is not None):
         schema = {"type": "object"}
     if kind not in ("json_schema", "json_object") or not isinstance(schema, dict):
-        words = "response_format must be of type text, json_object, or json_schema with a schema"
+        words = (
+            "response_format must be of type text, json_object, or json_schema with a schema"
+        )
         raise wrong("response_format", words)
     return schema

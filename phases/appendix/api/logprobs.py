@@ -22,7 +22,11 @@ def spelled(tokenizer: Tokenizer, choice: Choice, place: int, token: int) -> byt
     """Return the bytes of a token at a place of an output as its text has them; perhaps half a character."""
     known, special = tokenizer.token_bytes, tokenizer.special_ids
     before = islice(choice.tokens, place)
-    first = choice.begins and token not in special and all(one in special or not known[one] for one in before)
+    first = (
+        choice.begins
+        and token not in special
+        and all(one in special or not known[one] for one in before)
+    )
     return known.first(token) if first else known[token]
 
 
@@ -65,9 +69,13 @@ class CompletionLogprobs:
         echoed = list[str]()  # the text of each prompt
         if given.echo:
             decode = self.tokenizer.decode
-            request.on_prompt.append(lambda: echoed.extend(decode(prompt) for prompt in request.prompts))
+            request.on_prompt.append(
+                lambda: echoed.extend(decode(prompt) for prompt in request.prompts)
+            )
             request.details.append(partial(_with_prompt, echoed))
-            if request.sampling.get("max_tokens") == 0:  # an engine computes nothing for no token
+            if (
+                request.sampling.get("max_tokens") == 0
+            ):  # an engine computes nothing for no token
                 request.sampling["max_tokens"] = 1
                 request.prompt_only = True
         if given.logprobs is not None:
@@ -77,15 +85,24 @@ class CompletionLogprobs:
 
     def lists(self, echoed: list[str], choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the log-probabilities of a piece's tokens as lists, one entry a token."""
-        rows, offsets, before = list[Row](), list[int](), 0
+        rows, offsets = list[Row](), list[int]()
+        before = 0
         if echoed:
             before = len(echoed[choice.index // choice.request.params.n])
         if echoed and not piece.start:
             rows += self._prompt(choice)
             offsets += accumulate((len(text) for text, _, _ in rows[:-1]), initial=0)
-        for place, token, logprob in () if choice.request.prompt_only else scored(choice, piece):
+        for place, token, logprob in (
+            () if choice.request.prompt_only else scored(choice, piece)
+        ):
             spell = partial(spelled, self.tokenizer, choice, place)
-            rows.append((_text(spell(token)), _finite(logprob.chosen), self._top(token, logprob, spell)))
+            rows.append(
+                (
+                    _text(spell(token)),
+                    _finite(logprob.chosen),
+                    self._top(token, logprob, spell),
+                )
+            )
         before += sum(map(len, choice.texts[: piece.start]))
         sizes = map(len, choice.texts[piece.start : piece.stop])
         offsets += list(accumulate(sizes, initial=before))[: len(rows) - len(offsets)]
@@ -111,7 +128,11 @@ class CompletionLogprobs:
                 yield _text(known.first(token)), None, None
                 continue
             logprob = Logprob(entry[0], tuple(map(tuple, entry[1])))
-            yield _text(known[token]), _finite(logprob.chosen), self._top(token, logprob, known.__getitem__)
+            yield (
+                _text(known[token]),
+                _finite(logprob.chosen),
+                self._top(token, logprob, known.__getitem__),
+            )
 
     def _top(self, token: int, entry: Logprob, spell: Any) -> dict[str, float]:
         """Log-probabilities by text; by id (as vLLM spells it) where another token looks the same."""
@@ -154,7 +175,9 @@ class ChatLogprobs:
         content = []
         for place, token, logprob in scored(choice, piece):
             top = [self._one(choice, place, *other) for other in logprob.top]
-            content.append(self._one(choice, place, token, logprob.chosen) | {"top_logprobs": top})
+            content.append(
+                self._one(choice, place, token, logprob.chosen) | {"top_logprobs": top}
+            )
         return {"logprobs": {"content": content, "refusal": None} if content else None}
 
     def _one(self, choice: Choice, place: int, token: int, logprob: float) -> dict[str, Any]:
@@ -168,7 +191,9 @@ class TokenFields(Struct, kw_only=True):
     """Fields about the tokens of an answer."""
 
     return_token_ids: bool | None = False  # vLLM's
-    return_token_marks: bool | None = False  # in streams: the text of each token, and if it was a draft
+    return_token_marks: bool | None = (
+        False  # in streams: the text of each token, and if it was a draft
+    )
 
 
 class TokenIds:
@@ -191,9 +216,16 @@ class TokenIds:
 
     def marks(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Of several tokens that one step brought all but the last were drafts, and right."""
-        texts, times = choice.texts[piece.start : piece.stop], choice.times[piece.start : piece.stop + 1]
+        texts, times = (
+            choice.texts[piece.start : piece.stop],
+            choice.times[piece.start : piece.stop + 1],
+        )
         found = zip(texts, times, [*times[1:], nan, nan], strict=False)
-        return {"token_marks": [(text, "draft" if now == then else "") for text, now, then in found if text]}
+        return {
+            "token_marks": [
+                (text, "draft" if now == then else "") for text, now, then in found if text
+            ]
+        }
 
 
 def _text(data: bytes) -> str:

@@ -34,7 +34,9 @@ class Prefill:
         *before, last = request.messages or [{}]
         text = last.get("content")
         if last.get("role") != "assistant" or not isinstance(text, str) or not before:
-            words = "continue_final_message needs a last message of the assistant that is a text"
+            words = (
+                "continue_final_message needs a last message of the assistant that is a text"
+            )
             raise wrong("continue_final_message", words)
         request.messages = before
         request.variables["add_generation_prompt"] = True

@@ -55,7 +55,10 @@ class Reasoning:
             request.variables.setdefault("enable_thinking", False)
         else:
             request.variables.setdefault("reasoning_effort", effort)
-        if not known & {"reasoning_effort", *({"enable_thinking"} if effort == "none" else ())}:
+        if not known & {
+            "reasoning_effort",
+            *({"enable_thinking"} if effort == "none" else ()),
+        }:
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
@@ -93,7 +96,9 @@ class ThinkReader:
     """
 
     def __init__(self, opened: bool, trigger: str = "") -> None:
-        self._state: Literal["start", "within", "behind", "text"] = "within" if opened else "start"
+        self._state: Literal["start", "within", "behind", "text"] = (
+            "within" if opened else "start"
+        )
         self._ends = [END, trigger] if trigger else [END]
         self._rest = ""
         self._thought: list[str] = []
@@ -109,7 +114,9 @@ class ThinkReader:
         if not count or self._stop == 0:
             return 0
         stop = offsets[-1] if self._stop is None else self._stop
-        return max(0, min(bisect_left(offsets, stop) + 1, count) - bisect_right(offsets, self._begin))
+        return max(
+            0, min(bisect_left(offsets, stop) + 1, count) - bisect_right(offsets, self._begin)
+        )
 
     def take_reasoning(self) -> str:
         """See `ReasoningSplitter`."""
@@ -146,11 +153,18 @@ class ThinkReader:
         if not self._thought_begun:
             self._rest = self._rest.lstrip()
         places = [place for end in self._ends if (place := self._rest.find(end)) >= 0]
-        size = min(places) if places else len(self._rest) if last else settled(self._rest, *self._ends)
+        size = (
+            min(places)
+            if places
+            else len(self._rest)
+            if last
+            else settled(self._rest, *self._ends)
+        )
         thought, rest = self._rest[:size], self._rest[size:]
         if places:
             self._stop = total - len(rest)
-            thought, rest, self._state = thought.rstrip(), rest.removeprefix(END), "behind"
+            thought, rest = thought.rstrip(), rest.removeprefix(END)
+            self._state = "behind"
         self._rest = rest
         if thought:
             self._thought.append(thought)
@@ -223,12 +237,20 @@ class ChannelReader:
         name = to.strip().removeprefix("to=functions.").partition(" ")[0].partition("<")[0]
         if self._calls and to.strip().startswith("to=functions."):
             self._state = "call"
-            return HERMES.trigger + HERMES.before + OPENING + json.dumps(name)[1:-1] + HERMES.middle
+            return (
+                HERMES.trigger
+                + HERMES.before
+                + OPENING
+                + json.dumps(name)[1:-1]
+                + HERMES.middle
+            )
         self._state = "analysis" if channel == "analysis" else "answer"
         return ""
 
 
 def _undecided(text: str, marks: tuple[str, ...]) -> int:
     """Return how much of a text can be no beginning of a mark."""
-    begun = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    begun = (
+        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
+    )
     return len(text) - max(begun, default=0)

@@ -27,7 +27,10 @@ _GROUP = Field("group_size q_group_size", int, -1, 1 << 20)
 _UNREAD = {
     "gptq": (
         *("meta_quantizer", "rotation", "is_marlin_format", "adapter"),
-        *("dynamic", "modules_in_block_to_quantize"),  # these two give layers a format of their own
+        *(
+            "dynamic",
+            "modules_in_block_to_quantize",
+        ),  # these two give layers a format of their own
     ),
     "compressed-tensors": ("sparsity_config", "transform_config", "kv_cache_scheme"),
 }
@@ -37,10 +40,23 @@ _PATTERN = 200
 """The longest pattern for names, in characters."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 _ARGUMENTS = (
-    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+    *(
+        "num_bits",
+        "type",
+        "symmetric",
+        "group_size",
+        "strategy",
+        "block_structure",
+        "dynamic",
+        "actorder",
+    ),
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 )
-_FLOATS = tuple(f"{prefix}{kind}" for prefix in ("torch.", "") for kind in ("float16", "bfloat16", "float32"))
+_FLOATS = tuple(
+    f"{prefix}{kind}"
+    for prefix in ("torch.", "")
+    for kind in ("float16", "bfloat16", "float32")
+)
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 """What checkpoints put before our names of layers."""
 
@@ -91,13 +107,19 @@ def matches(pattern: str, name: str) -> bool:
     names = [prefix + name for prefix in _PREFIXES]
     if pattern.startswith("re:"):
         return any(re.match(pattern[3:], each) for each in names)
-    return pattern in names or (not name.startswith("layers.") and pattern == name.rpartition(".")[2])
+    return pattern in names or (
+        not name.startswith("layers.") and pattern == name.rpartition(".")[2]
+    )
 
 
-def _parts(raw: Mapping[str, Any], name: str, start: str = ".*", end: str = "") -> tuple[str, ...]:
+def _parts(
+    raw: Mapping[str, Any], name: str, start: str = ".*", end: str = ""
+) -> tuple[str, ...]:
     """Patterns of the names in which one of a list's strings stands between two expressions."""
     given = Field(name, list, default=[]).read(raw)
-    return tuple(f"re:{start}{re.escape(Field(name, str).check(part, name))}{end}" for part in given)
+    return tuple(
+        f"re:{start}{re.escape(Field(name, str).check(part, name))}{end}" for part in given
+    )
 
 
 def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -106,13 +128,18 @@ def _patterns(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
     for pattern in given:
         if Field(name, str).check(pattern, name).startswith("re:"):
             # Repeated groups, and many repetitions after each other, are how a short pattern takes years.
-            dear = re.search(r"\)[*+{]", pattern) or len(re.findall(r"(?<!\\)[*+?{]", pattern)) > 4
+            dear = (
+                re.search(r"\)[*+{]", pattern)
+                or len(re.findall(r"(?<!\\)[*+?{]", pattern)) > 4
+            )
             try:
                 re.compile(pattern[3:])
             except (re.error, RecursionError):
                 dear = True
             if dear or len(pattern) > _PATTERN:
-                raise UserError(f"{name} {brief(pattern)} is too involved, or no regular expression")
+                raise UserError(
+                    f"{name} {brief(pattern)} is too involved, or no regular expression"
+                )
     return tuple(given)
 
 
@@ -125,8 +152,15 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     if raw.get("weight_block_size") is None:
         layout = TensorLayout("plain", FP8, one_scale=True)
     skipped: tuple[str, ...] = ()
-    for name in ("modules_to_not_convert", "ignored_layers"):  # the beginning or the end of a layer's name
-        skipped += _patterns(raw, name) + _parts(raw, name, "", r"(\.|$)") + _parts(raw, name, end="$")
+    for name in (
+        "modules_to_not_convert",
+        "ignored_layers",
+    ):  # the beginning or the end of a layer's name
+        skipped += (
+            _patterns(raw, name)
+            + _parts(raw, name, "", r"(\.|$)")
+            + _parts(raw, name, end="$")
+        )
     return Stored(((LINEAR, layout),), ("lm_head", *skipped))
 
 
@@ -134,7 +168,9 @@ def _gptq(raw: Mapping[str, Any]) -> Stored:
     """GPTQ's own layout, in which act-order shows as a group for each input."""
     _only(raw, "bits", 4)
     head = () if Field("lm_head", bool, default=False).read(raw) else ("lm_head",)
-    version = Field("checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")).read(raw)
+    version = Field(
+        "checkpoint_format format", str, default="gptq", choices=("gptq", "gptq_v2")
+    ).read(raw)
     zeros = not Field("sym", bool, default=True).read(raw)
     scheme = Scheme("gptq", "int4", "group", group=_GROUP.read(raw), zeros=zeros)
     layout = TensorLayout("gptq", scheme, "scales", one_less=version == "gptq")
@@ -191,11 +227,15 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
     if numbers not in _FORMATS[form]:
         raise UserError(f"weights of {bits} bits and type {kind} are not supported in {form}")
     _only(weights, "dynamic", False, missing=True)
-    strategy = Field("strategy", str, choices=("tensor", "channel", "block", "group")).read(weights)
+    strategy = Field("strategy", str, choices=("tensor", "channel", "block", "group")).read(
+        weights
+    )
     if strategy == "block":
         _only(weights, "block_structure", [BLOCK, BLOCK])
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise UserError(f"actorder is {brief(weights['actorder'])}, but must be weight or static")
+        raise UserError(
+            f"actorder is {brief(weights['actorder'])}, but must be weight or static"
+        )
     one = strategy == "tensor" and form != "pack-quantized"
     scheme = Scheme(
         name=f"{form}-{numbers}",
@@ -205,7 +245,9 @@ def _compressed_layout(group: Mapping[str, Any], form: Any) -> TensorLayout:
         zeros=not Field("symmetric", bool, default=True).read(weights),
         activations=_activations(group),
     )
-    return TensorLayout("packed" if form == "pack-quantized" else "plain", scheme, one_scale=one)
+    return TensorLayout(
+        "packed" if form == "pack-quantized" else "plain", scheme, one_scale=one
+    )
 
 
 def _activations(group: Mapping[str, Any]) -> Activations | None:
@@ -216,10 +258,14 @@ def _activations(group: Mapping[str, Any]) -> Activations | None:
     given = Field(name, dict).read(group)
     _known(given, _ARGUMENTS, f"{name}.")
     kind, strategy = _TYPE.read(given), given.get("strategy") or "token"
-    eight = _BITS.read(given) == 8 and given.get("dynamic") and given.get("symmetric") is not False
+    eight = (
+        _BITS.read(given) == 8 and given.get("dynamic") and given.get("symmetric") is not False
+    )
     # An input of fp8 in groups has finer scales than a token's.
     if not eight or strategy not in (("token", "group") if kind == "float" else ("token",)):
-        raise UserError(f"{name} is {brief(given)}, but only 8 dynamic bits for each token are supported")
+        raise UserError(
+            f"{name} is {brief(given)}, but only 8 dynamic bits for each token are supported"
+        )
     return "fp8" if kind == "float" else "int8"
 
 
@@ -235,7 +281,11 @@ def _only(raw: Mapping[str, Any], name: str, value: Any, missing: bool = False) 
     given = raw.get(name)
     if given is None and missing:
         return
-    same = given.lower() == value if isinstance(given, str) else given == value and type(given) is type(value)
+    same = (
+        given.lower() == value
+        if isinstance(given, str)
+        else given == value and type(given) is type(value)
+    )
     if not same:
         raise UserError(f"{name} is {brief(given)}, but only {brief(value)} is supported")
 

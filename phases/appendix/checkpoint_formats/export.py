@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from common.device import pick_dtype
 from common.errors import UserError
+from common.files import read_bytes
 from common.models.fields import read_object
+from common.text.tokenizer import MOST_TOKENIZER_BYTES
 from forward.model import Model
 from phases.appendix.checkpoint_formats.layouts import pack_words
 from quant.formats import BLOCK, Scheme
@@ -27,7 +29,13 @@ from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
 _KEPT = (
-    *("generation_config.json", "tokenizer*.*", "special_tokens_map.json", "vocab.json", "merges.txt"),
+    *(
+        "generation_config.json",
+        "tokenizer*.*",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+    ),
     *("chat_template.j*", "additional_chat_templates/*.jinja"),
 )
 
@@ -39,7 +47,9 @@ def check_source(folder: Path) -> None:
         kind = "gpt2" if raw.get("model_type") == "gpt2" else "a multimodal model"
         raise UserError(f"{folder} holds {kind}, which `quantize` cannot write")
     if raw.get("quantization_config") is not None:
-        raise UserError(f"{folder} is quantized already: its config.json has a quantization_config")
+        raise UserError(
+            f"{folder} is quantized already: its config.json has a quantization_config"
+        )
 
 
 def check_target(folder: Path) -> Path:
@@ -71,17 +81,22 @@ def export(model: Model, source: Path, folder: Path) -> None:
         for path in (path for name in _KEPT for path in source.glob(name)):
             kept = work / path.relative_to(source)
             kept.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, kept)
+            kept.write_bytes(read_bytes(path, MOST_TOKENIZER_BYTES))
         raw = read_object(source / "config.json")
         dtype = pick_dtype(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"))
         config = raw | {"quantization_config": configuration(model)}
         found = tensors(model, dtype)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in found)
-        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (work / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(found, work / "model.safetensors", {"format": "pt"})
         work.rename(folder)
-    except (OSError, SafetensorError) as error:  # the latter is what a full disk is, for the weights
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # the latter is what a full disk is, for the weights
         said = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} cannot be written: {said}") from None
     finally:
@@ -99,7 +114,10 @@ def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
             if module.bias is not None:
                 parts["bias"] = module.bias.data.to(dtype)
         else:
-            parts = {name: tensor.data.to(dtype) for name, tensor in module.named_parameters(recurse=False)}
+            parts = {
+                name: tensor.data.to(dtype)
+                for name, tensor in module.named_parameters(recurse=False)
+            }
         for name, tensor in parts.items():
             whole = f"{owner}.{name}"
             if whole not in tied:
@@ -125,7 +143,9 @@ def layer_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 def configuration(model: Model) -> dict[str, Any]:
     """The ``quantization_config``: a group for each scheme, whose layers it names if there are several."""
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)}
+    layers = {
+        name: part for name, part in model.named_modules() if isinstance(part, QuantLinear)
+    }
     kinds: dict[Scheme, list[str]] = defaultdict(list)
     for name, layer in layers.items():
         kinds[layer.scheme].append(name)
@@ -143,7 +163,8 @@ def configuration(model: Model) -> dict[str, Any]:
                 group_size=scheme.group or None,
                 block_structure=[BLOCK, BLOCK] if scheme.scales == "block" else None,
             ),
-            "input_activations": scheme.activations and _arguments(scheme.activations, "token", dynamic=True),
+            "input_activations": scheme.activations
+            and _arguments(scheme.activations, "token", dynamic=True),
             "output_activations": None,
             "format": _format(scheme),
         }

@@ -11,7 +11,7 @@ from torch import nn
 
 from common.errors import UserError
 from forward.model import Model
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
 from quant.loading import Quantize, plain_layers, replace_layer
@@ -21,7 +21,7 @@ class ReadFormats(Quantize):
     """`Quantize` for which what a checkpoint has in few bits stays so; the rest may be made so."""
 
     def expect(self, model: Model) -> None:
-        """See `Linears.expect`."""
+        """See `WeightLoader.expect`."""
         if model.config.quantization is None:
             return
         if self.scheme is not None:
@@ -29,7 +29,9 @@ class ReadFormats(Quantize):
                 f"quantization is {self.scheme.name!r}, but the checkpoint is quantized already: leave it out"
             )
         if model.config.family == "gpt2":
-            raise UserError("quantization_config: GPT-2's matrices lie the other way: it is not supported")
+            raise UserError(
+                "quantization_config: GPT-2's matrices lie the other way: it is not supported"
+            )
         plan = stored(model.config.quantization)
         for name in plain_layers(model):
             layer, layout = model.get_submodule(name), plan.layout(name)
@@ -37,8 +39,10 @@ class ReadFormats(Quantize):
                 replace_layer(model, name, StoredLinear(layer, layout, name))
 
     def finish(self, model: Model) -> Model:
-        """See `Linears.finish`."""
-        for name in [name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)]:
+        """See `WeightLoader.finish`."""
+        for name in [
+            name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)
+        ]:
             layer = model.get_submodule(name)
             assert isinstance(layer, StoredLinear)
             replace_layer(model, name, layer.understood(name))
@@ -53,15 +57,21 @@ class CheckpointFormats(Feature):
     phase: ClassVar[int] = 10
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """On with quantized layers."""
         return others.get("quant") is not None
 
-    def prepare(self, parts: Parts) -> None:
+    def prepare(self, builder: EngineBuilder) -> None:
         """Read what the checkpoint has in few bits, and leave the rest to `Quant`."""
-        if not isinstance(parts.linears, Quantize):
-            raise UserError("checkpoint_formats is for quant, which is off: switch it on with quant=True")
-        parts.wrap(self, linears=lambda plain: ReadFormats(plain.scheme, plain.head))
+        if not isinstance(builder.weight_loader, Quantize):
+            raise UserError(
+                "checkpoint_formats is for quant, which is off: switch it on with quant=True"
+            )
+        builder.decorate(
+            self, weight_loader=lambda plain: ReadFormats(plain.scheme, plain.head)
+        )
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Do nothing more: the layers are loaded."""

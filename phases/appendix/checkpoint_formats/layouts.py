@@ -50,9 +50,14 @@ class TensorLayout:
         """
         per_word, group = 32 // self.scheme.bits, self.scheme.group
         if self.kind == "plain":
-            shape = (n, 1) if self.scheme.scales == "channel" else self.scheme.scale_shape(n, k)
+            shape = (
+                (n, 1) if self.scheme.scales == "channel" else self.scheme.scale_shape(n, k)
+            )
             shape = (1,) if self.one_scale else shape
-            return {"weight": ((n, k), DTYPES[self.scheme.weights]), self.scale: (shape, torch.float32)}
+            return {
+                "weight": ((n, k), DTYPES[self.scheme.weights]),
+                self.scale: (shape, torch.float32),
+            }
         if k % (group or per_word):
             raise UserError(
                 f"{name} has rows of {k} weights, which groups of {group or per_word} do not divide"
@@ -77,7 +82,9 @@ class TensorLayout:
         }
         return found | ({"g_idx": ((k,), torch.int32)} if self.kind == "gptq" else {})
 
-    def read(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
+    def read(
+        self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str
+    ) -> QuantizedWeight:
         """The weight of layer `name`.
 
         Args:
@@ -106,24 +113,39 @@ class TensorLayout:
         numbers = numbers if order is None else numbers.index_select(1, order)
         scale, zero = found["scales"].t().contiguous(), zero.t().contiguous()
         return QuantizedWeight(
-            self.scheme, pack_nibbles(numbers), scale, zero if self.scheme.zeros else None, order
+            self.scheme,
+            pack_nibbles(numbers),
+            scale,
+            zero if self.scheme.zeros else None,
+            order,
         )
 
     def _plain(self, found: Mapping[str, Tensor], name: str) -> QuantizedWeight:
         data, scale = found["weight"], found[self.scale].float()
-        if data.dtype == torch.float8_e4m3fn and bool(((data.view(torch.uint8) & 127) == 127).any()):
+        if data.dtype == torch.float8_e4m3fn and bool(
+            ((data.view(torch.uint8) & 127) == 127).any()
+        ):
             raise UserError(f"{name}.weight holds NaN: the checkpoint is damaged")
         scale = scale.expand(len(data)) if self.one_scale else scale
         shape = self.scheme.scale_shape(*data.shape)
         return QuantizedWeight(self.scheme, data, scale.reshape(shape).contiguous())
 
-    def _packed(self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str) -> QuantizedWeight:
+    def _packed(
+        self, found: Mapping[str, Tensor], shape: tuple[int, int], name: str
+    ) -> QuantizedWeight:
         said = found["weight_shape"].tolist()  # of the whole, also in a rank
         if said[0] % shape[0] or said[1] % shape[1]:
-            raise UserError(f"{name}.weight_shape says {said}, but the weight is {list(shape)}")
-        numbers, scale = unpack_words(found["weight_packed"], self.scheme.bits), found["weight_scale"]
+            raise UserError(
+                f"{name}.weight_shape says {said}, but the weight is {list(shape)}"
+            )
+        numbers, scale = (
+            unpack_words(found["weight_packed"], self.scheme.bits),
+            found["weight_scale"],
+        )
         if self.scheme.weights == "int8":
-            return QuantizedWeight(self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone())
+            return QuantizedWeight(
+                self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone()
+            )
         zero = None
         if self.scheme.zeros:
             words = found["weight_zero_point"].t().contiguous()
@@ -144,7 +166,9 @@ class StoredLinear(nn.Module):
 
     def understood(self, name: str) -> QuantLinear:
         """The layer that this stands for."""
-        weight = self.layout.read({key: self.get_buffer(key) for key in self.expected}, self.shape, name)
+        weight = self.layout.read(
+            {key: self.get_buffer(key) for key in self.expected}, self.shape, name
+        )
         return QuantLinear(weight, self.bias)
 
 
@@ -152,14 +176,20 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     """`[R, C]` int32 -> `[R, C * 32 / bits]` uint8, the lowest bits first."""
     # The lowest byte first: every machine here is little-endian.
     numbers = words.contiguous().view(torch.uint8)
-    return numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
+    return (
+        numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], dim=-1).flatten(1)
+    )
 
 
 def pack_words(numbers: Tensor, bits: int) -> Tensor:
     """`[R, C]` of unsigned numbers -> `[R, ceil(C * bits / 32)]` int32, padded with zeros."""
-    numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits)))
+    numbers = torch.nn.functional.pad(
+        numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
+    )
     packed = numbers if bits == 8 else pack_nibbles(numbers)
-    return packed.flatten().view(torch.int32).view(len(numbers), -1)  # a single row may have any strides
+    return (
+        packed.flatten().view(torch.int32).view(len(numbers), -1)
+    )  # a single row may have any strides
 
 
 def unpack_awq(words: Tensor) -> Tensor:
@@ -172,7 +202,9 @@ def _order(groups: Tensor, size: int, name: str) -> Tensor | None:
     """From each input's group `[K]` the inputs in the order of their groups, or None if they are in order."""
     count = len(groups) // size
     if bool(((groups < 0) | (groups >= count)).any()):
-        raise UserError(f"{name} names groups outside of 0 to {count - 1}, or of other ranks (desc_act)")
+        raise UserError(
+            f"{name} names groups outside of 0 to {count - 1}, or of other ranks (desc_act)"
+        )
     if bool((torch.bincount(groups.long(), minlength=count) != size).any()):
         raise UserError(f"{name} has groups that are not {size} inputs each")
     order = torch.argsort(groups.long(), stable=True)

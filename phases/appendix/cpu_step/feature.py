@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,23 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from common.console import err
-from common.paths import cache_home
 from continuous.runner import Forwarded
 from continuous.work import Work
-from paged_cache import Feature, PagedRunner, Parts
+from paged_cache import EngineBuilder, Feature, PagedRunner
 from paged_cache.attention import PagedBatch, TorchPagedAttention
+from phases.appendix.cpu_step.build import load_library
 from quant.linear import QuantLinear
 
 # Registers of 16 numbers, for which PyTorch orders weights of four bits.
 WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 SOURCE = Path(__file__).with_name("step.cpp")
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-x", "c++")
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+    "-x",
+    "c++",
+)
 
 # Requests in such a step; PyTorch's products of matrices are the faster ones for more.
 MOST = 16
 # Inputs and outputs of a product are multiples of the first two; with four bits, outputs are of the third.
 # A product has so many tasks at most: each fetches ahead what is another's, so few are faster.
-WIDTH, SIDE, BLOCK, TASKS = 16, 4, 64, 32
+WIDTH = 16
+SIDE = 4
+BLOCK = 64
+TASKS = 32
 INT4, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 10)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
@@ -44,63 +56,100 @@ PLACES = "weight scale bias q_norm k_norm keys values"
 class Operator(Structure):
     """See `step.cpp`."""
 
-    _fields_ = [(name, c_int64) for name in (NUMBERS + PLACES).split()] + [("factor", c_double)]
+    _fields_ = [(name, c_int64) for name in (NUMBERS + PLACES).split()] + [
+        ("factor", c_double)
+    ]
 
 
 class OneCall:
-    """A `StepPlan`: a model's operators over a workspace, of which each request has a row.
+    """A `StepExecutor`: a model's operators over a workspace, of which each request has a row.
 
     Raises:
         NotImplementedError: something that `step.cpp` does not compute.
     """
 
     def __init__(self, library: CDLL, runner: PagedRunner) -> None:
-        self.runner, self.pool, self.call = runner, runner.attention.pool, library.run
+        self.runner = runner
+        self.pool = runner.attention.pool
+        self.call = library.run
         self.model = model = cast(Any, runner.model)
         self.kept: list[Any] = []
         self.config = config = model.config
         named = config.family in ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-        exact = config.activation in ACTIVATIONS and model.dtype in PRODUCTS and self.pool.exact
+        exact = (
+            config.activation in ACTIVATIONS and model.dtype in PRODUCTS and self.pool.exact
+        )
         refused = config.experts or config.attention_soft_cap or config.final_soft_cap
         if not named or not exact or refused or config.head_dim % WIDTH:
             raise NotImplementedError
         self.gemma = config.family == "gemma3"
         self.ropes = [model.rope_global, model.rope_local] if self.gemma else [model.rope]
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        size = max(heads, 4 * config.head_dim, config.hidden_size, 2 * config.intermediate_size)
-        self.x, self.h, self.y, self.mixed, self.wide, self.rope, self.logits = range(0, 7 * size, size)
+        size = max(
+            heads, 4 * config.head_dim, config.hidden_size, 2 * config.intermediate_size
+        )
+        self.x, self.h, self.y, self.mixed, self.wide, self.rope, self.logits = range(
+            0, 7 * size, size
+        )
         self.width = self.logits + config.vocab_size
         made = [operator for block in model.layers for operator in self.block(block)]
-        made += [self.norm(ADD, model.norm), *self.products(model, self.h, self.logits, "lm_head")]
+        made += [
+            self.norm(ADD, model.norm),
+            *self.products(model, self.h, self.logits, "lm_head"),
+        ]
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
         """An operator from columns at `x` to columns at `y`; the tensors that it points to are kept."""
         self.kept += fields.values()
-        usual = {"inputs": self.config.hidden_size, "factor": self.config.norm_eps, "added": self.y}
-        given = {name: v.data_ptr() if isinstance(v, Tensor) else v or 0 for name, v in fields.items()}
-        return Operator(code=code, x=x, y=y, tasks=tasks, **usual | given)
+        defaults = {
+            "inputs": self.config.hidden_size,
+            "factor": self.config.norm_eps,
+            "added": self.y,
+        }
+        given = {
+            name: v.data_ptr() if isinstance(v, Tensor) else v or 0
+            for name, v in fields.items()
+        }
+        return Operator(code=code, x=x, y=y, tasks=tasks, **defaults | given)
 
     def block(self, block: Any) -> list[Operator]:
         """Attention, then the MLP; Gemma normalizes what they return."""
-        config, attention, spec = self.config, block.self_attn, block.self_attn.spec
+        config = self.config
+        attention = block.self_attn
+        spec = block.self_attn.spec
         cache, children = self.pool.layers[spec.index], dict(block.self_attn.named_children())
         turns, gate = spec.num_heads + spec.num_kv_heads, ACTIVATIONS[config.activation]
         local = self.gemma and spec.sliding_window is not None
-        heads = {"inputs": spec.head_dim, "heads": spec.num_heads, "kv_heads": spec.num_kv_heads}
+        heads = {
+            "inputs": spec.head_dim,
+            "heads": spec.num_heads,
+            "kv_heads": spec.num_kv_heads,
+        }
         heads |= {"keys": cache.k, "values": cache.v, "block_size": self.pool.data.shape[3]}
-        heads |= {"window": spec.sliding_window or 1 << 62, "rope": self.rope + 2 * spec.head_dim * local}
+        heads |= {
+            "window": spec.sliding_window or 1 << 62,
+            "rope": self.rope + 2 * spec.head_dim * local,
+        }
         norms = {name: self.factors(children.get(name)) for name in ("q_norm", "k_norm")}
-        before = block.pre_feedforward_layernorm if self.gemma else block.post_attention_layernorm
+        before = (
+            block.pre_feedforward_layernorm if self.gemma else block.post_attention_layernorm
+        )
         return [
             self.norm(ADD, block.input_layernorm),
-            *self.products(attention, self.h, self.wide, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+            *self.products(
+                attention, self.h, self.wide, "qkv_proj", "q_proj", "k_proj", "v_proj"
+            ),
             self.operator(TURN, self.wide, self.wide, turns, **heads, **norms),
-            self.operator(ATTEND, self.wide, self.mixed, spec.num_heads, factor=spec.scale, **heads),
+            self.operator(
+                ATTEND, self.wide, self.mixed, spec.num_heads, factor=spec.scale, **heads
+            ),
             *self.products(attention, self.mixed, self.y, "o_proj"),
             *([self.norm(NORM, block.post_attention_layernorm)] if self.gemma else []),
             self.norm(ADD, before),
-            *self.products(block.mlp, self.h, self.wide, "gate_up_proj", "gate_proj", "up_proj"),
+            *self.products(
+                block.mlp, self.h, self.wide, "gate_up_proj", "gate_proj", "up_proj"
+            ),
             self.operator(gate, self.wide, self.wide, inputs=config.intermediate_size),
             *self.products(block.mlp, self.wide, self.y, "down_proj"),
             *([self.norm(NORM, block.post_feedforward_layernorm)] if self.gemma else []),
@@ -122,8 +171,16 @@ class OneCall:
             code, side = (INT4, BLOCK) if group else (PRODUCTS.get(weight.dtype), SIDE)
             if code is None or inputs % WIDTH or outputs % side or not weight.is_contiguous():
                 raise NotImplementedError
-            about = {"weight": weight, "scale": scale, "bias": bias, "outputs": outputs, "inputs": inputs}
-            yield self.operator(code, x, y, min(-(-outputs // BLOCK), TASKS), group=group, **about)
+            about = {
+                "weight": weight,
+                "scale": scale,
+                "bias": bias,
+                "outputs": outputs,
+                "inputs": inputs,
+            }
+            yield self.operator(
+                code, x, y, min(-(-outputs // BLOCK), TASKS), group=group, **about
+            )
             y += outputs
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
@@ -135,9 +192,12 @@ class OneCall:
         """Return the factors of a norm in float32; None for no norm."""
         return None if norm is None else norm.weight.float() + (1 if self.gemma else 0)
 
-    def takes(self, works: Sequence[Work], masked: bool) -> bool | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
         """Steps in which each of few requests computes one token, and samples the next."""
-        return (len(works) <= MOST and all(work.count == 1 == len(work.takers) for work in works)) or None
+        return (
+            len(works) <= MOST
+            and all(work.count == 1 == len(work.sampled_requests) for work in works)
+        ) or None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """The first half of a step, and its logits."""
@@ -145,13 +205,24 @@ class OneCall:
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
-        space = torch.zeros(1 if count == 1 else -(-count // SIDE) * SIDE, self.width)  # whole tiles
-        x, scale = self.model.embed_tokens(batch.input_ids), self.config.hidden_size**0.5 if self.gemma else 1
+        space = torch.zeros(
+            1 if count == 1 else -(-count // SIDE) * SIDE, self.width
+        )  # whole tiles
+        x, scale = (
+            self.model.embed_tokens(batch.input_ids),
+            self.config.hidden_size**0.5 if self.gemma else 1,
+        )
         space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
         turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
         space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]
         places = [tensor.data_ptr() for tensor in (space, batch.positions, tables)]
-        sizes = [len(self.operators), count, self.width, tables.shape[1], x.dtype == torch.bfloat16]
+        sizes = [
+            len(self.operators),
+            count,
+            self.width,
+            tables.shape[1],
+            x.dtype == torch.bfloat16,
+        ]
         self.call(self.operators, *map(c_int64, [*places, *sizes, torch.get_num_threads()]))
         hidden = space[:count, self.h : self.h + x.shape[1]].to(x.dtype)
         return Forwarded(works, batch, hidden, logits=space[:count, self.logits :])
@@ -165,19 +236,21 @@ class CpuStep(Feature):
     phase: ClassVar[int] = 9
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """On a CPU with registers of 16 numbers, around PyTorch's layers."""
         return device.type == "cpu" and WIDE and others.get("kernels") is None
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Meet the engine when its layers are what they will be."""
-        if parts.model.device.type == "cpu" and WIDE:
-            parts.stages["connect"].append(connect)
+        if builder.model.device.type == "cpu" and WIDE:
+            builder.stages["connect"].append(connect)
 
 
-def connect(parts: Parts) -> None:
+def connect(builder: EngineBuilder) -> None:
     """Add the plan, where the engine's parts are those that the step computes."""
-    runner, compiled = cast(PagedRunner, parts.engine.runner), library()
+    runner, compiled = cast(PagedRunner, builder.engine.runner), library()
     if compiled is not None and type(runner.attention) is TorchPagedAttention:
         with suppress(NotImplementedError):
             runner.plans = [OneCall(compiled, runner), *runner.plans]
@@ -185,21 +258,13 @@ def connect(parts: Parts) -> None:
 
 @cache
 def library() -> CDLL | None:
-    """Return the compiled step; None, and a line on standard error, where it cannot be had.
-
-    Its name in the cache folder says source, compiler, and what `native` means to it here.
-    """
-    command = [os.environ.get("CXX", "g++"), *FLAGS]
+    """Return the compiled step; None, and a line on standard error, where it cannot be had."""
     try:
-        native = subprocess.run([*command, "-E", "-###", os.devnull], capture_output=True, check=True).stderr
-        name = hashlib.sha256(SOURCE.read_bytes() + native).hexdigest()[:16]
-        path = cache_home() / "compiled" / f"step-{name}.so"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            subprocess.run([*command, SOURCE, "-o", unfinished], capture_output=True, check=True)
-            unfinished.replace(path)
-        return CDLL(str(path))
+        return load_library(SOURCE, [os.environ.get("CXX", "g++"), *FLAGS])
     except (OSError, subprocess.SubprocessError) as error:
-        err.print(f"decode steps stay hundreds of calls of PyTorch: {error}", markup=False, soft_wrap=True)
+        err.print(
+            f"decode steps stay hundreds of calls of PyTorch: {error}",
+            markup=False,
+            soft_wrap=True,
+        )
         return None

@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError
 from forward.loading import facts_of
-from paged_cache import Feature, PagedAttention, Parts
+from paged_cache import EngineBuilder, Feature, PagedAttention
 from triton_paged_attention import Kernels
 from triton_paged_attention.feature import LAYERS
 
@@ -24,34 +24,44 @@ class DeltaLayers(Feature):
     phase: ClassVar[int] = 17
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """Return True if all layers are the kernels', and states have their cache."""
         return others.get("hybrid_cache") is not None and _whole(others.get("kernels"))
 
-    def prepare(self, parts: Parts) -> None:
+    def prepare(self, builder: EngineBuilder) -> None:
         """Replace layers as soon as the model is loaded: other features look for products later."""
-        asked = parts.recipe
-        if facts_of(asked.model).delta is not None and any(_whole(each) for each in asked.features):
-            parts.stages["load"].append(_fuse)
+        asked = builder.recipe
+        if facts_of(asked.model).delta is not None and any(
+            _whole(each) for each in asked.features
+        ):
+            builder.stages["load"].append(_fuse)
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Begin steps in one kernel."""
-        if parts.model.config.delta is None:
+        if builder.model.config.delta is None:
             return
-        if "hybrid_cache" not in parts.features or not _whole(parts.features.get("kernels")):
-            raise UserError("delta_layers is on, but hybrid_cache is off, or layers are left to torch")
-        parts.wrap(self, attention=lambda made: partial(_attention, made))
+        if "hybrid_cache" not in builder.features or not _whole(
+            builder.features.get("kernels")
+        ):
+            raise UserError(
+                "delta_layers is on, but hybrid_cache is off, or layers are left to torch"
+            )
+        builder.decorate(self, attention=lambda made: partial(_attention, made))
 
 
 def _whole(kernels: Feature | None) -> bool:
-    return isinstance(kernels, Kernels) and all(getattr(kernels, name) == "triton" for name in LAYERS)
+    return isinstance(kernels, Kernels) and all(
+        getattr(kernels, name) == "triton" for name in LAYERS
+    )
 
 
-def _fuse(parts: Parts) -> None:
+def _fuse(builder: EngineBuilder) -> None:
     from hybrid_cache.qwen3_5 import Qwen35
     from phases.appendix.delta_layers.layers import fuse
 
-    model = parts.own_model()
+    model = builder.own_model()
     if isinstance(model, Qwen35):
         fuse(model)
 

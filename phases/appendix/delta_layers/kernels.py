@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hybrid_cache.delta_kernels import DeltaWeights, convolve, finish, gates, shift, solve, unit
+from hybrid_cache.delta_kernels import (
+    DeltaWeights,
+    convolve,
+    finish,
+    gates,
+    shift,
+    solve,
+    unit,
+)
 from hybrid_cache.pool import HybridPool
 from hybrid_cache.state_pool import StatePool
 from paged_cache.attention import PagedBatch
@@ -30,30 +38,55 @@ MOST_PARTS = 16
 
 @triton.jit
 def prepare_kernel(
-    q_out, k_out, v_out, solved, scores, totals, x, weight, a_log, dt_bias, kept, query_starts, step,
+    q_out, k_out, v_out, solved, scores, totals, x, weight, a_log, dt_bias, kept, query_starts,
+    step,
     requests, scale,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per request, key head and part of its chunks; requests of one token are left out."""
-    request, key_head, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(2)
+    request = tl.program_id(0)
+    key_head = tl.program_id(1)
+    parts = tl.num_programs(2)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
     source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request)
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         cut = tl.load(step + 3 * requests + request)
-        t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+        t = tl.arange(0, CHUNK)
+        i = tl.arange(0, DK_PAD)
+        j = tl.arange(0, DV_PAD)
         earlier, seen = t[:, None] > t[None, :], t[:, None] >= t[None, :]
         row, old = x + first * WIDTH, kept + source * (W - 1) * C
         begin = -((CHUNK - cut % CHUNK) % CHUNK)  # so that a chunk ends at the boundary
         for start in range(begin + tl.program_id(2) * CHUNK, count, parts * CHUNK):
             at = start + t
             live, token = (at >= 0) & (at < count), first + at
-            q = convolve(row, weight, old, at, live, key_head * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
-            k = convolve(row, weight, old, at, live, (KH + key_head) * DK, C, W, WIDTH, CHUNK, DK, DK_PAD)
-            q, k = (unit(q) * scale).to(q_out.dtype.element_ty), unit(k).to(q_out.dtype.element_ty)
+            q = convolve(
+                row, weight, old, at, live, key_head * DK, C, W, WIDTH, CHUNK, DK, DK_PAD
+            )
+            k = convolve(
+                row,
+                weight,
+                old,
+                at,
+                live,
+                (KH + key_head) * DK,
+                C,
+                W,
+                WIDTH,
+                CHUNK,
+                DK,
+                DK_PAD,
+            )
+            q, k = (
+                (unit(q) * scale).to(q_out.dtype.element_ty),
+                unit(k).to(q_out.dtype.element_ty),
+            )
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
             tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
@@ -62,38 +95,56 @@ def prepare_kernel(
             for group in range(GROUPS):
                 head = key_head * GROUPS + group
                 values = 2 * KH * DK + head * DV
-                v = convolve(row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD)
+                v = convolve(
+                    row, weight, old, at, live, values, C, W, WIDTH, CHUNK, DV, DV_PAD
+                )
                 at_value = (token * H + head)[:, None] * DV + j[None, :]
                 here = live[:, None] & (j < DV)[None, :]
                 tl.store(v_out + at_value, v.to(v_out.dtype.element_ty), mask=here)
-                decay, beta = gates(row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV)
+                decay, beta = gates(
+                    row + at.to(tl.int64) * WIDTH, live, head, a_log, dt_bias, H, C + H * DV
+                )
                 total = tl.cumsum(decay, axis=0)
                 tl.store(totals + token * H + head, total, mask=live)
                 since = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
                 system = tl.where(earlier, -beta[:, None] * since * alike, 0.0)
                 inverse = solve(system, t, CHUNK, PRECISION) * beta[None, :]
                 at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
-                tl.store(solved + at_chunk, inverse.to(solved.dtype.element_ty), mask=live[:, None])
-                tl.store(scores + at_chunk, (since * asked).to(scores.dtype.element_ty), mask=live[:, None])
+                tl.store(
+                    solved + at_chunk, inverse.to(solved.dtype.element_ty), mask=live[:, None]
+                )
+                tl.store(
+                    scores + at_chunk,
+                    (since * asked).to(scores.dtype.element_ty),
+                    mask=live[:, None],
+                )
 
 
 @triton.jit
 def scan_kernel(
-    out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step, requests, eps,
-    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    out, q_in, k_in, v_in, solved, scores, totals, x, norm, states, kept, query_starts, step,
+    requests, eps,
+    KH: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per request and value head; requests of one token are left out."""
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source, into = tl.load(step + request).to(tl.int64), tl.load(step + 2 * requests + request).to(tl.int64)
+    source, into = (
+        tl.load(step + request).to(tl.int64),
+        tl.load(step + 2 * requests + request).to(tl.int64),
+    )
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         boundary = tl.load(step + requests + request).to(tl.int64)
         cut, key_head = tl.load(step + 3 * requests + request), head // GROUPS
-        t, i, j = tl.arange(0, CHUNK), tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+        t = tl.arange(0, CHUNK)
+        i = tl.arange(0, DK_PAD)
+        j = tl.arange(0, DV_PAD)
         mask = (i < DK)[:, None] & (j < DV)[None, :]
         place, size = head * (DK * DV) + i[:, None] * DV + j[None, :], H * DK * DV
         weight, row = tl.load(norm + j, mask=j < DV, other=0.0), x + first * WIDTH
@@ -102,7 +153,10 @@ def scan_kernel(
         for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):
             at = start + t
             live, token = (at >= 0) & (at < count), first + at
-            is_key, is_value = live[:, None] & (i < DK)[None, :], live[:, None] & (j < DV)[None, :]
+            is_key, is_value = (
+                live[:, None] & (i < DK)[None, :],
+                live[:, None] & (j < DV)[None, :],
+            )
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
             at_value = (token * H + head)[:, None] * DV + j[None, :]
@@ -113,7 +167,9 @@ def scan_kernel(
             score = tl.load(scores + at_chunk, mask=live[:, None], other=0.0)
             total = tl.load(totals + token * H + head, mask=live, other=0.0)
             z = tl.load(
-                row + at[:, None].to(tl.int64) * WIDTH + C + head * DV + j[None, :], mask=is_value, other=0.0
+                row + at[:, None].to(tl.int64) * WIDTH + C + head * DV + j[None, :],
+                mask=is_value,
+                other=0.0,
             )
             whole, faded = tl.min(total, axis=0), tl.exp(total)[:, None]
 
@@ -124,46 +180,113 @@ def scan_kernel(
             o += tl.dot(score, writes, input_precision=PRECISION)
             left = tl.trans((k.to(tl.float32) * tl.exp(whole - total)[:, None]).to(dtype))
             state = tl.exp(whole) * state + tl.dot(left, writes, input_precision=PRECISION)
-            tl.store(out + at_value, finish(o, z, weight, eps, DV).to(out.dtype.element_ty), mask=is_value)
+            tl.store(
+                out + at_value,
+                finish(o, z, weight, eps, DV).to(out.dtype.element_ty),
+                mask=is_value,
+            )
             if (start + CHUNK == cut) & (boundary >= 0):
                 tl.store(states + boundary * size + place, state, mask=mask)
         tl.store(states + into * size + place, state, mask=mask)
         values = 2 * KH * DK + head * DV
-        shift(row, kept, source, boundary, into, cut, count, values, C, W, W_PAD, WIDTH, DV, DV_PAD)
+        shift(
+            row,
+            kept,
+            source,
+            boundary,
+            into,
+            cut,
+            count,
+            values,
+            C,
+            W,
+            W_PAD,
+            WIDTH,
+            DV,
+            DV_PAD,
+        )
         if head % GROUPS == 0:
             queries, keys = key_head * DK, (KH + key_head) * DK
-            shift(row, kept, source, boundary, into, cut, count, queries, C, W, W_PAD, WIDTH, DK, DK_PAD)
-            shift(row, kept, source, boundary, into, cut, count, keys, C, W, W_PAD, WIDTH, DK, DK_PAD)
+            shift(
+                row,
+                kept,
+                source,
+                boundary,
+                into,
+                cut,
+                count,
+                queries,
+                C,
+                W,
+                W_PAD,
+                WIDTH,
+                DK,
+                DK_PAD,
+            )
+            shift(
+                row,
+                kept,
+                source,
+                boundary,
+                into,
+                cut,
+                count,
+                keys,
+                C,
+                W,
+                W_PAD,
+                WIDTH,
+                DK,
+                DK_PAD,
+            )
 
 
-def scan(out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]) -> None:
+def scan(
+    out: Tensor, pool: StatePool, weights: DeltaWeights, x: Tensor, sizes: dict[str, Any]
+) -> None:
     """See `hybrid_cache.delta_kernels.scan`."""
     layer, config, conv, *rates, (norm, eps, _) = weights
-    index, requests, (tokens, heads, _) = pool.index[layer], pool.step.shape[1], out.shape
-    states, kept, keys = pool.recurrent[index], pool.conv[index], config.key_heads
+    index = pool.index[layer]
+    requests = pool.step.shape[1]
+    (tokens, heads, _) = out.shape
+    states = pool.recurrent[index]
+    kept = pool.conv[index]
+    keys = config.key_heads
     where = pool.batch.query_starts, pool.step, requests
     q, k = (x.new_empty(tokens, keys, config.key_dim) for _ in range(2))
     solved, scores = (x.new_empty(tokens, heads, CHUNK) for _ in range(2))
     totals = x.new_empty(tokens, heads, dtype=torch.float32)
     made = q, k, torch.empty_like(out), solved, scores, totals
-    chunked = {**sizes, "CHUNK": CHUNK, "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32"}
+    chunked = {
+        **sizes,
+        "CHUNK": CHUNK,
+        "PRECISION": "ieee" if x.dtype.itemsize == 4 else "tf32",
+    }
     prepare_kernel[requests, keys, min(MOST_PARTS, triton.cdiv(tokens, CHUNK))](
         *made, x, conv, *rates, kept, *where, config.key_dim**-0.5, **chunked, num_warps=4
     )
-    scan_kernel[requests, heads](out, *made, x, norm, states, kept, *where, eps, **chunked, num_warps=8)
+    scan_kernel[requests, heads](
+        out, *made, x, norm, states, kept, *where, eps, **chunked, num_warps=8
+    )
 
 
 @triton.jit
-def under_gate_kernel(out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def under_gate_kernel(
+    out, x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """One program per row and part of it. The product behind it reads only weights before it waits."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * SIZE + i, mask=i < SIZE, other=0.0)
-    share = tl.sigmoid(tl.load(gate + row * stride + i, mask=i < SIZE, other=0.0).to(tl.float32))
+    share = tl.sigmoid(
+        tl.load(gate + row * stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    )
     share = share.to(value.dtype).to(tl.float32)  # as torch rounds it
-    tl.store(out + row * SIZE + i, (value.to(tl.float32) * share).to(value.dtype), mask=i < SIZE)
+    tl.store(
+        out + row * SIZE + i, (value.to(tl.float32) * share).to(value.dtype), mask=i < SIZE
+    )
 
 
 def under_gate(x: Tensor, gate: Tensor) -> Tensor:
@@ -179,7 +302,8 @@ def under_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 @triton.jit
 def begin_kernel(
-    tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states, tails,
+    tables, slots, step, page_tables, page_slots, query_starts, context_lens, blocks, states,
+    tails,
     requests, tokens, width, pages, null,
     P: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +314,9 @@ def begin_kernel(
         page = tl.maximum(slot, 0) // P
         for kind in range(KINDS):
             block = tl.load(blocks + kind * pages + page).to(tl.int64)
-            tl.store(slots + kind * tokens + at, tl.where(slot < 0, slot, block * P + slot % P))
+            tl.store(
+                slots + kind * tokens + at, tl.where(slot < 0, slot, block * P + slot % P)
+            )
     if at < requests:
         table = page_tables + at.to(tl.int64) * width
         for first in range(0, width, BLOCK):
@@ -216,7 +342,9 @@ def begin_kernel(
 
 def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
     """See `HybridPool.begin`; the pool has states."""
-    states, kinds, tokens = pool.states, len(pool.places), len(batch.slots)
+    states = pool.states
+    kinds = len(pool.places)
+    tokens = len(batch.slots)
     assert states is not None
     requests, width = batch.block_tables.shape
     tables = batch.block_tables.new_empty(kinds, requests, width)
@@ -228,4 +356,6 @@ def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
         requests, tokens, width, pool.places.shape[1], states.null,
         P=pool.block_size, KINDS=kinds, BLOCK=128, num_warps=1,
     )  # fmt: skip
-    return [replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)]
+    return [
+        replace(batch, block_tables=t, slots=s) for t, s in zip(tables, slots, strict=True)
+    ]

@@ -19,12 +19,18 @@ from hybrid_cache.kernels import FusedDelta, GroupedTriton
 from hybrid_cache.mixer import Mixer
 from hybrid_cache.qwen3_5 import GatedAttention, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.kernels import scan, under_gate
-from phases.appendix.latency.lone import LoneInputs, attend_lone
-from phases.appendix.latency.tables import lone_default
+from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
+from phases.appendix.latency.tables import single_request_default
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
-from triton_paged_attention.layers import FusedAttention, FusedMLP, FusedRMSNorm, Stream, replace
+from triton_paged_attention.layers import (
+    FusedAttention,
+    FusedMLP,
+    FusedRMSNorm,
+    Stream,
+    replace,
+)
 from triton_paged_attention.linear import join
 
 
@@ -37,10 +43,12 @@ class FusedGatedAttention(FusedAttention):
     turned: numbers of a head that turn. sharpness: their factor, which the norms' weights take in.
     """
 
-    def __init__(self, old: GatedAttention, turned: int, sharpness: float) -> None:
+    def __init__(self, old: GatedAttention, turned: int, attention_scaling: float) -> None:
         nn.Module.__init__(self)
         spec = self.spec = old.spec
-        heads, keys, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        heads = spec.num_heads
+        keys = spec.num_kv_heads
+        size = spec.head_dim
         device = old.q_proj.weight.device
         order = torch.arange(size, device=device)
         turning, still = order[:turned].chunk(2), order[turned:].chunk(2)
@@ -49,13 +57,15 @@ class FusedGatedAttention(FusedAttention):
         parts = picked(old.q_proj, q[::2] + order), picked(old.k_proj, k + order)
         gate = picked(old.q_proj, q[1::2] + torch.arange(size, device=device))
         self.qkv_proj, self.o_proj = join(*parts, old.v_proj, gate), join(old.o_proj)
-        factor = torch.where(order < turned, sharpness, 1.0)
+        factor = torch.where(order < turned, attention_scaling, 1.0)
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
         self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         width = max(16, triton.next_power_of_2(size))
-        self.lone_config = lone_default(keys, width, old.v_proj.weight.element_size(), device)
+        self.lone_config = single_request_default(
+            keys, width, old.v_proj.weight.element_size(), device
+        )
         self.workspace = Workspace(heads * self.lone_config.splits, width, device)
 
     @property
@@ -77,23 +87,40 @@ class FusedGatedAttention(FusedAttention):
         out = self.spec.num_heads * self.spec.head_dim
         qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
         if isinstance(attention, GroupedTriton) and self.alone(len(x), attention):
-            mixed = self.lone(qkv, cos_sin, attention)
+            mixed = self.single_request(qkv, cos_sin, attention)
         else:
             mixed = self.attend(qkv, cos_sin, attention)
         return self.o_proj(under_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
-        """Return True if `lone` computes the step: one request's token, and a cache without scales."""
+        """Return True if `single_request` computes the step: one token, and a cache without scales."""
         scaled = attention.pool.layers[self.spec.index].scaled
         return tokens == 1 and attention.decodes and attention.stores_early and not scaled
 
-    def lone(self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton) -> Tensor:
+    def single_request(
+        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton
+    ) -> Tensor:
         """One request's token, from the projection to attention's output in one kernel: `[1, H D]`."""
         cache, slots = attention.place(self.spec)
-        batch, room, config = attention.batch, self.workspace, self.lone_config
+        batch = attention.batch
+        room = self.workspace
+        config = self.lone_config
         angles = cos_sin[0].flatten(0, -2), cos_sin[1].flatten(0, -2)
-        given = qkv, angles, self.norms, self.spec, cache, batch.block_tables, batch.context_lens
-        return attend_lone(LoneInputs(*given, slots), workspace=room, config=config, meet=True).out
+        given = (
+            qkv,
+            angles,
+            self.norms,
+            self.spec,
+            cache,
+            batch.block_tables,
+            batch.context_lens,
+        )
+        return attend_single_request(
+            SingleRequestInputs(*given, slots),
+            workspace=room,
+            config=config,
+            wait_for_all_splits=True,
+        ).out
 
 
 class FusedHybridBlock(nn.Module):
@@ -112,7 +139,11 @@ class FusedHybridBlock(nn.Module):
             setattr(self, name, part)
 
     def forward(
-        self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention, mixer: Mixer
+        self,
+        x: Tensor | Stream,
+        cos_sin: tuple[Tensor, Tensor],
+        attention: Attention,
+        mixer: Mixer,
     ) -> Tensor | Stream:
         """See `Qwen35Block.forward`."""
         layer: Callable[..., Tensor]
@@ -123,7 +154,9 @@ class FusedHybridBlock(nn.Module):
         behind, mlp = self.post_attention_layernorm, self.mlp
         if isinstance(x, Tensor) and len(x) == 1:
             x = layer(x, norm=self.input_layernorm.weights, residual=x)
-            return mlp.down_proj(mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x)
+            return mlp.down_proj(
+                mlp.gate_up_proj(x, norm=behind.weights, gate=mlp.kind), residual=x
+            )
         total, normed = self.input_layernorm.both(x)
         total, normed = behind.both(Stream(total, layer(normed)))
         return Stream(total, mlp(normed))
@@ -134,13 +167,15 @@ def fuse(model: Qwen35) -> None:
     for module in model.modules():
         if isinstance(module, FusedDelta):
             module.scan = scan
-    turned_parts = [part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))]
+    turned_parts = [
+        part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))
+    ]
     if all(isinstance(part, nn.Linear) for part in turned_parts):
-        turned, sharp = 2 * len(model.rope.inverse_frequencies), model.sharpness
+        turned, sharp = 2 * len(model.rope.inverse_frequencies), model.attention_scaling
         replace(model, GatedAttention, lambda old: FusedGatedAttention(old, turned, sharp))
         still = model.config.head_dim // 2 - turned // 2
         model.rope.inverse_frequencies = F.pad(model.rope.inverse_frequencies, (0, still))
-        model.sharpness = 1.0
+        model.attention_scaling = 1.0
         replace(model, Qwen35Block, FusedHybridBlock)
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from forward.model import Model
-from phases.appendix.latency.lone import LoneParts
-from phases.appendix.latency.lone_few import FEW_TOKENS
-from phases.appendix.latency.ways import LatencyBlock, LatencyWay
+from phases.appendix.latency.layers import LatencyBlock, LatencyKernel
+from phases.appendix.latency.single_request import SingleRequestSplits
+from phases.appendix.latency.small_batch import FEW_TOKENS
 from triton_paged_attention.hardware import HOPPER, at_least, multiprocessors
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP
@@ -58,13 +58,17 @@ class CudaKernel:
         constants: names that are numbers in it.
     """
 
-    def __init__(self, source: Path, constants: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, source: Path, constants: Mapping[str, int], device: torch.device
+    ) -> None:
         self._driver = import_module("cuda.bindings.driver")
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # there is a context
             image = self._compile(source, constants, device)
             self._module = _checked(self._driver.cuModuleLoadData(image))
-        self._function = _checked(self._driver.cuModuleGetFunction(self._module, source.stem.encode()))
+        self._function = _checked(
+            self._driver.cuModuleGetFunction(self._module, source.stem.encode())
+        )
 
     @staticmethod
     def _compile(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
@@ -88,15 +92,23 @@ class CudaKernel:
         """Launch it on the current stream; it may start while the kernel before still runs."""
         driver = self._driver
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.gridDimX = programs
+        config.gridDimY = 1
+        config.gridDimZ = 1
+        config.blockDimX = threads
+        config.blockDimY = 1
+        config.blockDimZ = 1
         config.hStream = torch.cuda.current_stream().cuda_stream
         early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
         early.value.programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs = [early], 1
         values = tuple(arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args)
-        kinds = tuple(ctypes.c_void_p if isinstance(arg, Tensor) else SIZES[type(arg)] for arg in args)
+        kinds = tuple(
+            ctypes.c_void_p if isinstance(arg, Tensor) else SIZES[type(arg)] for arg in args
+        )
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0))
 
 
@@ -124,11 +136,16 @@ def shape_of(rows: int, size: int, gated: bool, device: torch.device) -> ColumnS
 
     All programs are to run side by side where their registers allow it, and as many as may.
     """
-    part = next((part for part in PARTS if size % part == 0 and size // part <= MOST_WARPS), None)
+    part = next(
+        (part for part in PARTS if size % part == 0 and size // part <= MOST_WARPS), None
+    )
     tiles = 2 if gated else 1
     if part is None or rows % tiles or tiles * TILE * part > MOST_WEIGHTS:
         return None
-    while -(-rows // (TILE * tiles)) > multiprocessors(device) and 2 * tiles * TILE * part <= MOST_WEIGHTS:
+    while (
+        -(-rows // (TILE * tiles)) > multiprocessors(device)
+        and 2 * tiles * TILE * part <= MOST_WEIGHTS
+    ):
         tiles *= 2
     return ColumnShape(part, tiles)
 
@@ -156,7 +173,8 @@ def columns(
     norm_weight, eps, one_plus = norm if norm is not None else (x, 0.0, False)
     call = kernel(
         x.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=norm is not None,
-        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead, SPLITS=0,
+        ONE_PLUS=one_plus, GATED=gate is not None, ADD=residual is not None, AHEAD=run_ahead,
+        SPLITS=0,
     )  # fmt: skip
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     added = x if residual is None else residual
@@ -164,22 +182,25 @@ def columns(
     return out
 
 
-def project_few_heads(
+def project_heads_in_columns(
     linear: nn.Linear,  # weight [N, H D]
     shape: ColumnShape,
-    parts: LoneParts,
+    parts: SingleRequestSplits,
     residual: Tensor,  # [T, N] bfloat16
 ) -> Tensor:
     """`residual + weight @ attention's output`, the output in the workspace as `parts`: `[T, N]`.
 
     Padding gets its residual.
     """
-    layer, space, config = parts.layer, parts.workspace, parts.config
+    layer = parts.layer
+    space = parts.workspace
+    config = parts.config
     weight, tokens = linear.weight, len(residual)
     outputs, size = weight.shape
     assert config.splits <= MOST_SPLITS and parts.query_starts is not None
     call = kernel(
-        residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0, ONE_PLUS=0, GATED=0,
+        residual.device, K=size, N=outputs, EACH=shape.part, TILES=shape.tiles, NORM=0,
+        ONE_PLUS=0, GATED=0,
         ADD=1, AHEAD=1, SPLITS=config.splits, D=layer.head_dim, H=layer.num_heads,
         CAPACITY=1 << (tokens - 1).bit_length(), BLOCK=config.block_n,
         WINDOW=layer.sliding_window or 0,
@@ -200,7 +221,11 @@ def _grid(weight: Tensor, shape: ColumnShape) -> tuple[int, int]:
 
 def shape_for(linear: nn.Module, gate: str | None) -> ColumnShape | None:
     """Return how a layer's matrix is shared out, if it can be with such a gate."""
-    if not isinstance(linear, nn.Linear) or linear.bias is not None or gate not in (None, "silu"):
+    if (
+        not isinstance(linear, nn.Linear)
+        or linear.bias is not None
+        or gate not in (None, "silu")
+    ):
         return None
     return shape_of(*linear.weight.shape, gate is not None, linear.weight.device)
 
@@ -212,10 +237,12 @@ class Columns:
     """
 
     def __init__(self, linear: nn.Linear, *, fewest: int, run_ahead: bool) -> None:
-        self.linear, self.fewest, self.run_ahead = linear, fewest, run_ahead
+        self.linear = linear
+        self.fewest = fewest
+        self.run_ahead = run_ahead
 
-    def takes(self, tokens: int, gate: str | None) -> bool:
-        """See `Way.takes`."""
+    def supports(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.supports`."""
         return self.fewest <= tokens <= FEW_TOKENS and shape_for(self.linear, gate) is not None
 
     def __call__(
@@ -225,7 +252,13 @@ class Columns:
         shape = shape_for(self.linear, gate)
         assert shape is not None
         return columns(
-            x, self.linear.weight, shape, norm=norm, gate=gate, residual=residual, run_ahead=self.run_ahead
+            x,
+            self.linear.weight,
+            shape,
+            norm=norm,
+            gate=gate,
+            residual=residual,
+            run_ahead=self.run_ahead,
         )
 
 
@@ -234,9 +267,11 @@ def by_columns(fused: FusedLinear, *, fewest: int = 2) -> FusedLinear:
 
     Others stay as they are: of other dtypes, on other devices, and without a way for one token.
     """
-    for way in fused.ways:
-        if isinstance(way, LatencyWay) and _can(way.linear):
-            fused.ways.insert(0, Columns(way.linear, fewest=fewest, run_ahead=way.run_ahead))
+    for kernel in fused.kernels:
+        if isinstance(kernel, LatencyKernel) and _can(kernel.linear):
+            fused.kernels.insert(
+                0, Columns(kernel.linear, fewest=fewest, run_ahead=kernel.run_ahead)
+            )
             break
     return fused
 
@@ -250,17 +285,28 @@ def install(model: Model, *, fewest: int = 2) -> None:
     for block in model.modules():
         if not isinstance(block, FusedBlock):
             continue
-        direct, attend, mlp = next(iter(block.ways), None), block.self_attn, block.mlp
-        if isinstance(direct, LatencyBlock) and isinstance(mlp, FusedMLP):  # experts have no columns
+        direct = next(iter(block.kernels), None)
+        attend = block.self_attn
+        mlp = block.mlp
+        if isinstance(direct, LatencyBlock) and isinstance(
+            mlp, FusedMLP
+        ):  # experts have no columns
             assert isinstance(attend, FusedAttention)
             layers = (attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj)
             gates = (None, None, mlp.kind, None)
-            shapes = [shape_for(fused.linear, gate) for fused, gate in zip(layers, gates, strict=True)]
+            shapes = [
+                shape_for(fused.linear, gate)
+                for fused, gate in zip(layers, gates, strict=True)
+            ]
             linear, shape = attend.o_proj.linear, shapes[1]
             if None in shapes or not isinstance(linear, nn.Linear) or not _can(linear):
                 continue
             for fused in layers:
                 by_columns(fused, fewest=fewest)
             direct.few = True
-            if attend.o_proj.total is None and shape and attend.spec.head_dim % shape.part == 0:
-                direct.few_heads = partial(project_few_heads, linear, shape)
+            if (
+                attend.o_proj.total is None
+                and shape
+                and attend.spec.head_dim % shape.part == 0
+            ):
+                direct.few_heads = partial(project_heads_in_columns, linear, shape)

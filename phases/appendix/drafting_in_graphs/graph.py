@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from common.sampling.sampler import Needs, Plan
+from common.sampling.sampler import SamplingFlags, SamplingMetadata
 from cuda_graphs.batch import fixed_batch
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, narrow_logits
 from forward.attention import Attention
 from phases.appendix.drafting_in_graphs.columns import by_columns
-from phases.appendix.drafting_in_graphs.kernels import Chain, Places, Step, side_by_side
-from phases.appendix.latency.ways import add_way
+from phases.appendix.drafting_in_graphs.kernels import Chain, Step, StepPositions, side_by_side
+from phases.appendix.latency.layers import add_kernel
 from speculative.head import Head, ReducedHead
 from triton_paged_attention.linear import FusedLinear
 
@@ -39,19 +39,27 @@ class HeadDrafts:
 
     names: Tensor | None = None
 
-    def __init__(self, on: GraphContext, kept: Tensor, plan: Plan) -> None:
+    def __init__(self, on: GraphContext, kept: Tensor, plan: SamplingMetadata) -> None:
         head = on.model
         assert isinstance(head, Head) and isinstance(head.lm_head, ReducedHead)
-        self.on, self.head, self.kept, self.plan = on, head, kept, plan
+        self.on = on
+        self.head = head
+        self.kept = kept
+        self.plan = plan
         self._mix, self._fuse, self._logits = (
-            _quick(weight) for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
+            _quick(weight)
+            for weight in (head.mix_states.weight, head.fuse.weight, head.lm_head.weight)
         )
         self._state_norms = _stacked(*head.state_norms, head.norm)  # the last is not used
         self._input_norms = _stacked(head.token_norm, head.feature_norm)
-        if plan.features == Needs(0):  # noise belongs to token ids, the largest logit to none
+        if plan.features == SamplingFlags(
+            0
+        ):  # noise belongs to token ids, the largest logit to none
             self.names = head.lm_head.ids
 
-    def catch_up(self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def catch_up(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, attention: Attention
+    ) -> Tensor:
         """Compute the places that were verified, of which `hidden` is what the large model made: `[T, h]`."""
         states = side_by_side(self.kept, hidden, self._state_norms, self.head.config.norm_eps)
         return self.step(ids, self._mix(states), self.head.rope(positions), attention)
@@ -62,7 +70,11 @@ class HeadDrafts:
         return self.on.sampler.sample(logits, rows, (), steps, self.plan).tokens
 
     def step(
-        self, ids: Tensor, features: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+        self,
+        ids: Tensor,
+        features: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        attention: Attention,
     ) -> Tensor:
         """`Head.step`; behind drafts, `features [B, h]` are what came of the step before."""
         table, eps = self.head.embed_tokens.weight, self.head.config.norm_eps
@@ -75,7 +87,7 @@ def _quick(weight: Tensor) -> FusedLinear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     fused = FusedLinear(linear)
-    add_way(fused)
+    add_kernel(fused)
     return by_columns(fused, fewest=1)
 
 
@@ -99,7 +111,7 @@ class Pair:
     kept: Tensor | None = None
 
 
-class AheadGraph:
+class DraftingGraph:
     """A step of `size` requests with `drafts` drafts each.
 
     Args:
@@ -109,29 +121,46 @@ class AheadGraph:
     told: `[size, 2 * drafts + 2]` int64, see `kernels.accept`; good until the next replay.
     """
 
-    told: Tensor
+    host_output: Tensor
 
     def __init__(
-        self, pair: Pair, size: int, drafts: int, given: Tensor, kind: Needs, capturer: Capturer
+        self,
+        pair: Pair,
+        size: int,
+        drafts: int,
+        given: Tensor,
+        kind: SamplingFlags,
+        capturer: Capturer,
     ) -> None:
-        self.pair, self.size, self.drafts, self.given = pair, size, drafts, given
-        self.plan = Plan(kind, (), None).for_any_rows()
+        self.pair = pair
+        self.size = size
+        self.drafts = drafts
+        self.given = given
+        self.plan = SamplingMetadata(kind, (), None).for_any_rows()
         device, places = given.device, size * (drafts + 1)
 
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.batch, self.small_batch = (fixed_batch(size, 1, device, drafts + 1) for _ in range(2))
+        self.batch, self.small_batch = (
+            fixed_batch(size, 1, device, drafts + 1) for _ in range(2)
+        )
         here, there = ([ints(size), ints(places), ints(places)] for _ in range(2))
         lens, small_lens = self.batch.context_lens, self.small_batch.context_lens
-        self.places = Places._make([ints(size), *here, ints(places), lens, *there, small_lens])
+        self.places = StepPositions._make(
+            [ints(size), *here, ints(places), lens, *there, small_lens]
+        )
         count = (drafts - 1) * size
         contexts = ints(count, dtype=torch.int32)
         self.later = Chain(ints(size), ints(drafts, size), ints(count), ints(count), contexts)
         self.newest, self.drafted = ints(size), fixed_batch(count, 1, device)
         chain = fixed_batch(size, 1, device)
-        several_at = zip(contexts.view(-1, size), self.drafted.slots.view(-1, size), strict=True)
-        self.chain = [replace(chain, context_lens=own, slots=slots) for own, slots in several_at]
+        several_at = zip(
+            contexts.view(-1, size), self.drafted.slots.view(-1, size), strict=True
+        )
+        self.chain = [
+            replace(chain, context_lens=own, slots=slots) for own, slots in several_at
+        ]
         self.drafter = None
         if pair.small is not None:
             assert pair.kept is not None
@@ -142,18 +171,30 @@ class AheadGraph:
     def compute(self) -> None:
         """The step; what is captured."""
         pair = self.pair
-        large, batch, places = pair.large, self.batch, self.places
+        large = pair.large
+        batch = self.batch
+        places = self.places
         # Made anew: where nothing is captured, the host reads it after the next step has run.
-        self.told = self.newest.new_empty(self.size, 2 * self.drafts + 2)
-        step = Step(self.given, large.rows.tokens, pair.next_at, self.told, places, self.later, self.drafts)
-        step.find_places()
+        self.host_output = self.newest.new_empty(self.size, 2 * self.drafts + 2)
+        step = Step(
+            self.given,
+            large.rows.tokens,
+            pair.next_at,
+            self.host_output,
+            places,
+            self.later,
+            self.drafts,
+        )
+        step.find_positions()
         large.gather(places.token_rows, places.token_at, batch)
         large.attention.begin(replace(batch, block_tables=large.tables.data[places.rows]))
-        hidden = large.model(batch.input_ids, batch.positions, large.attention)  # [places, hidden]
+        hidden = large.model(
+            batch.input_ids, batch.positions, large.attention
+        )  # [places, hidden]
         logits = narrow_logits(large.model, hidden)
         chosen = large.sampler.sample(logits, places.token_rows, (), places.steps, self.plan)
         step.accept(chosen.tokens, batch.input_ids)
-        self.told[:, 1 : self.drafts + 2] = chosen.for_host.view(self.size, -1)
+        self.host_output[:, 1 : self.drafts + 2] = chosen.for_host.view(self.size, -1)
         if self.drafter is None:
             step.look_up()
         else:
@@ -161,7 +202,10 @@ class AheadGraph:
 
     def _draft(self, step: Step, drafter: HeadDrafts, hidden: Tensor, sampled: Tensor) -> None:
         """The head catches up with what was sampled, and writes ahead from the last right place."""
-        small, batch, places, later = drafter.on, self.small_batch, self.places, self.later
+        small = drafter.on
+        batch = self.small_batch
+        places = self.places
+        later = self.later
         tables = small.tables.data[places.small_rows]
         small.gather(places.small_token_rows, places.small_at, batch)
         small.attention.begin(replace(batch, block_tables=tables))
@@ -171,7 +215,9 @@ class AheadGraph:
         if not self.chain:
             return
         small.gather(later.rows, later.at, self.drafted)
-        cos, sin = (x.unflatten(0, (-1, self.size)) for x in drafter.head.rope(self.drafted.positions))
+        cos, sin = (
+            x.unflatten(0, (-1, self.size)) for x in drafter.head.rope(self.drafted.positions)
+        )
         for number, decodes in enumerate(self.chain):
             small.attention.begin(replace(decodes, block_tables=tables))
             last = drafter.step(self.newest, last, (cos[number], sin[number]), small.attention)

@@ -23,11 +23,11 @@ from speculative.ngram import MOST_TOKENS
 from triton_paged_attention.hardware import dependent_launch
 
 AT_ONCE = 1024
-"""Places that are compared at once."""
+"""StepPositions that are compared at once."""
 
 
 @triton.jit
-def places_kernel(
+def positions_kernel(
     given, next_at, at, rows, token_rows, token_at, steps, contexts,
     small_rows, small_token_rows, small_at, small_contexts, size, K: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def places_kernel(
 
 @triton.jit
 def accept_kernel(
-    sampled, ids, at, rows, given, tokens, next_at, told, picked, draft_steps,
+    sampled, ids, at, rows, given, tokens, next_at, host_output, picked, draft_steps,
     chain_rows, chain_at, chain_contexts, max_len, size, K: tl.constexpr,
 ):  # fmt: skip
     """Compare drafts with what was sampled in their places, keep what agrees, and move on behind it.
@@ -63,7 +63,9 @@ def accept_kernel(
     With that it is known, too, where all drafts will stand.
     """
     i = tl.program_id(0)
-    start, row, prompt = tl.load(at + i), tl.load(rows + i), tl.load(given + 3 * size + i)
+    start = tl.load(at + i)
+    row = tl.load(rows + i)
+    prompt = tl.load(given + 3 * size + i)
     small_row, base = tl.load(given + size + i), tl.load(given + 2 * size + i)
     real = start >= 0
     right = 0
@@ -74,9 +76,9 @@ def accept_kernel(
         right += same
     for j in tl.static_range(K + 1):
         said = tl.load(sampled + i * (K + 1) + j)
-        tl.store(told + i * (2 * K + 2) + 1 + j, said)
+        tl.store(host_output + i * (2 * K + 2) + 1 + j, said)
         tl.store(tokens + row * max_len + start + 1 + j, said, mask=real & (j <= right))
-    tl.store(told + i * (2 * K + 2), right)
+    tl.store(host_output + i * (2 * K + 2), right)
     tl.store(picked + i, i * (K + 1) + right)
     for j in tl.static_range(K):
         tl.store(draft_steps + j * size + i, start + 2 + right + j - prompt)
@@ -90,27 +92,31 @@ def accept_kernel(
 
 
 @triton.jit
-def hand_on_kernel(
-    drafts, names, at, rows, given, tokens, next_at, told, small_tokens, newest, max_len, small_len, size,
+def next_inputs_kernel(
+    drafts, names, at, rows, given, tokens, next_at, host_output, small_tokens, newest,
+    max_len, small_len, size,
     K: tl.constexpr, D: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     """Draft number `D` goes to the model's row, to be verified, and to the drafter's, to be gone on from."""
     i = tl.program_id(0)
     real = tl.load(at + i) >= 0
-    row, small_row, base = tl.load(rows + i), tl.load(given + size + i), tl.load(given + 2 * size + i)
+    row = tl.load(rows + i)
+    small_row = tl.load(given + size + i)
+    base = tl.load(given + 2 * size + i)
     place = tl.load(next_at + row) + 1 + D
     draft = tl.load(drafts + i)
     if NAMED:
         draft = tl.load(names + draft)
     tl.store(newest + i, draft)
-    tl.store(told + i * (2 * K + 2) + K + 2 + D, draft)
+    tl.store(host_output + i * (2 * K + 2) + K + 2 + D, draft)
     tl.store(tokens + row * max_len + place, draft, mask=real)
     tl.store(small_tokens + small_row * small_len + place - base, draft, mask=real)
 
 
 @triton.jit
 def side_by_side_kernel(
-    out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    out, first, second, weights, ids, eps, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
     INDEXED: tl.constexpr, NORM_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its row."""
@@ -134,7 +140,8 @@ def side_by_side_kernel(
 
 @triton.jit
 def look_up_kernel(
-    at, rows, tokens, next_at, told, max_len, K: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
+    at, rows, tokens, next_at, host_output, max_len,
+    K: tl.constexpr, AT_ONCE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One program per request: the longest of the last four, three and two tokens that stood here before."""
     i = tl.program_id(0)
@@ -153,7 +160,9 @@ def look_up_kernel(
         same = tl.load(text + place, mask=here, other=-2) == end
         two = same & (tl.load(text + place - 1, mask=here & (place >= 1), other=-2) == second)
         three = two & (tl.load(text + place - 2, mask=here & (place >= 2), other=-2) == third)
-        four = three & (tl.load(text + place - 3, mask=here & (place >= 3), other=-2) == fourth)
+        four = three & (
+            tl.load(text + place - 3, mask=here & (place >= 3), other=-2) == fourth
+        )
         agree = two.to(tl.int32) + three.to(tl.int32) + four.to(tl.int32)
         # More tokens agree, and of as many the last: the larger number.
         best = tl.maximum(best, tl.where(two, agree * 0x1000000 + place, -1).to(tl.int32))
@@ -164,13 +173,13 @@ def look_up_kernel(
     for j in tl.static_range(K):
         draft = tl.load(text + follows + j % period)
         tl.store(text + newest + 1 + j, draft, mask=real)
-        tl.store(told + i * (2 * K + 2) + K + 2 + j, tl.where(found >= 0, draft, -1))
+        tl.store(host_output + i * (2 * K + 2) + K + 2 + j, tl.where(found >= 0, draft, -1))
 
 
-class Places(NamedTuple):
+class StepPositions(NamedTuple):
     """Positions of everything in a step; one number a request, or `[B * (K + 1)]` for all its places.
 
-    The order is `places_kernel`'s. at, token_at and small_at: positions, -1 for padding.
+    The order is `positions_kernel`'s. at, token_at and small_at: positions, -1 for padding.
     """
 
     at: Tensor  # [B] int64
@@ -204,15 +213,17 @@ class Step(NamedTuple):
     given: Tensor
     tokens: Tensor  # [R, max_len] int64
     next_at: Tensor  # [R] int64, the position of the newest token of each row
-    told: Tensor  # [B, 2 * K + 2] int64
-    places: Places
+    host_output: Tensor  # [B, 2 * K + 2] int64
+    places: StepPositions
     chain: Chain
     drafts: int
 
-    def find_places(self) -> None:
+    def find_positions(self) -> None:
         """Fill in the places."""
         size = self.given.shape[1]
-        places_kernel[(size,)](self.given, self.next_at, *self.places, size, K=self.drafts, num_warps=1)
+        positions_kernel[(size,)](
+            self.given, self.next_at, *self.places, size, K=self.drafts, num_warps=1
+        )
 
     def accept(self, sampled: Tensor, ids: Tensor) -> None:
         """Write the tokens that are kept behind the newest, move `next_at` on, and fill in the chain.
@@ -221,21 +232,29 @@ class Step(NamedTuple):
         """
         places, size = self.places, len(self.places.at)
         accept_kernel[(size,)](
-            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at, self.told,
+            sampled, ids, places.at, places.rows, self.given, self.tokens, self.next_at,
+            self.host_output,
             *self.chain, self.tokens.shape[1], size, K=self.drafts, num_warps=1,
         )  # fmt: skip
 
     def hand_on(
-        self, made: Tensor, number: int, names: Tensor | None, small_tokens: Tensor, newest: Tensor
+        self,
+        made: Tensor,
+        number: int,
+        names: Tensor | None,
+        small_tokens: Tensor,
+        newest: Tensor,
     ) -> None:
         """Write one draft of each request where it will be read.
 
         made: `[B]` int64, drafts number `number` from 0, or where they stand in `names [N]`, token ids.
         small_tokens: `[R, max_len]` int64, the drafter's. newest: `[B]` int64, the drafts' token ids.
         """
-        hand_on_kernel[(len(made),)](
-            made, made if names is None else names, self.places.at, self.places.rows, self.given, self.tokens,
-            self.next_at, self.told, small_tokens, newest, self.tokens.shape[1], small_tokens.shape[1],
+        next_inputs_kernel[(len(made),)](
+            made, made if names is None else names, self.places.at, self.places.rows,
+            self.given, self.tokens,
+            self.next_at, self.host_output, small_tokens, newest, self.tokens.shape[1],
+            small_tokens.shape[1],
             len(made), K=self.drafts, D=number, NAMED=names is not None, num_warps=1,
         )  # fmt: skip
 
@@ -243,11 +262,13 @@ class Step(NamedTuple):
         """Write drafts behind each request's newest token, by the rule of `ngram.NGramIndex`.
 
         Only the last `MOST_TOKENS` tokens are searched, or a long text would take longer than the step. Where
-        no n-gram is found, the newest token is repeated there, and `told` says -1. Places are below 2^24.
+        no n-gram is found, the newest token is repeated there, and `host_output` says -1. Positions
+        are below 2^24.
         """
         look_up_kernel[(len(self.places.at),)](
-            self.places.at, self.places.rows, self.tokens, self.next_at, self.told, self.tokens.shape[1],
-            K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS, num_warps=8,
+            self.places.at, self.places.rows, self.tokens, self.next_at, self.host_output,
+            self.tokens.shape[1], K=self.drafts, AT_ONCE=AT_ONCE, MOST=MOST_TOKENS,
+            num_warps=8,
         )  # fmt: skip
 
 
@@ -268,7 +289,8 @@ def side_by_side(
     early, padded = dependent_launch(second.device), triton.next_power_of_2(size)
     side_by_side_kernel[(tokens, parts)](
         out, first, second.contiguous(), weights, out if ids is None else ids, eps,
-        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last, PDL=early,
+        PARTS=parts, SIZE=size, SIZE_PAD=padded, INDEXED=ids is not None, NORM_LAST=norm_last,
+        PDL=early,
         num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from common.request import Request
-from common.sampling.sampler import HostSampled, Needs, Sampled
+from common.sampling.sampler import HostSampled, Sampled, SamplingFlags
 from continuous.engine import Engine
 from continuous.rows import write
 from continuous.runner import Pending, Token
@@ -19,33 +19,37 @@ from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import CAPTURED, captured
+from cuda_graphs.executors import SMALL_BATCH
 from cuda_graphs.memory import PER_GRAPH
-from cuda_graphs.plans import SMALL_BATCH
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.staging import Staging
 from forward.model import Model
 from paged_cache import PagedEngine
 from paged_cache.memory import activation_bytes
-from phases.appendix.drafting_in_graphs.graph import AheadGraph, Pair
+from phases.appendix.drafting_in_graphs.graph import DraftingGraph, Pair
 from speculative.head import HeadSource
-from speculative.loops import Watcher, waits
-from speculative.speculation import Speculator
+from speculative.loops import HostDrafter, needs_finished_step
+from speculative.speculation import SpeculativeRunner
 
 FEW_LOOKED_UP = 4
 """Requests in a graph that looks n-grams up, at most. Every engine pays for these graphs with memory and time
 at its start, and few have texts that repeat themselves."""
 
 
-class Flight(Pending):
+class DraftedStep(Pending):
     """A step whose beginning the host does not know while it is on its way.
 
     drafts: of each request. blank: rows without a guess; known when the step before has landed.
     made: for each work, once it has landed, the drafts behind it; -1: filler, which is no guess.
     """
 
-    def __init__(self, works: Sequence[Work], drafts: int, told: HostSampled, blank: set[int]) -> None:
+    def __init__(
+        self, works: Sequence[Work], drafts: int, host_output: HostSampled, blank: set[int]
+    ) -> None:
         super().__init__(works, None)
-        self.drafts, self._told, self.blank = drafts, told, blank
+        self.drafts = drafts
+        self._told = host_output
+        self.blank = blank
         self.made: dict[int, list[int]] = {}
 
     def get(self) -> list[list[Token]]:
@@ -58,7 +62,9 @@ class Flight(Pending):
             work = given._replace(start=len(given.request.tokens) - 1)
             if work.row in self.blank and not right:
                 work = work._replace(count=1, drafts=())  # what was not guessed was not wrong
-                if work.request.row == work.row:  # a step without drafts counts its token in advance
+                if (
+                    work.request.row == work.row
+                ):  # a step without drafts counts its token in advance
                     work.request.num_computed_tokens = work.start + 1
             works.append(work)
             self.made[id(work)] = rest[k + 1 :]
@@ -67,7 +73,7 @@ class Flight(Pending):
         return found
 
 
-class Ahead(Watcher):
+class GraphDrafter(HostDrafter):
     """A `Drafter` around a speculator, which launches steps that verify and draft in one graph.
 
     Args:
@@ -76,11 +82,11 @@ class Ahead(Watcher):
 
     begun: what `begin` will return for the next step, if it has been asked already: an ordinary step in the
         place of one in a graph begins only once.
-    made: see `Flight`, of the one that is being collected. replays: steps that were launched.
+    made: see `DraftedStep`, of the one that is being collected. replays: steps that were launched.
     blank: rows behind whose newest token stand no guesses, as far as the host knows.
     """
 
-    def __init__(self, speculator: Speculator, most: int) -> None:
+    def __init__(self, speculator: SpeculativeRunner, most: int) -> None:
         self.inner = self.speculator = speculator
         self.stats, self.most = speculator.stats, most
         self.source = speculator.source if isinstance(speculator.source, HeadSource) else None
@@ -98,28 +104,36 @@ class Ahead(Watcher):
             assert isinstance(self.source.runner, GraphRunner)
             self.runners.append(self.source.runner)
         device = engine.runner.model.device
-        self.next_at = torch.zeros(engine.scheduler.rows.count, dtype=torch.int64, device=device)
+        self.next_at = torch.zeros(
+            engine.scheduler.rows.count, dtype=torch.int64, device=device
+        )
         attentions = [runner.machine.attention for runner in self.runners]
-        self.lengths = draft_lengths(min([self.most, *(one.most_queries - 1 for one in attentions)]))
+        self.lengths = draft_lengths(
+            min([self.most, *(one.most_queries - 1 for one in attentions)])
+        )
         self.sizes = request_sizes(engine.scheduler.rows.count, models=len(self.runners))
         self._staging = Staging(4 * self.sizes[-1], device)
-        kept = None if self.source is None else self.source.taps.kept
+        kept = None if self.source is None else self.source.hooks.kept
         large, *small = (runner.machine for runner in self.runners)
         pair = Pair(large, small[0] if small else None, self.next_at, kept)
         capturer = Capturer(device)
-        self._graphs: dict[tuple[int, int, Needs], AheadGraph] = {}
+        self._graphs: dict[tuple[int, int, SamplingFlags], DraftingGraph] = {}
         with torch.inference_mode():
-            for size, k, kind in product(reversed(self.sizes), reversed(self.lengths), CAPTURED):
+            for size, k, kind in product(
+                reversed(self.sizes), reversed(self.lengths), CAPTURED
+            ):
                 given = self._staging.device[: 4 * size].view(4, size)
-                self._graphs[size, k, kind] = AheadGraph(pair, size, k, given, kind, capturer)
+                self._graphs[size, k, kind] = DraftingGraph(
+                    pair, size, k, given, kind, capturer
+                )
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """See `Speculator.begin`."""
+        """See `SpeculativeRunner.begin`."""
         begun, self.begun = self.begun, None
         return self.speculator.begin(running) if begun is None else begun
 
     @torch.inference_mode()
-    def launch(self, before: Flight | None) -> Flight | None:
+    def launch(self, before: DraftedStep | None) -> DraftedStep | None:
         """The next step, or None: then an ordinary one is due.
 
         before: the step on its way, of which the host knows nothing yet.
@@ -149,22 +163,33 @@ class Ahead(Watcher):
             graph = self._graphs[size, k, kind]
             graph.replay()
             self.replays += 1
-            return Flight(works, k, Sampled(graph.told[: len(running)].flatten()).to_host(), self.blank)
+            return DraftedStep(
+                works,
+                k,
+                Sampled(graph.host_output[: len(running)].flatten()).to_host(),
+                self.blank,
+            )
         return None
 
-    def _kind(self, running: Sequence[Request], before: Flight | None) -> Needs | None:
+    def _kind(
+        self, running: Sequence[Request], before: DraftedStep | None
+    ) -> SamplingFlags | None:
         """Return how the running requests are sampled in a graph; None if they cannot all take part."""
         scheduler = self.engine.scheduler
         if not running or len(running) > self.sizes[-1]:
             return None
         if scheduler.rows.free and scheduler.waiting:  # an ordinary step may admit a request
             return None
-        flying = 0 if before is None else 1
+        in_flight_step = 0 if before is None else 1
         for request in running:  # one with a token in flight is in that step
-            if request.siblings or request.in_flight != flying or (not flying and request.prefilling):
+            if (
+                request.siblings
+                or request.in_flight != in_flight_step
+                or (not in_flight_step and request.prefilling)
+            ):
                 return None
         works = [Work(r, r.row, 0, 1, (), (r,)) for r in running]
-        if self.engine.masks.wants(works):
+        if self.engine.masks.needs_mask(works):
             return None
         plan = self.runner.sampler.plan([request.row for request in running])
         return plan.features if captured(plan) else None
@@ -181,9 +206,14 @@ class Ahead(Watcher):
             return 0
         k = max(length for length in self.lengths if length <= wanted)
         self.blank = {r.row for r in running if not guesses[r]}
-        if max(len(request.tokens) for request in running) - 1 + k >= self.engine.scheduler.rows.max_len:
+        if (
+            max(len(request.tokens) for request in running) - 1 + k
+            >= self.engine.scheduler.rows.max_len
+        ):
             return 0
-        drafts = [(r.row, len(r.tokens), [*guesses[r], *[r.tokens[-1]] * k][:k]) for r in running]
+        drafts = [
+            (r.row, len(r.tokens), [*guesses[r], *[r.tokens[-1]] * k][:k]) for r in running
+        ]
         write(self.engine.runner.rows.tokens, drafts)
         write(self.next_at[:, None], [(r.row, 0, [len(r.tokens) - 1]) for r in running])
         return k
@@ -192,10 +222,12 @@ class Ahead(Watcher):
         """Return how many of the drafts that are on the device already are to be verified."""
         self.begun = False
         self.speculator.guesses.clear()
-        wanted = max(self.speculator.pace.lengths(running))
+        wanted = max(self.speculator.throttle.lengths(running))
         if not wanted:
             return 0
-        if self.source is not None and any(request not in self.source.shadows for request in running):
+        if self.source is not None and any(
+            request not in self.source.shadows for request in running
+        ):
             return 0
         return smallest(self.lengths, wanted) or self.lengths[-1]
 
@@ -212,30 +244,53 @@ class Ahead(Watcher):
         if shadow is None:
             return False
         last -= len(request.tokens) - len(shadow.request.tokens)
-        return fits and last < self.source.rows.max_len and self.source.cache.reserve(shadow.request, last)
+        return (
+            fits
+            and last < self.source.rows.max_len
+            and self.source.cache.reserve(shadow.request, last)
+        )
 
     def _stage(self, running: Sequence[Request], size: int, ahead: int) -> None:
-        owns = running if self.source is None else [self.source.shadows[r].request for r in running]
+        owns = (
+            running
+            if self.source is None
+            else [self.source.shadows[r].request for r in running]
+        )
         rows = np.array([request.row for request in running])
         small_rows = np.array([own.row for own in owns])
-        base = np.array([len(r.tokens) - len(own.tokens) for r, own in zip(running, owns, strict=True)])
-        longest = max(len(request.tokens) for request in running) + ahead + self.lengths[-1] + 1
+        base = np.array(
+            [len(r.tokens) - len(own.tokens) for r, own in zip(running, owns, strict=True)]
+        )
+        longest = (
+            max(len(request.tokens) for request in running) + ahead + self.lengths[-1] + 1
+        )
         for runner, some in zip(self.runners, (rows, small_rows), strict=False):
-            runner.tables.update(some, min(runner.cache.blocks_for(longest), runner.cache.tables.shape[1]))
+            runner.tables.update(
+                some, min(runner.cache.blocks_for(longest), runner.cache.tables.shape[1])
+            )
         with self._staging.fill(4 * size) as flat:
             given = flat.reshape(4, size)
             given[0, len(rows) :], given[1:, len(rows) :] = -1, 0
-            given[:, : len(rows)] = rows, small_rows, base, self.engine.scheduler.rows.prompt_lens[rows]
+            given[:, : len(rows)] = (
+                rows,
+                small_rows,
+                base,
+                self.engine.scheduler.rows.prompt_lens[rows],
+            )
 
-    def landed(self, work: Work, accepted: int) -> None:
+    def on_step_finished(self, work: Work, accepted: int) -> None:
         """Bring the books up to what the device has done."""
         drafts = self.made.pop(id(work), None)
         if drafts is None:  # an ordinary step
-            self.speculator.landed(work, accepted)
+            self.speculator.on_step_finished(work, accepted)
             return
         self.speculator.count(work, accepted)
         (self.blank.discard if drafts[0] >= 0 else self.blank.add)(work.row)
-        if self.source is not None and work.request.row >= 0 and work.request in self.source.shadows:
+        if (
+            self.source is not None
+            and work.request.row >= 0
+            and work.request in self.source.shadows
+        ):
             self.source.carried(work.request, drafts)
 
 
@@ -249,7 +304,7 @@ def request_sizes(rows: int, *, models: int) -> list[int]:
     return decode_sizes(min(SMALL_BATCH if models > 1 else FEW_LOOKED_UP, rows))
 
 
-def ahead_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
+def drafting_graph_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
     """Return what the graphs take, an estimate from above; `models` counts the model itself."""
     sizes, lengths = request_sizes(rows, models=models), draft_lengths(drafts)
     tokens = sizes[-1] * (drafts + 1)
@@ -257,7 +312,7 @@ def ahead_bytes(model: Model, rows: int, drafts: int, *, models: int) -> int:
     return activation_bytes(model, tokens, tokens) + models * graphs * PER_GRAPH
 
 
-class InGraph:
+class GraphDraftingLoop:
     """A `Loop` around another one: while all that runs is decodes, the device drafts.
 
     The next step is launched before the host knows how far the last one came: the device knows, and that is
@@ -267,9 +322,9 @@ class InGraph:
     ahead: launches such steps. flight: the newest of them.
     """
 
-    flight: Flight | None = None
+    flight: DraftedStep | None = None
 
-    def __init__(self, engine: PagedEngine, ahead: Ahead) -> None:
+    def __init__(self, engine: PagedEngine, ahead: GraphDrafter) -> None:
         self.inner, self.ahead = engine.loop, ahead
         ahead.attach(engine)
 
@@ -280,26 +335,26 @@ class InGraph:
 
     def advance(self, engine: Engine) -> None:
         """Launch the next step that drafts and collect the one before; or advance the inner loop."""
-        if waits(engine):
-            self.inner.land(engine)
+        if needs_finished_step(engine):
+            self.inner.finish_steps(engine)
         if self.inner.idle:
             before, self.flight = self.flight, None
             self.flight = self.ahead.launch(before)
             if self.flight is None and before is not None:
-                self.ahead.speculator.pace.skip()  # two will have landed
+                self.ahead.speculator.throttle.skip()  # two will have landed
             if before is not None:
                 self._collect(engine, before)
             if self.flight is not None or (before is not None and engine.scheduler.idle):
                 return
         self.inner.advance(engine)
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Collect what is under way."""
         landing, self.flight = self.flight, None
         if landing is not None:
             self._collect(engine, landing)
-        self.inner.land(engine)
+        self.inner.finish_steps(engine)
 
-    def _collect(self, engine: Engine, flight: Flight) -> None:
+    def _collect(self, engine: Engine, flight: DraftedStep) -> None:
         self.ahead.made = flight.made
         engine.collect(flight)

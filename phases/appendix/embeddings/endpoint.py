@@ -56,7 +56,9 @@ class Vectors:
 
     headers = EVENTS
 
-    def __init__(self, model: str, form: str, dimensions: int | None, *, coded: bool = False) -> None:
+    def __init__(
+        self, model: str, form: str, dimensions: int | None, *, coded: bool = False
+    ) -> None:
         self.model = model
         self.form = form
         self.dimensions = dimensions
@@ -65,17 +67,26 @@ class Vectors:
     def vector(self, choice: Choice) -> Any:
         """Return the numbers of one prompt, or their bytes in base64."""
         if not choice.notes[MEAN]:
-            raise ApiError(400, "this engine gives no embeddings: it must be of phase 04 or later")
+            raise ApiError(
+                400, "this engine gives no embeddings: it must be of phase 04 or later"
+            )
         (data,) = choice.notes[MEAN]
         size = len(data) // 4
         if self.dimensions not in (None, size):
             words = f"dimensions is {self.dimensions}, but must be {size}, the model's own"
             raise wrong("dimensions", words)
-        return base64.b64encode(data).decode() if self.coded else np.frombuffer(data, np.float32).tolist()
+        return (
+            base64.b64encode(data).decode()
+            if self.coded
+            else np.frombuffer(data, np.float32).tolist()
+        )
 
     def body(self, group: ChoiceGroup) -> bytes:
         """See `Formatter`."""
-        vectors, tokens = [self.vector(choice) for choice in group.choices], group.prompt_tokens
+        vectors, tokens = (
+            [self.vector(choice) for choice in group.choices],
+            group.prompt_tokens,
+        )
         if self.form == "/api/embeddings":
             return encode_json({"embedding": vectors[0]})
         if self.form == "/api/embed":
@@ -86,7 +97,9 @@ class Vectors:
             for index, vector in enumerate(vectors)
         ]
         used = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return encode_json({"object": "list", "data": data, "model": self.model, "usage": used})
+        return encode_json(
+            {"object": "list", "data": data, "model": self.model, "usage": used}
+        )
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
         """See `Formatter`. Nothing is streamed."""
@@ -107,12 +120,17 @@ class Embeddings:
         self.model = model
         self.path = path
         self.ours = path.startswith("/v1")
-        self.kinds: Sequence[type[Struct]] = [EmbeddingFields if self.ours else EmbedFields, GenerationFields]
+        self.kinds: Sequence[type[Struct]] = [
+            EmbeddingFields if self.ours else EmbedFields,
+            GenerationFields,
+        ]
         self.source = "prompt" if path == "/api/embeddings" else "input"
         names = {"prompt": self.source, "n": self.source}
         self.form = ErrorForm(names) if self.ours else error_form(names)
 
-    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
         """See `Endpoint`. One token comes of each prompt, and no client sees it."""
         given: Any = convert_fields(self.kinds[0], fields)
         kept = {name: value for name, value in fields.items() if name in KEPT}

@@ -20,7 +20,7 @@ from common.sampling.ops import raw_logprobs
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
-from phases.appendix.observability.observer import EngineObserver
+from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
 
 MEAN = "mean"
@@ -75,7 +75,7 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptPlan:
-    """A `StepPlan` before all others: it lets them run the step, and reads the hidden states of prompts."""
+    """A `StepExecutor` before all others: it lets them run, and reads the hidden states of prompts."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.others = runner, runner.plans
@@ -88,7 +88,7 @@ class PromptPlan:
         self._asked[request] = kind, READERS[kind](self.runner, request)
         self._counts[request] = 0
 
-    def takes(self, works: Sequence[Work], masked: bool) -> bool | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
         """Return `masked` for a step that computes a part of such a prompt."""
         if not self._counts:
             return None
@@ -96,12 +96,13 @@ class PromptPlan:
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by the plan that takes it; a request that was preempted goes on where it was."""
-        asked = ((plan, plan.takes(works, ticket)) for plan in self.others)
+        asked = ((plan, plan.supports(works, ticket)) for plan in self.others)
         found = next(((plan, own) for plan, own in asked if own is not None), None)
         step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
         after = 0
         for work in step.works:
-            at, after, request = after, after + work.count, work.request
+            at, after = after, after + work.count
+            request = work.request
             if request not in self._counts:
                 continue
             first, end = (
@@ -129,7 +130,7 @@ class PromptPlan:
         return found
 
 
-class PromptObserver(EngineObserver):
+class PromptObserver(StepPictures):
     """Reports what was asked for, beside all else. Engines before phase 04 have none of it."""
 
     def __init__(self, engine: Engine) -> None:

@@ -7,22 +7,22 @@ refuses what it does not know; and every kind of work has a limit.
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 from weakref import WeakSet
 
 import llguidance as ll
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.neighbours import processors
 from common.sampling.grammar import Grammar
 from phases.appendix.guidance.exact import LARGEST, OPTIONS, OWN_OPTIONS, SUSPECT, exact
 from phases.appendix.guidance.matcher import SLOW, GuidanceMatcher, Job
+from phases.appendix.guidance.patterns import rewrite_lark, rewrite_regex
 from phases.appendix.guidance.spelling import Spelling
 from structured.matcher import Backend, Compiled, Words
 
@@ -35,11 +35,10 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 NOTHING = "NoExtensionBias"
 """What the library says of a mask in which there is no token, and nothing else."""
 
-FEW = 4
+SMALL_BATCH = 4
 """Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
 lexer before another one is taken."""
 FEW_ALONE = 32
@@ -51,7 +50,9 @@ MOST_THREADS = 16
 MAKING = 0.02
 """Seconds that may go into the lexers of one grammar, while the requests that want it wait."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [f"{CHARACTER}+"]
+SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [
+    f"{CHARACTER}+"
+]
 """Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
 tokens is looked at. The library has three slices; where strings are short, these halve the time of a mask.
 The slices that do not fit are looked through one by one, so where most tokens are too long few are best."""
@@ -69,7 +70,9 @@ class GuidanceGrammar(Compiled):
     """
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
-        self._starts, self._eos, self.bytes = starts, eos, size
+        self._starts = starts
+        self._eos = eos
+        self.bytes = size
         self._users = [WeakSet[GuidanceMatcher]() for _ in starts]
         self._lock = threading.Lock()
 
@@ -77,7 +80,10 @@ class GuidanceGrammar(Compiled):
         """Copy a parser at its start, whose lexer has few outputs: the first such, which has learnt most."""
         with self._lock:
             counts = [len(users) for users in self._users]
-            number = next((n for n, count in enumerate(counts) if count < FEW), counts.index(min(counts)))
+            number = next(
+                (n for n, count in enumerate(counts) if count < SMALL_BATCH),
+                counts.index(min(counts)),
+            )
             made = GuidanceMatcher(self._starts[number].deep_copy(), number, self._eos)
             self._users[number].add(made)
             return made
@@ -90,13 +96,15 @@ class GuidanceBackend(Backend):
 
     def __init__(self, vocabulary: Spelling) -> None:
         super().__init__(vocabulary)
-        # The library's threads ask what the tokenizer would make of what is forced. If it is ours that they
-        # ask, each waits for Python's lock.
-        self.tokenizer = self._reader(vocabulary.source) if vocabulary.source else self._exact
-        self._changed = re.compile("|".join(map(re.escape, vocabulary.changed)) or "(?!)")
+        self.tokenizer = tokenizer_of(vocabulary)
+        # For Lark grammars that ask for tokens which are text elsewhere, such as Qwen's `<think>`.
+        self._asked = lru_cache(4)(lambda tokens: tokenizer_of(vocabulary, tokens))
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(processors()) - 1))
-        self.threads, self._few = ll.LLExecutor(threads), FEW_ALONE if threads == 1 else FEW
+        self.threads, self._few = (
+            ll.LLExecutor(threads),
+            FEW_ALONE if threads == 1 else SMALL_BATCH,
+        )
         # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
@@ -110,34 +118,26 @@ class GuidanceBackend(Backend):
                 time.sleep(early)
             self._begun = begun = time.perf_counter()
         try:
-            source = source_of(grammar)
-            inner = self._parser(source)
+            source, asked = source_of(grammar, self.vocabulary)
+            tokenizer = self._asked(frozenset(asked)) if asked else self.tokenizer
+            inner = self._parser(source, tokenizer)
         except (ValueError, OverflowError) as error:
-            raise UserError(f"grammar ({grammar}): {error}") from None
+            raise UserError(f"grammar ({grammar}) is refused: {error}") from None
         if inner.is_error():
-            said = " ".join(inner.get_error().split())[:300]
+            said = one_line(inner.get_error())[:300]
+            if grammar.kind == "regex":  # the place of the regex in the library's own notation
+                said = said.removeprefix("line 1, character 8: ")
             if said.startswith(NOTHING):
                 said = "no output satisfies it"
             raise UserError(f"grammar ({grammar}) is refused: {said}")
         starts = [inner]
         while len(starts) < self.lexers and time.perf_counter() - begun < MAKING:
-            starts.append(self._parser(source))
+            starts.append(self._parser(source, tokenizer))
         size = BASE_BYTES + BYTES_PER_CHARACTER * len(grammar.source)
         return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
-    @cached_property
-    def _exact(self) -> ll.LLTokenizer:
-        """A tokenizer that keeps the bytes of every text."""
-        return self._reader(ll.TokenizerWrapper(_Wrapped(self.vocabulary)))
-
-    def _reader(self, source: str | ll.TokenizerWrapper) -> ll.LLTokenizer:
-        size, eos = len(self.vocabulary.tokens), list(self.vocabulary.eos)
-        return ll.LLTokenizer(source, n_vocab=size, eos_token=eos, slices=SLICES)
-
-    def _parser(self, source: str) -> ll.LLMatcher:
+    def _parser(self, source: str, tokenizer: ll.LLTokenizer) -> ll.LLMatcher:
         """At its start; its lexer has made the first mask, and is warm for the next."""
-        plain = ESCAPED.sub(lambda found: chr(int(found[1], 16)), source).replace("\\", "")
-        tokenizer = self._exact if self._changed.search(plain) else self.tokenizer
         made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
             made.compute_bitmask()
@@ -153,12 +153,17 @@ class GuidanceBackend(Backend):
         moved: dict[GuidanceMatcher, int] = {}
         if len(single) > self._few:
             begun = time.perf_counter()
-            counts = self.threads.consume_token_par([(one.inner, token) for one, token in single.items()])
+            counts = self.threads.consume_token_par(
+                [(one.inner, token) for one, token in single.items()]
+            )
             moved = dict(zip(single, map(int, counts), strict=True))
             slow = time.perf_counter() - begun > SLOW
             for matcher in moved:
                 matcher.effort.watched = slow
-        return [moved[one] if one in moved else one.advance(tokens) if tokens else 0 for one, tokens in moves]
+        return [
+            moved[one] if one in moved else one.advance(tokens) if tokens else 0
+            for one, tokens in moves
+        ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
         """Begin to fill the rows of `words [M, ceil(V / 32)]`, in threads; None: it is done.
@@ -185,13 +190,17 @@ class GuidanceBackend(Backend):
 
         How long that takes this thread cannot say: at the end it waits for the lock.
         """
-        at, width, count = words.ctypes.data, words.strides[0], len(words)
+        at = words.ctypes.data
+        width = words.strides[0]
+        count = len(words)
         watched = [job for job in jobs if job[0].effort.watched]
         rest = [job for job in jobs if not job[0].effort.watched]
         begun = time.perf_counter()
         if plain := [(matcher.inner, row) for matcher, row, drafts in rest if not drafts]:
             self.threads.unsafe_compute_mask_ptr(plain, at, width, count)
-        if drafted := [(matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts]:
+        if drafted := [
+            (matcher.inner, row, list(drafts)) for matcher, row, drafts in rest if drafts
+        ]:
             self.threads.unsafe_compute_mask_ptr_with_draft_token(drafted, at, width, count)
         if time.perf_counter() - begun > SLOW:
             for matcher, _, _ in jobs:
@@ -209,36 +218,84 @@ def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
         matcher.rollback(len(drafts))
 
 
-def source_of(grammar: Grammar) -> str:
+def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
     """Write a grammar in the library's own notation.
 
     A schema is put there as it stands, wherever that can be: reading it would hold Python's lock, and with it
     the engine's step, a millisecond for every 100 kB.
+
+    Args:
+        grammar: in ours.
+        vocabulary: whose tokens the grammar may ask for; returned are those of its `added` ones.
     """
     if grammar.kind == "json_schema":
-        source = {"true": "{}", "false": '{"not": {}}'}.get(grammar.source.strip(), grammar.source.strip())
+        source = {"true": "{}", "false": '{"not": {}}'}.get(
+            grammar.source.strip(), grammar.source.strip()
+        )
         if SUSPECT.search(source):
             source = json.dumps(exact(json.loads(source)))
         rest = source[1:].lstrip()
         comma = "" if rest == "}" else ","
-        return f'{{"grammars":[{{"json_schema":{{"{OWN_OPTIONS}":{json.dumps(OPTIONS)}{comma}{rest}}}]}}'
+        options = f'"{OWN_OPTIONS}":{json.dumps(OPTIONS)}'
+        return f'{{"grammars":[{{"json_schema":{{{options}{comma}{rest}}}]}}', set()
     if grammar.kind == "regex":
-        return ll.LLMatcher.grammar_from_regex(grammar.source)
+        return ll.LLMatcher.grammar_from_regex(rewrite_regex(grammar.source)), set()
+    if grammar.kind == "choice":
+        return ll.grammar_from("choice", grammar.source), set()
     if f"-{LARGEST + 1}" in grammar.source:  # in a schema inside the grammar
         raise ValueError(f"it has -{LARGEST + 1}, which is beyond 64 bits")
-    return ll.grammar_from("choice" if grammar.kind == "choice" else "grammar", grammar.source)
+    lark, asked = rewrite_lark(
+        ll.grammar_from("grammar", grammar.source), inner_schema, vocabulary
+    )
+    return ll.LLMatcher.grammar_from_lark(lark), asked
 
 
-class _Wrapped:
-    """A vocabulary in the shape that the library reads."""
+def inner_schema(source: str) -> str:
+    """Rewrite the text of a schema inside a Lark grammar, which may have options of its own."""
+    schema = json.loads(source) if SUSPECT.search(source) else None
+    if not isinstance(schema, dict):
+        return source
+    options = {OWN_OPTIONS: schema.pop(OWN_OPTIONS)} if OWN_OPTIONS in schema else {}
+    return json.dumps(exact(schema) | options)
 
-    def __init__(self, vocabulary: Spelling) -> None:
-        self.encode = vocabulary.encode
-        self.eos_token_id, self.bos_token_id = vocabulary.eos[0], None
+
+class TokenizerObject:
+    """A vocabulary in the shape that the library reads.
+
+    tokens: bytes of each; of a special token its name.
+    special_token_ids: tokens that are no text: only a Lark grammar may ask for one, by `<name>`.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Spelling, asked: Collection[int]) -> None:
+        self.encode, self.eos_token_id = vocabulary.encode, vocabulary.eos[0]
         self.tokens = list(vocabulary.tokens)
-        for token in vocabulary.eos:
-            self.tokens[token] = b"<|end|>"  # any name: it is special
-        self.special_token_ids = list(vocabulary.eos)
+        names = dict.fromkeys(vocabulary.eos, "<|end|>") | dict(vocabulary.special)
+        names |= {token: name for name, token in vocabulary.added.items() if token in asked}
+        for token, name in names.items():
+            self.tokens[token] = name.encode()
+        self.special_token_ids = list(names)
 
-    def __call__(self, text: str) -> list[int]:
-        return list(self.encode(text))
+    def __call__(self, text: str) -> Sequence[int]:
+        """Return tokens of a text; the library's threads ask for those of a forced one."""
+        return self.encode(text)
+
+
+def tokenizer_of(vocabulary: Spelling, asked: Collection[int] = ()) -> ll.LLTokenizer:
+    """Make the library's tokenizer of an object, and not of a `tokenizer.json`.
+
+    Of a file it takes every added token `<...>` for a special one, whatever the file says: it would force the
+    text of Qwen's `<think>`, and refuse its token.
+
+    Args:
+        vocabulary: the tokens.
+        asked: tokens of `vocabulary.added` that are no text here.
+    """
+    return ll.LLTokenizer(
+        cast(ll.TokenizerWrapper, TokenizerObject(vocabulary, asked)),
+        n_vocab=len(vocabulary.tokens),
+        eos_token=list(vocabulary.eos),
+        slices=SLICES,
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from common.request import Request
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
-from speculative.loops import Watcher
+from speculative.loops import HostDrafter
 from speculative.stats import SpeculationStats
 from structured.masks import Constraint
 
@@ -20,7 +20,7 @@ FEW_IN_TURN = 2
 and drafts cost a call of attention a layer, since they make queries of another length."""
 
 
-class GrammarDrafter(Watcher):
+class GrammarDrafter(HostDrafter):
     """A `Drafter` around another one.
 
     Where a grammar leaves no choice it says what comes (jump-forward: Zheng et al., "SGLang", arXiv
@@ -54,28 +54,32 @@ class GrammarDrafter(Watcher):
         in_turn: bool = False,
     ) -> None:
         self.inner = inner
-        self.jump_forward, self.most_ahead, self.in_turn = jump_forward, most_ahead, in_turn
+        self.jump_forward = jump_forward
+        self.most_ahead = most_ahead
+        self.in_turn = in_turn
         self.forced = self.refused = 0
         self.stats: SpeculationStats = getattr(self.inner, "stats", None) or SpeculationStats()
         self._jumping = self.looks_ahead = False
 
     @property
-    def waits(self) -> bool:
+    def needs_finished_step(self) -> bool:
         """While the other drafter does, or a request has a grammar and steps shall take turns."""
-        return super().waits or (self.in_turn and self._jumping)
+        return super().needs_finished_step or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Ask for drafts where the other drafter guesses, or a grammar may force."""
         guessing = self.inner.begin(running)
         few = not self.in_turn or len(running) <= FEW_IN_TURN
-        self._jumping = self.jump_forward and few and any(one.constraint is not None for one in running)
+        self._jumping = (
+            self.jump_forward and few and any(one.constraint is not None for one in running)
+        )
         self.looks_ahead = self._jumping and len(running) <= self.most_ahead
         return guessing or self._jumping
 
-    def landed(self, work: Work, accepted: int) -> None:
+    def on_step_finished(self, work: Work, accepted: int) -> None:
         """Count, and tell the other drafter what it asks for."""
-        if super().waits:
-            self.inner.landed(work, accepted)
+        if super().needs_finished_step:
+            self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)
 
@@ -88,14 +92,17 @@ class GrammarDrafter(Watcher):
         if request.placeholders:
             # Behind a token that is on its way, and forced itself. The matcher may be busy with its mask, so
             # this is what was seen before that began.
-            known = self.looks_ahead and constraint.taken == len(request.tokens) - request.prompt_len
+            known = (
+                self.looks_ahead
+                and constraint.taken == len(request.tokens) - request.prompt_len
+            )
             drafts = matcher.certain[request.placeholders :][:most] if known else ()
             self.forced += len(drafts)
             return drafts
         if constraint.follow(request):  # the masks will say what is wrong
             return ()
         # Other steps that run ahead have no drafts.
-        jumping = self.looks_ahead or (self._jumping and self.waits)
+        jumping = self.looks_ahead or (self._jumping and self.needs_finished_step)
         forced = matcher.forced()[:most] if jumping else ()
         guess = self.inner.propose(request, most)
         count = matcher.agrees(guess) if guess else 0

@@ -1,7 +1,8 @@
 """Schemas that llguidance would follow in a narrower or a wider sense than they say.
 
 It reads numbers as doubles, takes the 29th of February in any year, lets a key that is spelled with `\\u`
-pass for another one, counts a key that comes twice as two, and leaves out of a string what it cannot write.
+pass for another one, counts a key that comes twice as two, leaves out of a string what it cannot write, and
+reads patterns as Rust's.
 Here such a schema is rewritten to mean what it says, or refused by name.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import re
 from typing import Any
+
+from phases.appendix.guidance.patterns import rewrite_pattern
 
 OWN_OPTIONS = "x-guidance"
 """The key under which a schema has options for the library. Some let through what does not validate, or is no
@@ -31,18 +34,12 @@ OLDER = re.compile(r"json-schema\.org/draft-0[3467]/")
 """Dialects in which a `$ref` overrules what stands beside it; to the library it does in none."""
 SUSPECT = re.compile(
     rf'\\|\x7f|[0-9]{{{DIGITS + 1}}}|[0-9][eE]|"(?:minProperties|{OWN_OPTIONS})"|'
-    rf'"format"\s*:\s*"date|{OLDER.pattern}'
+    rf'"format"\s*:\s*"date|"pattern|{OLDER.pattern}'
 )
 """In the text of every schema that has to be looked through; the others are not read here. Behind a backslash
 a character may be hidden."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON escapes by number, or that the library does not write: it would leave them out."""
-_SPELLED = (
-    rf"(?:{_CONTROL.pattern}|\\[av]|\\(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
-    r"|\\[xu]\{0*(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])\})"
-)
-_CLASSES = re.compile(rf"\[\^(?:\\.|[^\]\\])*\]|{_SPELLED}-(?:\\.|[^\]\\])")
-"""Parts of a pattern in which these may stand: classes of all other characters, and ranges."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum")
@@ -56,20 +53,44 @@ ENFORCED: dict[str, Any] = {
     **dict.fromkeys(("type", "const", "additionalProperties", "items", *NUMBERS), object),
 }
 """Keywords of a hint that grammars know, and the types of their values."""
-FORMATS = ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+FORMATS = (
+    "date",
+    "date-time",
+    "time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+)
 SILENT = {
-    *(*_UNREAD, "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$anchor", "nullable"),
-    *("discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType", "unevaluatedProperties"),
+    *(
+        *_UNREAD,
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$schema",
+        "$id",
+        "$anchor",
+        "nullable",
+    ),
+    *(
+        "discriminator",
+        "xml",
+        "externalDocs",
+        "contentEncoding",
+        "contentMediaType",
+        "unevaluatedProperties",
+    ),
 }
 """Keywords that ask for nothing a value could break; `unevaluatedProperties` is what grammars do anyway."""
-_LOOKS = re.compile(r"\(\?[=!<]|\\[12bBp]")
-"""Parts of a pattern that no grammar has."""
-
 _LEAP = "(0[48]|[2468][048]|[13579][26])"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DAYS = (
-    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
+_LONG_MONTHS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+_SHORT_MONTHS = "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+_DAYS = f"({_LONG_MONTHS}|{_SHORT_MONTHS}|02-(0[1-9]|1[0-9]|2[0-8]))"
 DATE = f"({_YEAR}-{_DAYS}|([0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
 """RFC 3339's full-date, from year 1 on."""
 _CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
@@ -78,7 +99,9 @@ TIME = f"{_CLOCK}:[0-5][0-9]([.][0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
 PATTERNS = {"date": f"^{DATE}$", "date-time": f"^{DATE}T{TIME}$"}
 
 
-def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None) -> Any:
+def exact(
+    schema: Any, where: str = "#", *, older: bool = False, left: list[str] | None = None
+) -> Any:
     """Return a schema with the same values, which llguidance follows to the letter.
 
     Args:
@@ -93,7 +116,9 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
     """
     if isinstance(schema, list):
         parts = enumerate(schema)
-        return [exact(part, f"{where}/{place}", older=older, left=left) for place, part in parts]
+        return [
+            exact(part, f"{where}/{place}", older=older, left=left) for place, part in parts
+        ]
     if not isinstance(schema, dict):
         return schema
     if where == "#":
@@ -109,6 +134,10 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
             key = "anyOf"
         try:
             _check(key, value, place, hint=left is not None)
+            if key == "pattern" and isinstance(value, str):
+                value = rewrite_pattern(value, place)
+            if key == "patternProperties" and isinstance(value, dict):
+                value = _rewrite_names(value, place)
         except ValueError:
             if left is None:
                 raise
@@ -118,7 +147,10 @@ def exact(schema: Any, where: str = "#", *, older: bool = False, left: list[str]
             made[key] = value
         elif key in _MAPS and isinstance(value, dict):
             named = value.items()
-            made[key] = {name: exact(part, f"{place}/{name}", older=older, left=left) for name, part in named}
+            made[key] = {
+                name: exact(part, f"{place}/{name}", older=older, left=left)
+                for name, part in named
+            }
         else:
             made[key] = exact(value, place, older=older, left=left)
     required, least = made.get("required"), made.get("minProperties")
@@ -145,20 +177,26 @@ def _check(key: str, value: Any, where: str, *, hint: bool) -> None:
         raise ValueError(f"{where} is not known here")
     if key in (*NUMBERS, *_VALUES):
         _check_value(value, where)
-        if key.startswith("exclusive") and isinstance(value, int | float) and abs(value) >= NEIGHBOURS:
+        if (
+            key.startswith("exclusive")
+            and isinstance(value, int | float)
+            and abs(value) >= NEIGHBOURS
+        ):
             raise ValueError(f"{where} is {value}, and no double is the next integer")
-    named = key == "patternProperties" and isinstance(value, dict)
-    patterns = [value] if key == "pattern" else list(value) if named else []
-    for pattern in patterns:
-        if isinstance(pattern, str) and re.search(_SPELLED, _CLASSES.sub("", pattern)):
-            raise ValueError(f"{where} has a control character, which is never written")
     if hint and (
         key not in ENFORCED
         or not isinstance(value, ENFORCED[key])
         or (key == "format" and value not in FORMATS)
-        or any(not isinstance(pattern, str) or _LOOKS.search(pattern) for pattern in patterns)
     ):
         raise ValueError(f"{where} cannot be followed")
+
+
+def _rewrite_names(properties: dict[str, Any], where: str) -> dict[str, Any]:
+    """Rewrite the names of `patternProperties`. Raises `ValueError` for two that say the same."""
+    made = {rewrite_pattern(name, where): part for name, part in properties.items()}
+    if len(made) < len(properties):
+        raise ValueError(f"{where} has two patterns of one meaning")
+    return made
 
 
 def _check_value(value: Any, where: str) -> None:
@@ -172,5 +210,7 @@ def _check_value(value: Any, where: str) -> None:
         raise ValueError(f"{where} has a control character, which is never written")
     elif isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{where} has {str(value)[:40]}, which is beyond 64 bits")
-    elif isinstance(value, int | float) and not (abs(value) < float("inf") and float(value) == value):
+    elif isinstance(value, int | float) and not (
+        abs(value) < float("inf") and float(value) == value
+    ):
         raise ValueError(f"{where} has {str(value)[:40]}, which no double holds")

@@ -14,15 +14,15 @@ from common.errors import UserError, boolean, integer
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.guidance.drafter import GrammarDrafter
-from phases.appendix.guidance.loop import EarlyHalves
-from phases.appendix.guidance.masks import ThreadedMasks
+from phases.appendix.guidance.loop import EarlyMaskLoop
+from phases.appendix.guidance.masks import LibraryGrammarManager
 from phases.appendix.guidance.spelling import Spelling
-from speculative.loops import watched
+from speculative.loops import draft_loop_around
 from speculative.speculation import verify
-from structured.loop import EarlyMasks
-from structured.masks import GrammarMasks
+from structured.loop import EarlyGrammarManager
+from structured.masks import AutomataGrammarManager
 from structured.matcher import Backend
 from structured.pool import GrammarPool
 
@@ -35,7 +35,9 @@ class Guidance(Feature):
     phase: ClassVar[int] = 12
 
     jump_forward: bool = option(True, "tokens that a grammar forces are drafted")
-    jump_rows: int = option(4, "running requests, at most, for which steps that overlap draft what is forced")
+    jump_rows: int = option(
+        4, "running requests, at most, for which steps that overlap draft what is forced"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -43,34 +45,49 @@ class Guidance(Feature):
         integer("jump_rows", self.jump_rows, low=0)
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """Tell whether outputs follow grammars."""
         return others.get("structured") is not None
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Put other masks in the places of phase 12's, and a drafter that knows what is forced.
 
         Nothing is imported and no tokenizer prepared before the first grammar comes.
         """
-        plain = parts.masks
-        if not isinstance(plain, GrammarMasks):
-            raise UserError("guidance is on, but structured is off: switch it on with structured=True")
-        config, on_cpu = parts.model.config, parts.model.device.type == "cpu"
+        plain = builder.masks
+        if not isinstance(plain, AutomataGrammarManager):
+            raise UserError(
+                "guidance is on, but structured is off: switch it on with structured=True"
+            )
+        config, on_cpu = builder.model.config, builder.model.device.type == "cpu"
         pool = GrammarPool(
-            partial(guidance, parts.recipe.tokenizer, config.vocab_size, tuple(config.eos_token_ids)),
+            partial(
+                guidance,
+                builder.recipe.tokenizer,
+                config.vocab_size,
+                tuple(config.eos_token_ids),
+            ),
             cache_bytes=plain.pool.cache_bytes,
             seconds=plain.pool.seconds,
             threads=2 if (os.cpu_count() or 1) < 8 else 4,
         )
         most_forced = self.jump_rows if self.jump_forward else 0
-        parts.wrap(self, masks=partial(ThreadedMasks, pool=pool, most_forced=most_forced))
-        if "overlap" in parts.features:
-            parts.loops["overlap"] = lambda engine: EarlyHalves(cast(EarlyMasks, engine.masks))
-        if parts.drafter is not NO_DRAFTS or self.jump_forward:
-            parts.loops.setdefault("waiting", watched)
-            parts.stages["connect"].append(lambda whole: verify(whole.engine))
-            forced = partial(GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows)
-            parts.wrap(self, drafter=partial(forced, in_turn=on_cpu))
+        builder.decorate(
+            self, masks=partial(LibraryGrammarManager, pool=pool, most_forced=most_forced)
+        )
+        if "overlap" in builder.features:
+            builder.loops["overlap"] = lambda engine: EarlyMaskLoop(
+                cast(EarlyGrammarManager, engine.masks)
+            )
+        if builder.drafter is not NO_DRAFTS or self.jump_forward:
+            builder.loops.setdefault("waiting", draft_loop_around)
+            builder.stages["connect"].append(lambda whole: verify(whole.engine))
+            forced = partial(
+                GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows
+            )
+            builder.decorate(self, drafter=partial(forced, in_turn=on_cpu))
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:

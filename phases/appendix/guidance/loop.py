@@ -12,11 +12,11 @@ from common.request import Request
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Pending, Results
 from continuous.work import Work
-from structured.loop import EarlyMasks, TwoHalves
+from structured.loop import EarlyGrammarManager, MaskedLoop
 
 
-class EarlyHalves(TwoHalves):
-    """A `Loop` as `TwoHalves` is, but the second half of a masked step comes with the next call.
+class EarlyMaskLoop(MaskedLoop):
+    """A `Loop` as `MaskedLoop` is, but the second half of a masked step comes with the next call.
 
     Args:
         masks: those of the engine.
@@ -25,11 +25,13 @@ class EarlyHalves(TwoHalves):
     half: a step whose second half comes with the next call of `advance`.
     """
 
-    masks: EarlyMasks
+    masks: EarlyGrammarManager
     half: Forwarded | None = None
 
     def __init__(
-        self, masks: EarlyMasks, stage: Callable[[Sequence[Work]], object] = lambda works: None
+        self,
+        masks: EarlyGrammarManager,
+        stage: Callable[[Sequence[Work]], object] = lambda works: None,
     ) -> None:
         super().__init__(masks)
         self.stage = stage
@@ -48,18 +50,18 @@ class EarlyHalves(TwoHalves):
             self._finish(engine)
             works = alive(engine, works)
         step = engine.forward(works)
-        landing, self.flying = self.flying, None
-        if landing is not None and step is not None and self.masks.wants(step.works):
+        landing, self.in_flight_step = self.in_flight_step, None
+        if landing is not None and step is not None and self.masks.needs_mask(step.works):
             self._begin(engine, step, landing)
             return
-        self.flying = engine.sample(step)
+        self.in_flight_step = engine.sample(step)
         if landing is not None:
             engine.collect(landing)
 
-    def land(self, engine: Engine) -> None:
+    def finish_steps(self, engine: Engine) -> None:
         """Hand over the half that is left, and wait for what is on its way."""
         self._finish(engine)
-        super().land(engine)
+        super().finish_steps(engine)
 
     def _begin(self, engine: Engine, step: Forwarded, landing: Pending) -> None:
         """Begin to make the masks of a step, and deal out the tokens of the one before meanwhile.
@@ -69,12 +71,16 @@ class EarlyHalves(TwoHalves):
         results = engine.wait(landing)
         begun: bool | BaseException
         try:
-            begun = self.masks.begin(step.works, {} if results is None else by_request(landing, results))
-        except BaseException as error:  # a request that gets a token of the step before gets it all the same
+            begun = self.masks.begin(
+                step.works, {} if results is None else by_request(landing, results)
+            )
+        except (
+            BaseException
+        ) as error:  # a request that gets a token of the step before gets it all the same
             begun = error
         self.half = step
         if results is not None:
-            engine.deal(landing, results)
+            engine.append_tokens(landing, results)
         if isinstance(begun, BaseException):
             self.half = None
             engine.fail(step.works, begun)
@@ -87,22 +93,25 @@ class EarlyHalves(TwoHalves):
         """Hand the second half of a step to the device, if one is left."""
         if self.half is not None:
             half, self.half = self.half, None
-            self.flying = engine.sample(half)
+            self.in_flight_step = engine.sample(half)
 
 
 def alive(engine: Engine, works: list[Work]) -> list[Work]:
     """Leave out the works of requests that ended since they were scheduled: their room is given back."""
     left = []
     for work in works:
-        if any(request.finish_reason is None for request in work.takers or (work.request,)):
+        if any(
+            request.finish_reason is None
+            for request in work.sampled_requests or (work.request,)
+        ):
             left.append(work)
         else:
-            engine.scheduler.land(work, computed=False)
+            engine.scheduler.finish_step(work, computed=False)
     return works if len(left) == len(works) else left
 
 
 def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
     """Return the tokens of a step, without their log-probabilities and without those that are none (NaN)."""
-    takers = (request for work in pending.works for request in work.takers)
-    pairs = zip(takers, results, strict=True)
+    sampled_requests = (request for work in pending.works for request in work.sampled_requests)
+    pairs = zip(sampled_requests, results, strict=True)
     return {request: [token for token, _ in given if token >= 0] for request, given in pairs}

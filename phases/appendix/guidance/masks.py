@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from common.request import Request
-from common.sampling.sampler import Allowed
+from common.sampling.sampler import TokenBitmask
 from continuous.batch import upload
 from continuous.work import Work
 from structured.loop import NONE_LANDED, Landed
-from structured.masks import GrammarMasks, constrained, hold_back
+from structured.masks import AutomataGrammarManager, constrained, hold_back
 from structured.matcher import Words
 from structured.pool import GrammarPool
 
@@ -40,21 +40,26 @@ class MaskStaging:
         """Return the next masks, `[count, W]`, to be written over; they hold older ones."""
         if len(self._host) < count:
             shape = 1 << (count - 1).bit_length(), self._host.shape[1]
-            self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._stream is not None)
+            self._host = torch.zeros(
+                shape, dtype=torch.int32, pin_memory=self._stream is not None
+            )
             self._there = self._host.to(self.device)
         if self._stream is not None:
             self._stream.synchronize()  # after a step that failed its copy may still be on its way
         words: Words = self._host[:count].numpy()
         return words
 
-    def send(self, places: Sequence[int]) -> Allowed:
+    def send(self, places: Sequence[int]) -> TokenBitmask:
         """Send the masks that were written last, for these places of the batch."""
-        there, words = upload(self.device, {"places": np.array(places)})["places"], self._there[: len(places)]
+        there, words = (
+            upload(self.device, {"places": np.array(places)})["places"],
+            self._there[: len(places)],
+        )
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 words.copy_(self._host[: len(places)], non_blocking=True)
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return Allowed(words, there)
+        return TokenBitmask(words, there)
 
 
 class Filling(NamedTuple):
@@ -69,8 +74,8 @@ class Filling(NamedTuple):
     done: Future[None] | None
 
 
-class ThreadedMasks(GrammarMasks):
-    """`GrammarMasks` that are begun before they are asked for.
+class LibraryGrammarManager(AutomataGrammarManager):
+    """`AutomataGrammarManager` that are begun before they are asked for.
 
     A step is: launch forward n + 1, read token n, and then `begin`: advance every matcher by token n, and let
     threads write the masks of n + 1, while the device computes and the host deals out n and schedules n + 2.
@@ -82,8 +87,12 @@ class ThreadedMasks(GrammarMasks):
         most_forced: works in a step, at most, for which a drafter asks what is forced behind its tokens.
     """
 
-    def __init__(self, plain: GrammarMasks, pool: GrammarPool, *, most_forced: int) -> None:
-        super().__init__(pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal)
+    def __init__(
+        self, plain: AutomataGrammarManager, pool: GrammarPool, *, most_forced: int
+    ) -> None:
+        super().__init__(
+            pool, plain.vocab_size, sorted(plain.eos), plain.device, refusal=plain.refusal
+        )
         self.most_forced = most_forced
         self._staging = MaskStaging(-(-plain.vocab_size // 32), plain.device)
         self._filling: Filling | None = None
@@ -109,7 +118,7 @@ class ThreadedMasks(GrammarMasks):
         self._filling = Filling(works, places, words, done)
         return done is None
 
-    def fill(self, works: Sequence[Work]) -> Allowed | None:
+    def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """The masks of those samples of the step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
             self.begin(works)
@@ -122,13 +131,13 @@ class ThreadedMasks(GrammarMasks):
         hold_back(made.words, held)
         return self._staging.send(made.places)
 
-    def take_failed(self) -> list[tuple[Request, Exception]]:
+    def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
         """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
         jobs, self._jobs = self._jobs, []
         for request, (matcher, _, _) in jobs:
             if problem := matcher.problem:
                 self._fail(request, problem)
-        return super().take_failed()
+        return super().pop_failed_requests()
 
     def _wait(self) -> Filling | None:
         """Wait for the masks that are being made, if any are, and return them."""
@@ -152,7 +161,10 @@ class ThreadedMasks(GrammarMasks):
             if self.eos.isdisjoint(news):
                 outputs.append(output)
                 moves.append(
-                    (cast("GuidanceMatcher", constraint.matcher), [*constraint.unseen(request), *news])
+                    (
+                        cast("GuidanceMatcher", constraint.matcher),
+                        [*constraint.unseen(request), *news],
+                    )
                 )
         moved = []
         counts = self.backend.advance(moves)

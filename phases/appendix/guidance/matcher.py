@@ -10,7 +10,9 @@ import llguidance as ll
 
 from structured.matcher import Matcher, Words
 
-SLOW, DEAREST, MOST_SLOW = 0.005, 0.05, 0.15
+SLOW = 0.005
+DEAREST = 0.05
+MOST_SLOW = 0.15
 """Seconds of processor time: a token that takes more is slow; no token may take so long; and no output's slow
 tokens together. Masks of ordinary grammars take 0.02 to 1 ms over 49,152 tokens, those of the dearest regular
 expression tried 5 ms. An ambiguous grammar's grow with the square of the output's length."""
@@ -23,7 +25,9 @@ class Effort:
     """
 
     def __init__(self) -> None:
-        self.slow, self.watched, self.problem = 0.0, False, ""
+        self.slow = 0.0
+        self.watched = False
+        self.problem = ""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -53,7 +57,10 @@ class GuidanceMatcher(Matcher):
     certain: Sequence[int] = ()
 
     def __init__(self, inner: ll.LLMatcher, lexer: int, eos: Sequence[int]) -> None:
-        self.inner, self.lexer, self.eos, self.effort = inner, lexer, eos, Effort()
+        self.inner = inner
+        self.lexer = lexer
+        self.eos = eos
+        self.effort = Effort()
 
     def fill(self, words: Words) -> None:
         """See `Matcher`; so are the others."""
@@ -73,7 +80,11 @@ class GuidanceMatcher(Matcher):
     @property
     def problem(self) -> str:
         """The first line of what the library says, or the budget that is used up."""
-        return self.inner.get_error().split("\n")[0][:200] if self.inner.is_error() else self.effort.problem
+        return (
+            self.inner.get_error().split("\n")[0][:200]
+            if self.inner.is_error()
+            else self.effort.problem
+        )
 
     def forced(self) -> Sequence[int]:
         """Return tokens that must come next, as far as the grammar leaves no choice; changes nothing.
@@ -88,7 +99,9 @@ class GuidanceMatcher(Matcher):
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:
         """Cut tokens before one that ends the output, which the library takes in some places only."""
-        end = next((place for place, token in enumerate(tokens) if token in self.eos), len(tokens))
+        end = next(
+            (place for place, token in enumerate(tokens) if token in self.eos), len(tokens)
+        )
         return list(tokens[:end])
 
 

@@ -1,20 +1,19 @@
-"""The part of a tokenizer that a library sees beyond its tokens: how it spells a text that is forced."""
+"""The part of a tokenizer that a library sees beyond its tokens: names of special ones, and forced texts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 import tokenizers
-from tokenizers.decoders import ByteLevel
 
 from common.text.tokenizer import Tokenizer
 from structured.vocabulary import Vocabulary
 
-_KEEPING = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}
-"""Pre-tokenizers that only cut a text, unless they are told to remove what they cut at."""
+LONGEST_KEPT, MOST_KEPT = 256, 4096
+"""Characters of a text whose tokens are remembered, and how many such texts are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,24 +21,36 @@ class Spelling(Vocabulary):
     """The tokens of a model, and how they spell a text.
 
     encode: tokens whose bytes are a text's.
-    source: a tokenizer of byte-level tokens as a `tokenizer.json`, without what would change a text, for
-        libraries that read one. None: there is only `encode`.
-    changed: names in a text that `source` reads as tokens with other bytes, or with none: special tokens.
+    special: names of the tokens without bytes, by which a Lark grammar may ask for them.
+    added: the tokens that have bytes and yet stand in a tokenizer's list of added ones, by their names.
     """
 
     encode: Callable[[str], Sequence[int]]
-    source: str | None = None
-    changed: tuple[str, ...] = ()
+    special: Mapping[int, str] = field(default_factory=dict)
+    added: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> Self:
         """Read the vocabulary of a model with `size` logits."""
         plain = Vocabulary.of(tokenizer, size, eos)
-        hidden = {*tokenizer.special_ids, *eos}
-        added = tokenizer.backend.get_added_tokens_decoder()
-        changed = (one.content for token, one in added.items() if token in hidden or one.lstrip or one.rstrip)
-        encode, source = Encoder(tokenizer.backend, plain.tokens), _source(tokenizer.backend)
-        return cls(plain.tokens, plain.eos, encode, source, () if source is None else tuple(changed))
+        names = {
+            token: name
+            for token in {*tokenizer.special_ids, *plain.eos}
+            if token < size and (name := tokenizer.backend.id_to_token(token))
+        }
+        decoder = tokenizer.backend.get_added_tokens_decoder()
+        added = {
+            one.content: token
+            for token, one in decoder.items()
+            if token < size and token not in names
+        }
+        return cls(
+            plain.tokens,
+            plain.eos,
+            Encoder(tokenizer.backend, plain.tokens, added),
+            names,
+            added,
+        )
 
 
 class Encoder:
@@ -47,23 +58,47 @@ class Encoder:
 
     A tokenizer may set a space before a text, compose or lower its letters, and take names for special
     tokens. Its own tokens are the ones that a model has seen, so they are taken where they keep the bytes: of
-    the text alone, or behind a line break. Elsewhere the longest token that fits comes next.
+    the text alone, or behind a line break. Elsewhere what stands between added tokens is read for itself, and
+    where that does not help, the longest token that fits comes next.
+
+    What is short is remembered: outputs of one grammar ask for the same texts again and again.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, tokens: Sequence[bytes]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, tokens: Sequence[bytes], added: Mapping[str, int]
+    ) -> None:
         self._backend, self._tokens = backend, tokens
+        names = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        self._names = re.compile(f"({names})" if added else "(?!)")
         self._ids = {data: token for token, data in enumerate(tokens) if data}
         self._longest = max(map(len, self._ids), default=0)
+        self._known: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of as much of the text as there are tokens for."""
+        """Return tokens of as much of the text as there are tokens for."""
+        found = self._known.get(text)
+        if found is None:
+            found = self._encode(text)
+            if len(text) <= LONGEST_KEPT and len(self._known) < MOST_KEPT:
+                self._known[text] = found
+        return found
+
+    def _encode(self, text: str) -> list[int]:
         data = text.encode()
         for before in ("", "\n"):
             ids = self._backend.encode(before + text, add_special_tokens=False).ids
-            for start in range(min(3, len(ids))):  # what stands before the text is two tokens at most
-                pieces = [self._tokens[token] if token < len(self._tokens) else b"" for token in ids[start:]]
+            for start in range(
+                min(3, len(ids))
+            ):  # what stands before the text is two tokens at most
+                pieces = [
+                    self._tokens[token] if token < len(self._tokens) else b""
+                    for token in ids[start:]
+                ]
                 if all(pieces) and b"".join(pieces) == data:
                     return ids[start:]
+        parts = [part for part in self._names.split(text) if part]
+        if len(parts) > 1:
+            return [token for part in parts for token in self(part)]
         return list(self._longest_first(data))
 
     def _longest_first(self, data: bytes) -> Iterator[int]:
@@ -74,20 +109,3 @@ class Encoder:
                 return
             yield self._ids[data[:size]]
             data = data[size:]
-
-
-def _source(backend: tokenizers.Tokenizer) -> str | None:
-    """See `Spelling.source`: None of a tokenizer that changes a text in a way that is not known here."""
-    if not isinstance(backend.decoder, ByteLevel):
-        return None
-    cutter = {} if backend.pre_tokenizer is None else json.loads(backend.pre_tokenizer.__getstate__())
-    steps = [step for step in cutter.get("pretokenizers", [cutter]) if step]
-    if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps):
-        return None
-    source = backend.to_str()
-    if backend.normalizer is None and not any(step.get("add_prefix_space") for step in steps):
-        return source
-    whole: dict[str, Any] = json.loads(source)
-    steps = [step | {"add_prefix_space": False} if "add_prefix_space" in step else step for step in steps]
-    whole |= {"normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
-    return json.dumps(whole, ensure_ascii=False)

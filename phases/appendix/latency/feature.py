@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from common.errors import UserError
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Kernels
 
 
@@ -21,16 +21,20 @@ class Latency(Feature):
     phase: ClassVar[int] = 9
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """Inside graphs, around the kernels' layers."""
         return others.get("graphs") is not None and isinstance(others.get("kernels"), Kernels)
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Add ways to the kernels' layers, and one more kernel to their attention."""
-        kernels = parts.features.get("kernels")
+        kernels = builder.features.get("kernels")
         if not (isinstance(kernels, Kernels) and kernels.attends):
-            raise UserError("latency is True, but must be False without the kernels' layers and attention")
-        from phases.appendix.latency.ways import LatencyAttention, install
+            raise UserError(
+                "latency is True, but must be False without the kernels' layers and attention"
+            )
+        from phases.appendix.latency.layers import LatencyAttention, install
 
-        made = kernels.attention_of(LatencyAttention, install(parts.own_model()))
-        parts.wrap(self, attention=lambda plain: made)
+        made = kernels.attention_of(LatencyAttention, install(builder.own_model()))
+        builder.decorate(self, attention=lambda plain: made)

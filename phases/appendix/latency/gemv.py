@@ -32,8 +32,10 @@ from triton_paged_attention.linear import KINDS, activate
 @triton.jit
 def gemv_kernel(
     out, x, weight, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """One program per `ROWS` outputs; `GATED`: row `r` of the gate and row `N + r` of the up projection.
@@ -81,7 +83,9 @@ def gemv_kernel(
             vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
         if NORM:
             factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
-            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)  # rounded as a norm apart
+            vector = (vector.to(tl.float32) * scale * factor).to(
+                vector.dtype
+            )  # rounded as a norm apart
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
@@ -110,21 +114,31 @@ class Around(TypedDict, total=False):
 
 
 def launch(
-    kernel: Any, programs: int, x: Tensor, weights: Sequence[Tensor], rows: int, around: Around, **more: Any
+    kernel: Any,
+    programs: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    rows: int,
+    around: Around,
+    **more: Any,
 ) -> Tensor:
     """Launch a kernel with what stands around its product: `[..., rows]`.
 
     weights: the arguments between `x` and the norm's weight. more: the others.
     """
-    norm, bias, residual = around.get("norm"), around.get("bias"), around.get("residual")
+    norm = around.get("norm")
+    bias = around.get("bias")
+    residual = around.get("residual")
     gate, dtype = around.get("gate"), around.get("out_dtype") or x.dtype
     out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=x.device)
     norm_weight, eps, one_plus = norm or (x, 0.0, False)
     early = dependent_launch(x.device)
     kernel[(programs,)](
-        out, x, *weights, norm_weight, x if bias is None else bias, x if residual is None else residual,
+        out, x, *weights, norm_weight, x if bias is None else bias,
+        x if residual is None else residual,
         eps, rows,
-        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None, ADD=residual is not None,
+        NORM=norm is not None, ONE_PLUS=one_plus, BIAS=bias is not None,
+        ADD=residual is not None,
         GATED=gate is not None, KIND=0 if gate is None else KINDS[gate], PDL=early, **more,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -142,5 +156,6 @@ def gemv(x: Tensor, weight: Tensor, **around: Unpack[Around]) -> Tensor:
     trigger = 2 if shape.late else int(not around.get("run_ahead", True))
     return launch(
         gemv_kernel, triton.cdiv(rows, shape.rows), x, [weight], rows, around,
-        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger, num_warps=shape.num_warps,
+        K=size, ROWS=shape.rows, BLOCK_K=shape.block_k, TRIGGER=trigger,
+        num_warps=shape.num_warps,
     )  # fmt: skip

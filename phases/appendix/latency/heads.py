@@ -10,14 +10,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phases.appendix.latency.lone import LOG_STEP, LoneParts, splits_of
+from phases.appendix.latency.single_request import LOG_STEP, SingleRequestSplits, splits_of
 from triton_paged_attention.hardware import dependent_launch
 
 
 @triton.jit
 def combine_heads(
     partial, lse, used,
-    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Attention's output from the `used` splits in the workspace, all heads: `[H_PAD, D_PAD / 8, 8]`."""
     # Heads as [D / 8, H, 8], where a thread owns the last axis, and their weights as [D / 8, H]: each thread
@@ -27,7 +28,11 @@ def combine_heads(
     lane = tl.arange(0, 8)[None, None, :]
     present = (h < H) & (e >= 0)
     # No kernel has written a head's padding, and 0 times what it holds may be NaN.
-    inside = present[:, :, None] if D == D_PAD else present[:, :, None] & (e[:, :, None] * 8 + lane < D)
+    inside = (
+        present[:, :, None]
+        if D == D_PAD
+        else present[:, :, None] & (e[:, :, None] * 8 + lane < D)
+    )
     at_part = (h * D_PAD + e * 8)[:, :, None] + lane
     at_log = h * LOG_STEP + e * 0
     top = tl.full([D_PAD // 8, H_PAD], -1.0e30, tl.float32)
@@ -45,7 +50,9 @@ def combine_heads(
         for i in tl.static_range(CHUNK):
             new_top = tl.maximum(new_top, logs[i])
         shrink = tl.exp2(top - new_top)
-        total, x, top = total * shrink, x * shrink[:, :, None], new_top
+        total = total * shrink
+        x = x * shrink[:, :, None]
+        top = new_top
         for i in tl.static_range(CHUNK):
             portion = tl.exp2(logs[i] - top)  # 0 where there is no such split
             total += portion
@@ -54,7 +61,9 @@ def combine_heads(
 
 
 @triton.jit
-def as_it_is(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+def as_it_is(
+    vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
+):
     """Return attention's output, and the factor of its product: a seam, for other formats round."""
     return vector, 1.0
 
@@ -62,7 +71,8 @@ def as_it_is(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWAR
 @triton.jit
 def heads_kernel(
     out, partial, lse, context_len, weight, weight_scale, bias, residual, N,
-    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr,
+    H: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
     WHOLE: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
@@ -91,7 +101,9 @@ def heads_kernel(
     added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
 
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
-    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)  # rounded as a step apart
+    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(
+        tl.float32
+    )  # rounded as a step apart
     vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
     product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * (scales * scale)
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)
@@ -110,7 +122,7 @@ def project_heads(
     residual: Tensor,  # [1, N]
     weight: Tensor,  # [N, H D]
     bias: Tensor | None,  # [N]
-    parts: LoneParts,
+    parts: SingleRequestSplits,
     *,
     rows: int = 8,  # of the weight in a program
     chunk: int = 10,  # splits loaded at once
@@ -118,18 +130,30 @@ def project_heads(
     rounding: Rounding | None = None,
 ) -> Tensor:
     """`residual + bias + weight @ attention's output`, the output in the workspace as `parts`: `[1, N]`."""
-    layer, workspace, config = parts.layer, parts.workspace, parts.config
-    heads, d, size = layer.num_heads, layer.head_dim, weight.shape[0]
+    layer = parts.layer
+    workspace = parts.workspace
+    config = parts.config
+    heads = layer.num_heads
+    d = layer.head_dim
+    size = weight.shape[0]
     out = torch.empty_like(residual)
-    assert workspace.rows >= config.splits * heads * 2, f"the workspace has {workspace.rows} rows only"
-    early, (function, largest, whole, hardware) = dependent_launch(residual.device), rounding or Rounding()
+    assert workspace.rows >= config.splits * heads * 2, (
+        f"the workspace has {workspace.rows} rows only"
+    )
+    early, (function, largest, whole, hardware) = (
+        dependent_launch(residual.device),
+        rounding or Rounding(),
+    )
     heads_kernel[(triton.cdiv(size, rows),)](
         out, workspace.partial.view(residual.dtype), workspace.lse, parts.context_lens, weight,
-        residual if scale is None else scale, residual if bias is None else bias, residual, size,
-        H=heads, H_PAD=triton.next_power_of_2(heads), D=d, D_PAD=max(16, triton.next_power_of_2(d)),
+        residual if scale is None else scale, residual if bias is None else bias, residual,
+        size,
+        H=heads, H_PAD=triton.next_power_of_2(heads), D=d,
+        D_PAD=max(16, triton.next_power_of_2(d)),
         WINDOW=layer.sliding_window or 0, BLOCK_N=config.block_n, SPLITS=config.splits,
         CHUNK=min(chunk, config.splits), ROWS=rows, BIAS=bias is not None,
-        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole, HARDWARE=hardware,
+        SCALED=scale is not None, ROUND=function, LARGEST=largest, WHOLE=whole,
+        HARDWARE=hardware,
         PDL=early, num_warps=8, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

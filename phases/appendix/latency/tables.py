@@ -43,7 +43,7 @@ def gemv_config(rows: int, size: int, gated: bool, device: torch.device) -> Gemv
 
 
 @dataclass(frozen=True)
-class LoneConfig:
+class SingleRequestConfig:
     """Block sizes of attention of a lone request: keys per tile, and programs (a power of two) per key/value
     head, at most.
     """
@@ -60,26 +60,32 @@ def tile_keys(d_pad: int, itemsize: int) -> int:
 
 
 @cache
-def lone_default(kv_heads: int, d_pad: int, itemsize: int, device: torch.device) -> LoneConfig:
+def single_request_default(
+    kv_heads: int, d_pad: int, itemsize: int, device: torch.device
+) -> SingleRequestConfig:
     """Two programs per multiprocessor, and tiles that fit a program's registers.
 
     One stage, so that little shared memory is taken and the programs of neighbouring kernels fit beside it.
     """
     splits = max(1, min(32, 2 * multiprocessors(device) // kv_heads))
-    return LoneConfig(tile_keys(d_pad, itemsize), splits=1 << (splits.bit_length() - 1))
+    return SingleRequestConfig(
+        tile_keys(d_pad, itemsize), splits=1 << (splits.bit_length() - 1)
+    )
 
 
-def lone_few_config(d_pad: int, itemsize: int) -> LoneConfig:
+def small_batch_config(d_pad: int, itemsize: int) -> SingleRequestConfig:
     """Defaults: tiles like a lone token's, one or more a split, and as many splits as the decode kernel has.
 
     Wide heads take twice the warps, whose registers hold the first tile, the new keys and all queries at
     once.
     """
     num_warps = 4 if d_pad <= 64 else 8
-    return LoneConfig(tile_keys(d_pad, itemsize), num_warps, num_stages=2, splits=MOST_SPLITS)
+    return SingleRequestConfig(
+        tile_keys(d_pad, itemsize), num_warps, num_stages=2, splits=MOST_SPLITS
+    )
 
 
-def heads_pay(rows: int, size: int) -> bool:
+def fused_heads_are_faster(rows: int, size: int) -> bool:
     """Return True if an output projection `[rows, size]` had better combine the splits of attention itself.
 
     Every program reads all parts, so there may not be many programs nor large parts.

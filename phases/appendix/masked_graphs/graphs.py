@@ -12,14 +12,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.sampling.sampler import Allowed, Needs, Plan, Sampled
+from common.sampling.sampler import Sampled, SamplingFlags, SamplingMetadata, TokenBitmask
 from continuous.batch import Ints
 from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from cuda_graphs.buckets import decode_sizes, smallest
 from cuda_graphs.capture import Capturer
-from cuda_graphs.decode_graph import CAPTURED, DecodeGraph, captured, logits_dtype, narrow_logits
-from cuda_graphs.plans import DecodePlan, decodes
+from cuda_graphs.decode_graph import (
+    CAPTURED,
+    DecodeGraph,
+    captured,
+    logits_dtype,
+    narrow_logits,
+)
+from cuda_graphs.executors import DecodeGraphExecutor, decodes
 from cuda_graphs.runner import GraphRunner
 from cuda_graphs.step_kernels import scatter_tokens
 from forward.model import Model
@@ -29,7 +35,7 @@ from triton_paged_attention.linear import FusedLinear
 class MaskInputs:
     """Inputs of masked graphs of all sizes, of up to `most` places: masks, and what the first half left.
 
-    words: `[most, ceil(V / 32)]` int32; places: `[most]` int64, -1: padding. See `Allowed`.
+    words: `[most, ceil(V / 32)]` int32; places: `[most]` int64, -1: padding. See `TokenBitmask`.
     logits: `[most, V]`, in the precision of `narrow_logits`.
     requests: `[3 * most]` int64, the `inputs` of decode graphs, one behind the other.
     """
@@ -41,7 +47,7 @@ class MaskInputs:
         self.logits = torch.zeros(most, vocab_size, dtype=logits_dtype(model), device=device)
         self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
 
-    def put(self, allowed: Allowed | None, size: int) -> None:
+    def put(self, allowed: TokenBitmask | None, size: int) -> None:
         """Copy a step's masks, for a graph of `size` requests: a few microseconds of the device."""
         count = 0 if allowed is None else len(allowed.places)
         if allowed is not None:
@@ -89,11 +95,13 @@ class MaskedGraph:
 
     for_host: Tensor
 
-    def __init__(self, first: LogitsGraph, features: Needs, capturer: Capturer) -> None:
+    def __init__(
+        self, first: LogitsGraph, features: SamplingFlags, capturer: Capturer
+    ) -> None:
         self.first = first
-        self.plan = Plan(features, (), None).for_any_rows()
+        self.plan = SamplingMetadata(features, (), None).for_any_rows()
         masks, size = first.masks, first.half.size
-        self._allowed = Allowed(masks.words[:size], masks.places[:size])
+        self._allowed = TokenBitmask(masks.words[:size], masks.places[:size])
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
@@ -105,7 +113,7 @@ class MaskedGraph:
         scatter_tokens(rows, at, sampled.tokens, on.rows.tokens)
 
 
-class MaskedPlan:
+class MaskedGraphExecutor:
     """Decode steps whose samples are masked: phase 09's graph to the hidden states, then two more.
 
     While the masks of a step are being made, the host has time: it then sends what the next step reads.
@@ -114,13 +122,13 @@ class MaskedPlan:
     """
 
     def __init__(self, runner: GraphRunner) -> None:
-        self.runner, self.decodes = runner, runner.plan(DecodePlan)
-        self.graphs: dict[tuple[int, Needs], MaskedGraph] = {}
+        self.runner, self.decodes = runner, runner.plan(DecodeGraphExecutor)
+        self.graphs: dict[tuple[int, SamplingFlags], MaskedGraph] = {}
         self.count = len(self.decodes.sizes) * (1 + len(CAPTURED))
         self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphPlan`."""
+        """See `GraphExecutor`."""
         masks = MaskInputs(self.decodes.sizes[-1], self.runner.model)
         for size in reversed(self.decodes.sizes):
             part(f"{size} requests, logits")
@@ -135,12 +143,14 @@ class MaskedPlan:
 
         Not if a request is new: the row may have had an owner whose last token is yet to be written.
         """
-        size, last = self.takes(works, masked=True), self.runner.last
-        half_done = last is not None and last.rest is not None  # the second half is a graph, too
+        size, last = self.supports(works, masked=True), self.runner.last
+        half_done = (
+            last is not None and last.rest is not None
+        )  # the second half is a graph, too
         if size is not None and half_done and not self.runner.rows.fresh:
             self._staged = works, self.decodes.stage(works, size)
 
-    def takes(self, works: Sequence[Work], masked: bool) -> int | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> int | None:
         """The size of the graphs."""
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
@@ -160,13 +170,17 @@ class MaskedPlan:
         if rest is None:
             return Forwarded(works, graph.sampled(rows), graph.hidden)
         rest.first.replay()
-        return Forwarded(works, graph.batch, graph.hidden, rest=partial(self.finish, works, rest))
+        return Forwarded(
+            works, graph.batch, graph.hidden, rest=partial(self.finish, works, rest)
+        )
 
-    def finish(self, works: Sequence[Work], graph: MaskedGraph, allowed: Allowed | None) -> Pending:
+    def finish(
+        self, works: Sequence[Work], graph: MaskedGraph, allowed: TokenBitmask | None
+    ) -> Pending:
         """The second half of a step, under these masks; None: no request has one."""
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()
-        return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.extra)
+        return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.verifier)
 
 
 PER_HALF = 1 << 20

@@ -6,15 +6,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.sampling.sampler import Allowed, Chooser, Sampler
-from cuda_graphs.sampling import TritonChooser
+from common.sampling.sampler import Sampler, SamplerBackend, TokenBitmask
+from cuda_graphs.sampling import TritonSamplerBackend
 
 BLOCK = 4096
 
 
 @triton.jit
 def forbid_kernel(
-    logits, words, places, row_stride, token_stride, word_stride, V: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    words,
+    places,
+    row_stride,
+    token_stride,
+    word_stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per mask and chunk of the vocabulary; place -1 is padding of a graph."""
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -23,10 +30,12 @@ def forbid_kernel(
     real = (token < V) & (row >= 0)
     word = tl.load(words + mask * word_stride + token // 32, mask=real, other=-1)
     barred = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + row * row_stride + token * token_stride, -float("inf"), mask=barred & real)
+    tl.store(
+        logits + row * row_stride + token * token_stride, -float("inf"), mask=barred & real
+    )
 
 
-def forbid(logits: Tensor, allowed: Allowed) -> None:
+def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
     """`common.sampling.ops.forbid` in place: `logits [B, V]` of any dtype."""
     count, vocab = len(allowed.places), logits.shape[1]
     block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
@@ -38,18 +47,18 @@ def forbid(logits: Tensor, allowed: Allowed) -> None:
         )  # fmt: skip
 
 
-class Forbids(Chooser):
+class Forbids(SamplerBackend):
     """Applies masks by the kernel, and chooses by torch."""
 
-    def forbid(self, sampler: Sampler, logits: Tensor, allowed: Allowed) -> None:
-        """See `Chooser.forbid`."""
+    def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
+        """See `SamplerBackend.forbid`."""
         forbid(logits, allowed)
 
 
-class ForbidsTriton(Forbids, TritonChooser):
+class ForbidsTriton(Forbids, TritonSamplerBackend):
     """Chooses by kernels, too."""
 
 
-def with_kernel(chooser: Chooser) -> Chooser:
+def with_kernel(sampler_backend: SamplerBackend) -> SamplerBackend:
     """Return a chooser of the same tokens with masks by the kernel."""
-    return ForbidsTriton() if isinstance(chooser, TritonChooser) else Forbids()
+    return ForbidsTriton() if isinstance(sampler_backend, TritonSamplerBackend) else Forbids()

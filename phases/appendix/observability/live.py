@@ -38,7 +38,11 @@ QUIET = 10.0
 def whole_page() -> bytes:
     """Return the page with its style and its scripts in place, so that a browser asks once."""
     html = (PAGE / "page.html").read_bytes()
-    return re.sub(rb"/\* (\w+\.(?:css|js)) \*/\n", lambda name: (PAGE / name[1].decode()).read_bytes(), html)
+    return re.sub(
+        rb"/\* (\w+\.(?:css|js)) \*/\n",
+        lambda name: (PAGE / name[1].decode()).read_bytes(),
+        html,
+    )
 
 
 class Live:
@@ -69,7 +73,9 @@ class Live:
         leaving = asyncio.ensure_future(http.disconnected())
         try:
             await http.start(200, EVENTS)
-            last, quiet, seen = b"", 0.0, 0
+            last = b""
+            quiet = 0.0
+            seen = 0
             while not leaving.done() and not self.app.closing:
                 if time.monotonic() - self._drawn > 0.9 * SECONDS:
                     self._drawn = time.monotonic()
@@ -95,7 +101,9 @@ class Live:
         if stats.step_tokens or step.tokens:  # or it only brought a picture
             if self._steps and stats.steps <= self._steps[-1][0]:
                 self._steps.clear()  # another engine, which counts from the beginning
-            self._steps.append((stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens)))
+            self._steps.append(
+                (stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens))
+            )
         self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:

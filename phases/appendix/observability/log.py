@@ -29,7 +29,9 @@ class AccessLog:
             try:
                 self._file = Path(where).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
             except OSError as error:
-                raise UserError(f"--access-log {where} cannot be written: {error.strerror}") from None
+                raise UserError(
+                    f"--access-log {where} cannot be written: {error.strerror}"
+                ) from None
 
     def install(self, app: App) -> None:
         """Hear of every request."""
@@ -52,7 +54,10 @@ class AccessLog:
             "bytes": http.sent_bytes,
         }
         if group is not None:
-            entry["prompt_tokens"], entry["output_tokens"] = group.prompt_tokens, group.output_tokens
+            entry["prompt_tokens"], entry["output_tokens"] = (
+                group.prompt_tokens,
+                group.output_tokens,
+            )
             entry["trouble"] = group.trouble[0] if group.trouble else None
             if group.first_token is not None:
                 entry["first_token_ms"] = round((group.first_token - group.arrived) * 1e3, 3)

@@ -18,7 +18,23 @@ from serving.http.request import HttpRequest
 from serving.messages import Ready, StepReport
 
 TIMES = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(
+        0.001,
+        0.0025,
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.15,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.75,
+        1.0,
+    ),
     *(1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -55,7 +71,9 @@ class Metrics:
         self.finished: Counter[str] = Counter()
         self.troubles: Counter[str] = Counter()
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.first, self.gap, self.whole = Histogram(TIMES), Histogram(TIMES), Histogram(TIMES)
+        self.first = Histogram(TIMES)
+        self.gap = Histogram(TIMES)
+        self.whole = Histogram(TIMES)
         self.prompt, self.output = Histogram(SIZES), Histogram(SIZES)
         self._last: dict[int, float] = {}  # when a completion's newest token has come
 
@@ -88,7 +106,9 @@ class Metrics:
         trouble = group.trouble[0] if group.trouble is not None else None
         if trouble is not None:
             self.troubles[trouble] += 1
-        self.finished.update(choice.reason for choice in group.choices if choice.reason is not None)
+        self.finished.update(
+            choice.reason for choice in group.choices if choice.reason is not None
+        )
         if trouble == "refused":  # it is no request of any length
             return
         self.prompted += group.prompt_tokens
@@ -108,41 +128,75 @@ class Metrics:
         engine, ready = self.app.engine, self.app.engine.ready or Ready(0, 0)
         stats, model = engine.stats, f'model_name="{_escape(self.app.model.name)}"'
         used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
-        waiting, takes = max(0, engine.in_flight - stats.running), int(self.app.service.state == "ready")
+        waiting, takes = (
+            max(0, engine.in_flight - stats.running),
+            int(self.app.service.state == "ready"),
+        )
         values: dict[str, tuple[float, str]] = {
             "vllm:num_requests_running": (stats.running, "Completions that run."),
             "vllm:num_requests_waiting": (waiting, "Completions in line."),
             "vllm:kv_cache_usage_perc": (used, "Share of the cache's blocks in use, 0 to 1."),
-            "ladder:free_blocks": (stats.free_blocks, "Blocks that can be had; cached ones count."),
+            "ladder:free_blocks": (
+                stats.free_blocks,
+                "Blocks that can be had; cached ones count.",
+            ),
             "ladder:blocks": (ready.blocks, "Blocks of the cache."),
             "ladder:ready": (takes, "Whether requests are taken."),
-            "vllm:num_preemptions_total": (stats.preemptions, "Completions sent back in line."),
+            "vllm:num_preemptions_total": (
+                stats.preemptions,
+                "Completions sent back in line.",
+            ),
             "vllm:prompt_tokens_total": (self.prompted, "Tokens of prompts."),
             "vllm:generation_tokens_total": (self.generated, "Tokens generated."),
-            "vllm:prefix_cache_queries_total": (stats.lookup_tokens, "Tokens looked up in the prefix cache."),
+            "vllm:prefix_cache_queries_total": (
+                stats.lookup_tokens,
+                "Tokens looked up in the prefix cache.",
+            ),
             "vllm:prefix_cache_hits_total": (stats.hit_tokens, "Tokens found there."),
             "ladder:steps_total": (stats.steps, "Steps of the engine."),
-            "ladder:computed_tokens_total": (stats.computed_tokens, "Tokens that steps computed."),
-            "ladder:engine_restarts_total": (engine.restarts, "Times that the engine was started again."),
-            "ladder:lost_log_lines_total": (self.lost_log_lines, "Lines that the access log lost."),
+            "ladder:computed_tokens_total": (
+                stats.computed_tokens,
+                "Tokens that steps computed.",
+            ),
+            "ladder:engine_restarts_total": (
+                engine.restarts,
+                "Times that the engine was started again.",
+            ),
+            "ladder:lost_log_lines_total": (
+                self.lost_log_lines,
+                "Lines that the access log lost.",
+            ),
         }
         for name, (value, what) in values.items():
             kind = "counter" if name.endswith("_total") else "gauge"
             yield from (*_head(name, kind, what), f"{name}{{{model}}} {value}")
         for name, histogram, what in (
             ("vllm:time_to_first_token_seconds", self.first, "From request to first token."),
-            ("vllm:inter_token_latency_seconds", self.gap, "Between two tokens of a completion."),
+            (
+                "vllm:inter_token_latency_seconds",
+                self.gap,
+                "Between two tokens of a completion.",
+            ),
             ("vllm:e2e_request_latency_seconds", self.whole, "From request to end."),
             ("vllm:request_prompt_tokens", self.prompt, "Tokens of a request's prompts."),
             ("vllm:request_generation_tokens", self.output, "Tokens generated for a request."),
         ):
             yield from (*_head(name, "histogram", what), *histogram.lines(name, model))
-        ended = {("finished_reason", why): self.finished[why] for why in {"stop", "length", *self.finished}}
+        ended = {
+            ("finished_reason", why): self.finished[why]
+            for why in {"stop", "length", *self.finished}
+        }
         troubles = {("reason", why): count for why, count in self.troubles.items()}
-        answers = {("route", path, "status", code): count for (path, code), count in self.answers.items()}
+        answers = {
+            ("route", path, "status", code): count
+            for (path, code), count in self.answers.items()
+        }
         tables: dict[str, tuple[Mapping[Any, int], str]] = {
             "vllm:request_success_total": (ended, "Completions that ended, by reason."),
-            "ladder:troubles_total": (troubles, "Requests that could not be answered in full, and why."),
+            "ladder:troubles_total": (
+                troubles,
+                "Requests that could not be answered in full, and why.",
+            ),
             "ladder:http_responses_total": (answers, "Answers by route and status."),
         }
         for name, (table, what) in tables.items():

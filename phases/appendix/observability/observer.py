@@ -21,7 +21,9 @@ MOST_CELLS = 1024
 MOST_ROWS = 64
 MOST_NODES = 48
 """Of the prefix tree, those nearest to its roots first, and of one node's children the youngest."""
-FREE, CACHED, SHARED = -1, -2, -3
+FREE = -1
+CACHED = -2
+SHARED = -3
 """Owners that are no row: none, only the prefix cache, several requests."""
 
 
@@ -70,13 +72,15 @@ def tree(index: RadixIndex) -> dict[str, Any]:
         if node.blocks:  # a root has none, and is not drawn
             nodes.append([above, len(node.blocks), node.pins])
             above = len(nodes) - 1
-        kept = nlargest(MOST_NODES, node.children.values(), key=lambda child: (child.pins > 0, child.used))
+        kept = nlargest(
+            MOST_NODES, node.children.values(), key=lambda child: (child.pins > 0, child.used)
+        )
         more += len(node.children) - len(kept)
         todo += ((above, child) for child in kept)
     return {"nodes": nodes, "more": more + len(todo)}
 
 
-class EngineObserver:
+class StepPictures:
     """An `Observer` that writes pictures into the reports that are to have one; nothing else costs."""
 
     def __init__(self, engine: Engine) -> None:

@@ -81,7 +81,10 @@ class Messages(Translation):
         messages = [made for said in given.messages for made in _messages(said)]
         if any(block.is_error for said in given.messages for block in _blocks(said)):
             ignored.append("messages.is_error")
-        fields: dict[str, Any] = {"messages": messages, "continue_final_message": _continued(messages)}
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "continue_final_message": _continued(messages),
+        }
         if given.stop_sequences:
             fields["stop"] = given.stop_sequences
         if given.system:
@@ -90,7 +93,9 @@ class Messages(Translation):
             fields["tools"] = [_tool(tool) for tool in given.tools]
         if choice := given.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
-            fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+            fields["tool_choice"] = {"any": "required", "tool": named}.get(
+                choice.type, choice.type
+            )
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if given.thinking is not None:
             thinks = given.thinking.get("type") != "disabled"
@@ -102,7 +107,9 @@ class Messages(Translation):
             fields["reasoning_effort"] = effort
         return fields
 
-    def formatter(self, given: MessagesFields, request: ParsedRequest, http: HttpRequest) -> MessageEvents:
+    def formatter(
+        self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
+    ) -> MessageEvents:
         """See `Translation`."""
         if request.generation.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
@@ -128,8 +135,15 @@ class MessageEvents(Events):
     """Builds a message of blocks: reasoning, text, calls."""
 
     def __init__(self, model: ServedModel) -> None:
-        super().__init__({"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"})
-        self.value |= {"model": model.name, "content": [], "stop_reason": None, "stop_sequence": None}
+        super().__init__(
+            {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+        )
+        self.value |= {
+            "model": model.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         self._arguments = ""
         self.blocks: list[dict[str, Any]] = self.value["content"]
 
@@ -157,8 +171,13 @@ class MessageEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
         self._close()
-        stop = choice.stream.stop if reason == "stop" else None  # behind a whole call that is why
-        ended = {"stop_reason": "stop_sequence" if stop else REASONS[reason], "stop_sequence": stop}
+        stop = (
+            choice.stream.stop if reason == "stop" else None
+        )  # behind a whole call that is why
+        ended = {
+            "stop_reason": "stop_sequence" if stop else REASONS[reason],
+            "stop_sequence": stop,
+        }
         self.value |= {**ended, "usage": _usage(usage)}
         self.say("message_delta", delta=ended, usage=self.value["usage"])
         self.say("message_stop")
@@ -169,7 +188,9 @@ class MessageEvents(Events):
             return
         self._close()
         self.blocks.append({"type": kind, **fields})
-        self.say("content_block_start", index=len(self.blocks) - 1, content_block=self.blocks[-1])
+        self.say(
+            "content_block_start", index=len(self.blocks) - 1, content_block=self.blocks[-1]
+        )
 
     def _add(self, **delta: Any) -> None:
         self.say("content_block_delta", index=len(self.blocks) - 1, delta=delta)
@@ -192,14 +213,17 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(said: MessageParam) -> list[Block]:
-    return [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
+    return (
+        [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
+    )
 
 
 def _messages(said: MessageParam) -> list[dict[str, Any]]:
     """Return a message as a chat's: answers to calls are messages of their own there."""
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
-    made, texts, thoughts, calls = list[dict[str, Any]](), list[str](), list[str](), list[dict[str, Any]]()
+    made, calls = list[dict[str, Any]](), list[dict[str, Any]]()
+    texts, thoughts = list[str](), list[str]()
     for block in said.content:
         match block.type:
             case "text":
@@ -211,7 +235,10 @@ def _messages(said: MessageParam) -> list[dict[str, Any]]:
             case "tool_result":
                 answer = {"role": "tool", "tool_call_id": block.tool_use_id}
                 made.append(answer | {"content": _result(block.content)})
-    message: dict[str, Any] = {"role": said.role, "content": [{"type": "text", "text": one} for one in texts]}
+    message: dict[str, Any] = {
+        "role": said.role,
+        "content": [{"type": "text", "text": one} for one in texts],
+    }
     message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
     message |= {"tool_calls": calls} if calls else {}
     return [*made, message] if len(message) > 2 or texts else made
@@ -221,7 +248,10 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
     """Return the answer to a call; what only points to a tool is the tool's name."""
     if not isinstance(content, list):
         return content or ""
-    names = [part.get("tool_name", "") if part.get("type") == "tool_reference" else None for part in content]
+    names = [
+        part.get("tool_name", "") if part.get("type") == "tool_reference" else None
+        for part in content
+    ]
     return [
         part if name is None else {"type": "text", "text": str(name)}
         for part, name in zip(content, names, strict=True)
@@ -230,7 +260,11 @@ def _result(content: str | list[dict[str, Any]] | None) -> Any:
 
 def _continued(messages: list[dict[str, Any]]) -> bool:
     """Tell if the last turn is the assistant's and a text alone; its parts become one text."""
-    if len(messages) < 2 or messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
+    if (
+        len(messages) < 2
+        or messages[-1]["role"] != "assistant"
+        or "tool_calls" in messages[-1]
+    ):
         return False
     messages[-1]["content"] = text_of(messages[-1]["content"])
     return bool(messages[-1]["content"])

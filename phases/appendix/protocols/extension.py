@@ -5,7 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from phases.appendix.protocols.anthropic import Messages, count
-from phases.appendix.protocols.ollama import VERSION, Ollama, error_form, generate, running, show, tags
+from phases.appendix.protocols.ollama import (
+    VERSION,
+    Ollama,
+    error_form,
+    generate,
+    running,
+    show,
+    tags,
+)
 from phases.appendix.protocols.responses import Responses
 from serving.app import App
 from serving.http.request import HttpRequest

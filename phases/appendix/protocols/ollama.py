@@ -25,18 +25,27 @@ VERSION = "0.12.0"
 """The version of Ollama's API that is spoken here."""
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 OPTIONS |= {
-    name: name for name in COPIED if name not in ("n", "max_tokens", "repetition_penalty", "logit_bias")
+    name: name
+    for name in COPIED
+    if name not in ("n", "max_tokens", "repetition_penalty", "logit_bias")
 }
 """Names of settings of the sampler, and what a chat calls them."""
 NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()}
 NAMES |= {"response_format": "format", "reasoning_effort": "think"}
 LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
-DETAILS = {"format": "safetensors", "family": "", "parameter_size": "", "quantization_level": ""}
+DETAILS = {
+    "format": "safetensors",
+    "family": "",
+    "parameter_size": "",
+    "quantization_level": "",
+}
 
 
 def error_form(names: Mapping[str, str]) -> ErrorForm:
     """Return the form of errors that Ollama's clients read: a text."""
-    return ErrorForm(names, b"%s\n", lambda body: body["error"] | {"error": body["error"]["message"]})
+    return ErrorForm(
+        names, b"%s\n", lambda body: body["error"] | {"error": body["error"]["message"]}
+    )
 
 
 class OllamaFields(Struct, kw_only=True):
@@ -83,13 +92,15 @@ class Ollama(Translation):
             "system": given.system,
             "stream": given.stream is not False,
             "tools": given.tools,
-            "continue_final_message": last.get("role") == "assistant" and not last.get("tool_calls"),
+            "continue_final_message": last.get("role") == "assistant"
+            and not last.get("tool_calls"),
         }
-        options = {name: value for name, value in (given.options or {}).items() if value is not None}
-        if options.get("num_predict") in (-1, -2):  # as many as there is room for
+        options = {
+            name: value for name, value in (given.options or {}).items() if value is not None
+        }
+        most = options.get("num_predict")
+        if isinstance(most, int) and most < 0:  # as many as there is room for
             del options["num_predict"]
-        if options.get("seed") == -1:  # none
-            del options["seed"]
         fields |= {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
         if given.format == "json":
             fields["response_format"] = {"type": "json_object"}
@@ -101,7 +112,9 @@ class Ollama(Translation):
             fields["reasoning_effort"] = given.think
         return fields
 
-    def formatter(self, given: OllamaFields, request: ParsedRequest, http: HttpRequest) -> OllamaEvents:
+    def formatter(
+        self, given: OllamaFields, request: ParsedRequest, http: HttpRequest
+    ) -> OllamaEvents:
         """See `Translation`."""
         return OllamaEvents(self.chat.model, talks=self.talks)
 
@@ -113,7 +126,9 @@ class Ollama(Translation):
         check_model(self.chat.model, given.model)
         unload = str(given.keep_alive) in ("0", "0s", "0m", "0.0")
         events = OllamaEvents(self.chat.model, talks=self.talks)
-        return events.line({"content": ""}, done=True) | {"done_reason": "unload" if unload else "load"}
+        return events.line({"content": ""}, done=True) | {
+            "done_reason": "unload" if unload else "load"
+        }
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
@@ -145,7 +160,10 @@ class OllamaEvents(Events):
             if "id" in call:
                 self._calls.append({**call["function"]})
             self._calls[-1]["arguments"] += call["function"]["arguments"]
-        for name, text in (("thinking", delta.get("reasoning_content")), ("content", delta.get("content"))):
+        for name, text in (
+            ("thinking", delta.get("reasoning_content")),
+            ("content", delta.get("content")),
+        ):
             if text:
                 self._message[name] = self._message.get(name, "") + text
                 self.say("", **self.line({"content": "", name: text}, done=False))
@@ -154,7 +172,8 @@ class OllamaEvents(Events):
         """See `Events`."""
         if reason == "tool_calls" or (choice.calls is not None and choice.calls.complete):
             functions = [
-                call | {"arguments": decode_written(call["arguments"]) or {}} for call in self._calls
+                call | {"arguments": decode_written(call["arguments"]) or {}}
+                for call in self._calls
             ]
             self._message["tool_calls"] = [{"function": function} for function in functions]
             calls = {"content": "", "tool_calls": self._message["tool_calls"]}
@@ -164,7 +183,10 @@ class OllamaEvents(Events):
         spans = {"total_duration": now - began, "prompt_eval_duration": first - began}
         spans |= {"eval_duration": now - first, "load_duration": 0}
         end: dict[str, Any] = {name: int(seconds * 1e9) for name, seconds in spans.items()}
-        end |= {"prompt_eval_count": usage["prompt_tokens"], "eval_count": usage["completion_tokens"]}
+        end |= {
+            "prompt_eval_count": usage["prompt_tokens"],
+            "eval_count": usage["completion_tokens"],
+        }
         end["done_reason"] = "length" if reason == "length" else "stop"
         self.say("", **self.line({"content": ""}, done=True), **end)
         self.value = self.line(self._message, done=True) | end
@@ -193,7 +215,11 @@ async def tags(app: App, http: HttpRequest) -> None:
 async def running(app: App, http: HttpRequest) -> None:
     """Answer with the model that is loaded."""
     ready = app.service.ready()
-    more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": ready.max_len}
+    more = {
+        "expires_at": "9999-12-31T23:59:59Z",
+        "size_vram": 0,
+        "context_length": ready.max_len,
+    }
     await http.json({"models": [card(app) | more]})
 
 
@@ -206,8 +232,13 @@ async def show(app: App, http: HttpRequest) -> None:
             "modelfile": "",
             "template": "",
             "details": DETAILS,
-            "parameters": "\n".join(f"{name} {value}" for name, value in app.model.defaults.items()),
-            "model_info": {"general.architecture": "ladder", "ladder.context_length": ready.max_len},
+            "parameters": "\n".join(
+                f"{name} {value}" for name, value in app.model.defaults.items()
+            ),
+            "model_info": {
+                "general.architecture": "ladder",
+                "ladder.context_length": ready.max_len,
+            },
             "capabilities": capabilities(app.model),
         }
 
@@ -240,4 +271,6 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() % 10**9:09d}Z"
+    return (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() % 10**9:09d}Z"
+    )

@@ -20,7 +20,7 @@ from phases.appendix.protocols.translation import (
 )
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
-from serving.endpoints import ChatEndpoint
+from serving.endpoints import ChatEndpoint, check_temperature
 from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.request import HttpRequest
 from serving.parsed import ParsedRequest
@@ -88,8 +88,13 @@ class Conversations:
             self._kept[id] = client, data
             self._sizes[client] += len(data)
             self._counts[client] += 1
-            while self._sizes[client] > MOST_BYTES // SHARE or self._counts[client] > MOST_KEPT // SHARE:
-                self._drop(next(one for one, (whose, _) in self._kept.items() if whose == client))
+            while (
+                self._sizes[client] > MOST_BYTES // SHARE
+                or self._counts[client] > MOST_KEPT // SHARE
+            ):
+                self._drop(
+                    next(one for one, (whose, _) in self._kept.items() if whose == client)
+                )
             while len(self._kept) > MOST_KEPT or self.size > MOST_BYTES:
                 self._drop(next(iter(self._kept)))
 
@@ -97,7 +102,9 @@ class Conversations:
         """Return one. Raises `ApiError` if it is not here, or no more."""
         with self._lock:
             if id not in self._kept:
-                words = f"previous_response_id is {id[:100]!r}, which is not kept here, or no more"
+                words = (
+                    f"previous_response_id is {id[:100]!r}, which is not kept here, or no more"
+                )
                 code = "previous_response_not_found"
                 raise ApiError(404, words, param="previous_response_id", code=code)
             self._kept.move_to_end(id)
@@ -134,14 +141,20 @@ class Responses(Translation):
 
     def translate(self, given: ResponsesFields, ignored: list[str]) -> dict[str, Any]:
         """See `Translation`."""
-        before = self.kept.find(given.previous_response_id) if given.previous_response_id else []
-        said = [InputItem(content=given.input)] if isinstance(given.input, str) else given.input
+        before = (
+            self.kept.find(given.previous_response_id) if given.previous_response_id else []
+        )
+        said = (
+            [InputItem(content=given.input)] if isinstance(given.input, str) else given.input
+        )
         fields: dict[str, Any] = {
             "messages": _messages(before, said),
             "system": given.instructions,
             "parallel_tool_calls": given.parallel_tool_calls,
             "max_tokens": given.max_output_tokens,
-            "tools": [{"type": tool.get("type"), "function": tool} for tool in given.tools or []],
+            "tools": [
+                {"type": tool.get("type"), "function": tool} for tool in given.tools or []
+            ],
             "tool_choice": given.tool_choice,
             "reasoning_effort": (given.reasoning or {}).get("effort"),
         }
@@ -152,11 +165,17 @@ class Responses(Translation):
             fields["response_format"] = named if "schema" in form else form
         return fields
 
-    def formatter(self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest) -> ResponseEvents:
+    def formatter(
+        self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
+    ) -> ResponseEvents:
         """See `Translation`."""
         kept = None if given.store is False else self.kept
+        check_temperature(request)
         replica = http.scope.get("replica", b"here").decode()
-        client = http.headers.get(b"authorization") or str((http.scope.get("client") or [""])[0]).encode()
+        client = (
+            http.headers.get(b"authorization")
+            or str((http.scope.get("client") or [""])[0]).encode()
+        )
         return ResponseEvents(given, request, self.chat.model.name, kept, client, replica)
 
 
@@ -225,9 +244,16 @@ class ResponseEvents(Events):
             self._text("message", "output_text", text, role="assistant")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                self._open("function_call", call_id=call["id"], name=call["function"]["name"], arguments="")
+                self._open(
+                    "function_call",
+                    call_id=call["id"],
+                    name=call["function"]["name"],
+                    arguments="",
+                )
             self.items[-1]["arguments"] += call["function"]["arguments"]
-            self._say("response.function_call_arguments.delta", delta=call["function"]["arguments"])
+            self._say(
+                "response.function_call_arguments.delta", delta=call["function"]["arguments"]
+            )
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
@@ -255,14 +281,23 @@ class ResponseEvents(Events):
             self._open(kind, **fields, content=[])
             made = {"type": part, "text": "", "annotations": [], "logprobs": []}
             self.items[-1]["content"].append(made)
-            self._say("response.content_part.added", content_index=0, part=self.items[-1]["content"][0])
+            self._say(
+                "response.content_part.added",
+                content_index=0,
+                part=self.items[-1]["content"][0],
+            )
         self.items[-1]["content"][0]["text"] += text
         self._say(f"response.{part}.delta", content_index=0, delta=text, logprobs=[])
 
     def _open(self, kind: str, **fields: Any) -> None:
         self._close("completed")
         prefix = {"function_call": "fc", "message": "msg", "reasoning": "rs"}[kind]
-        item = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress", **fields}
+        item = {
+            "id": f"{prefix}_{secrets.token_hex(12)}",
+            "type": kind,
+            "status": "in_progress",
+            **fields,
+        }
         self.items.append(item)
         self.say("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
@@ -277,7 +312,12 @@ class ResponseEvents(Events):
             self._say("response.function_call_arguments.done", name=name, arguments=arguments)
         else:
             part = item["content"][0]
-            self._say(f"response.{part['type']}.done", content_index=0, text=part["text"], logprobs=[])
+            self._say(
+                f"response.{part['type']}.done",
+                content_index=0,
+                text=part["text"],
+                logprobs=[],
+            )
             self._say("response.content_part.done", content_index=0, part=part)
         self.say("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
@@ -302,7 +342,9 @@ def _messages(before: Messages, items: list[InputItem]) -> Messages:
                 call = call_of(item.call_id, item.name, item.arguments)
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+                )
             case "reasoning":
                 thoughts = assistant().setdefault("reasoning_content", [])
                 thoughts.append(text_of(item.content or item.summary))

@@ -25,7 +25,10 @@ from serving.parsed import ParsedRequest
 
 Messages = list[Message]
 NAMED_EVENT = b"event: error\ndata: %s\n\n"
-PASSED = {*GenerationFields.__struct_fields__, "chat_template_kwargs"} - {"stream_options", "n"}
+PASSED = {*GenerationFields.__struct_fields__, "chat_template_kwargs"} - {
+    "stream_options",
+    "n",
+}
 """Fields of a chat that every protocol takes under the same names."""
 
 
@@ -56,7 +59,11 @@ class Events:
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
         """Return an event as it is sent."""
-        return b"event: %s\ndata: " % kind.encode() + encode_json({"type": kind, **event}) + b"\n\n"
+        return (
+            b"event: %s\ndata: " % kind.encode()
+            + encode_json({"type": kind, **event})
+            + b"\n\n"
+        )
 
     def say(self, kind: str, **event: Any) -> None:
         """Add an event, as its parts are now: they change later."""
@@ -99,18 +106,23 @@ class Translation:
         self.chat = chat
         self.kinds: Sequence[type[Struct]] = [GenerationFields, self.fields]
 
-    def parse(self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
         """See `Endpoint`."""
         given: Any = convert_fields(self.fields, fields)
         if fields.get("n") not in (None, 1):
             raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
         translated, ignored = self.chat_fields(given, fields)
-        request = self.chat.parse(http, translated, ready)
+        request = self.chat.read(translated, ready)
+        self.chat.model.finish(request, ready, None)
         request.ignored += ignored
         request.formatter = self.formatter(given, request, http)
         return request
 
-    def chat_fields(self, given: Any, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def chat_fields(
+        self, given: Any, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[str]]:
         """Return the fields of a chat that a request means, and the names of what means nothing here."""
         passed = {name: value for name, value in fields.items() if name in PASSED}
         ignored = list[str]()

@@ -38,7 +38,9 @@ class LoopConfig:
 
 
 @cache
-def loop_config(outputs: int, size: int, matrices: int, bits: int, device: torch.device) -> LoopConfig:
+def loop_config(
+    outputs: int, size: int, matrices: int, bits: int, device: torch.device
+) -> LoopConfig:
     """For `outputs` of `size` inputs, and as many matrices as are multiplied at once.
 
     In four bits a weight costs half the registers, and what a program does around its weights as much as
@@ -49,6 +51,8 @@ def loop_config(outputs: int, size: int, matrices: int, bits: int, device: torch
     if parts > 1:
         return LoopConfig(2, block_k, each=2, num_warps=8)
     wanted = NUMBERS // (block_k if bits == 4 else block_k * matrices)
-    wanted = min(wanted, outputs // multiprocessors(device), ROWS)  # a program for every multiprocessor
+    wanted = min(
+        wanted, outputs // multiprocessors(device), ROWS
+    )  # a program for every multiprocessor
     rows = max(2, triton.next_power_of_2(wanted + 1) // 2)
     return LoopConfig(rows, block_k, EACH[bits, matrices])

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from common.errors import UserError
-from paged_cache import Feature, Parts
+from paged_cache import EngineBuilder, Feature
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,22 @@ class QuantKernels(Feature):
     phase: ClassVar[int] = 10
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """On a GPU, inside graphs, around the kernels' layers."""
-        return device.type == "cuda" and {"kernels", "graphs"} <= {name for name, on in others.items() if on}
+        return device.type == "cuda" and {"kernels", "graphs"} <= {
+            name for name, on in others.items() if on
+        }
 
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Add ways to quantized layers."""
-        if "kernels" not in parts.features:
-            raise UserError("quant_kernels is True, but must be False without the kernels' layers")
-        from phases.appendix.quant_kernels.ways import install
+        if "kernels" not in builder.features:
+            raise UserError(
+                "quant_kernels is True, but must be False without the kernels' layers"
+            )
+        from phases.appendix.quant_kernels.layers import install
         from quant.kernel_layers import KernelLinear
 
-        if any(isinstance(layer, KernelLinear) for layer in parts.model.modules()):
-            install(parts.own_model())
+        if any(isinstance(layer, KernelLinear) for layer in builder.model.modules()):
+            install(builder.own_model())

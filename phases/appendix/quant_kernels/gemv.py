@@ -75,7 +75,8 @@ def four(x):
 
 @triton.jit
 def place_of(
-    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    first_row, N, tile: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
     """Rows and first input of a tile of `ROWS` outputs: tiles are of all matrices, then of all inputs."""
@@ -86,7 +87,9 @@ def place_of(
 
 
 @triton.jit
-def load_addends(bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+def load_addends(
+    bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr
+):
     """Load the numbers that are added to outputs `row [ROWS]`."""
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
@@ -115,7 +118,11 @@ def load_rows(
         if SIDE > 0:
             block = (start + q * 16) // SIDE
             at = (row // SIDE)[:, None] * scale_stride + block[None, :]
-            s = tl.load(weight_scale + at, mask=real[:, None] & (start + q * 16 < K)[None, :], other=0.0)
+            s = tl.load(
+                weight_scale + at,
+                mask=real[:, None] & (start + q * 16 < K)[None, :],
+                other=0.0,
+            )
             scales += (s,)  # type: ignore[assignment]
         elif tile < MATRICES:
             scales += (tl.load(weight_scale + row, mask=real, other=0.0),)  # type: ignore[assignment]
@@ -143,7 +150,8 @@ def _four_words(kind: str) -> str:
         text += f"mul.f16x2 {first};" if word % 2 == 0 else f"fma.rn.f16x2 {first}, {total};"
         text += f"fma.rn.f16x2 {total}, b, ${9 + word}, {total};"
     return (
-        text + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g;}"
+        text
+        + "add.f16x2 p, p, q; mov.b32 {x, y}, p; cvt.f32.f16 f, x; cvt.f32.f16 g, y; add.f32 $0, f, g;}"
     )
 
 
@@ -174,9 +182,11 @@ def sixteen(w, x, WORDS: tl.constexpr):
 def gemv8_kernel(
     out, x, weight, weight_scale, norm_weight, bias, residual, eps, N, scale_stride,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    SIDE: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, ROUND: tl.constexpr, LARGEST: tl.constexpr,
-    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    WHOLE: tl.constexpr, HARDWARE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Run as many programs as fit at once. Each prepares the input and takes `ROWS` outputs in turn; the
     weights of the next are on their way while some are multiplied.
@@ -193,7 +203,18 @@ def gemv8_kernel(
     k = q[:, None] * 16 + tl.arange(0, 16)[None, :]
     first_row = tl.program_id(0) * ROWS
     weights, scales = load_rows(
-        weight, weight_scale, first_row, q, N, scale_stride, K, ROWS, BLOCK_K, MATRICES, SIDE, WORDS
+        weight,
+        weight_scale,
+        first_row,
+        q,
+        N,
+        scale_stride,
+        K,
+        ROWS,
+        BLOCK_K,
+        MATRICES,
+        SIDE,
+        WORDS,
     )
     if PDL:
         if AHEAD:
@@ -215,7 +236,12 @@ def gemv8_kernel(
         top = tl.maximum(top, tl.abs(part))
         parts += (part,)  # type: ignore[assignment]
     norm, largest = input_scales(
-        tl.reshape(squares, [BLOCK_K]), tl.reshape(top, [BLOCK_K]), eps, K, NORM, ROUND or WORDS != ""
+        tl.reshape(squares, [BLOCK_K]),
+        tl.reshape(top, [BLOCK_K]),
+        eps,
+        K,
+        NORM,
+        ROUND or WORDS != "",
     )
     scale, inverse = 1.0, 1.0
     if ROUND:
@@ -227,7 +253,9 @@ def gemv8_kernel(
     for i in tl.static_range(PARTS):
         vector = parts[i]  # type: ignore[var-annotated]
         if NORM:
-            vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)  # rounded as a norm apart
+            vector = (
+                (vector * norm).to(x.dtype.element_ty).to(tl.float32)
+            )  # rounded as a norm apart
         if ROUND:
             vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":
@@ -238,7 +266,18 @@ def gemv8_kernel(
         row = here + tl.arange(0, ROWS)
         added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
         later, later_scales = load_rows(
-            weight, weight_scale, here + step, q, N, scale_stride, K, ROWS, BLOCK_K, MATRICES, SIDE, WORDS
+            weight,
+            weight_scale,
+            here + step,
+            q,
+            N,
+            scale_stride,
+            K,
+            ROWS,
+            BLOCK_K,
+            MATRICES,
+            SIDE,
+            WORDS,
         )
         result = tl.zeros([ROWS], tl.float32)
         up = tl.zeros([ROWS], tl.float32)
@@ -263,7 +302,9 @@ def gemv8_kernel(
 def gemv8(x: Tensor, weight: QuantizedWeight, **around: Unpack[Around]) -> Tensor:
     """`latency.gemv` with a weight of eight bits, its scales by channel or block: `[..., N]`."""
     scheme = weight.scheme
-    assert scheme.scales in ("channel", "block") and weight.order is None, "not a form that this kernel reads"
+    assert scheme.scales in ("channel", "block") and weight.order is None, (
+        "not a form that this kernel reads"
+    )
     matrices = 1 if around.get("gate") is None else 2
     rows, size = weight.shape[0] // matrices, weight.shape[1]
     shape = loop_config(rows, size, matrices, 8, x.device)
@@ -274,6 +315,8 @@ def gemv8(x: Tensor, weight: QuantizedWeight, **around: Unpack[Around]) -> Tenso
         gemv8_kernel, shape.programs(rows, x.device), x, [data, weight.scale], rows, around,
         scale_stride=weight.scale.stride(0), K=size, ROWS=shape.rows, BLOCK_K=shape.block_k,
         SIDE=BLOCK if scheme.scales == "block" else 0, ROUND=scheme.activations is not None,
-        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8", HARDWARE=hardware,
-        WORDS=scheme.weights if known else "", AHEAD=around.get("run_ahead", True), num_warps=shape.num_warps,
+        LARGEST=LARGEST[scheme.activations or "fp8"], WHOLE=scheme.activations == "int8",
+        HARDWARE=hardware,
+        WORDS=scheme.weights if known else "", AHEAD=around.get("run_ahead", True),
+        num_warps=shape.num_warps,
     )  # fmt: skip

@@ -36,7 +36,11 @@ from triton_paged_attention.linear import activate
 def _products(word: int, total: str) -> str:
     """Instructions that add a word's eight products to `total`, a pair of float16."""
     x = [f"${5 + 4 * word + part}" for part in range(4)]
-    first = f"mul.f16x2 {total}, a, {x[0]}" if word % 2 == 0 else f"fma.rn.f16x2 {total}, a, {x[0]}, {total}"
+    first = (
+        f"mul.f16x2 {total}, a, {x[0]}"
+        if word % 2 == 0
+        else f"fma.rn.f16x2 {total}, a, {x[0]}, {total}"
+    )
     return f"""
 shr.u32 t, ${word + 1}, 8;
 and.b32 a, ${word + 1}, 0x000f000f; and.b32 b, ${word + 1}, 0x00f000f0;
@@ -60,7 +64,8 @@ OPERANDS = tl.constexpr("=r" + ",r" * 20)
 
 @triton.jit
 def load_rows(
-    weight, scale, zero, first_row, q, N, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    weight, scale, zero, first_row, q, N, K: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr, MATRICES: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The words of `ROWS` outputs as tiles `[ROWS, Q, 4]`; if groups are spans, scales and zeros `[ROWS, Q]`.
@@ -68,13 +73,17 @@ def load_rows(
     A quarter of a span's words belongs to each `q`.
     """
     SPANS: tl.constexpr = (K + 127) // 128
-    words, scales, zeros = (), (), ()
+    words = ()
+    scales = ()
+    zeros = ()
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K * MATRICES):
         row, start = place_of(first_row, N, tile, K, ROWS, BLOCK_K, MATRICES)
         real = row < N * MATRICES
         word = start // 8 + q[:, None] * 4 + tl.arange(0, 4)[None, :]
         at = row.to(tl.int64)[:, None, None] * (SPANS * 16) + word[None, :, :]
-        w = tl.load(weight + at, mask=real[:, None, None] & (word < SPANS * 16)[None, :, :], other=0)
+        w = tl.load(
+            weight + at, mask=real[:, None, None] & (word < SPANS * 16)[None, :, :], other=0
+        )
         words += (w,)  # type: ignore[assignment]
         if ASM:
             s = load_group(scale, row, real, start + q * 32, 0.0, K, GROUP)
@@ -102,7 +111,8 @@ def load_inputs(x, start, q, part: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def sums(
     words, s, z, even, odd, pairs, inputs, scale, zero, here, q, N, tile: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MATRICES: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    MATRICES: tl.constexpr,
     ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Products of a tile with the input, `[ROWS, Q]`, from the four parts of the input that it meets.
@@ -145,8 +155,10 @@ def sums(
 @triton.jit
 def gemv4_kernel(
     out, x, weight, scale, zero, norm_weight, bias, residual, eps, N,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ZEROS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr,
     KIND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Programs as in `gemv8_kernel`: as many as run at once, each with one input and ever more rows."""
@@ -177,12 +189,22 @@ def gemv4_kernel(
         even += (low,)  # type: ignore[assignment]
         odd += (high,)  # type: ignore[assignment]
     norm, largest = input_scales(
-        tl.reshape(squares, [BLOCK_K // 8]), tl.reshape(top, [BLOCK_K // 8]), eps, K, NORM, True
+        tl.reshape(squares, [BLOCK_K // 8]),
+        tl.reshape(top, [BLOCK_K // 8]),
+        eps,
+        K,
+        NORM,
+        True,
     )
     scale_x, inverse = power_scale(largest)
-    lows, highs, pairs, inputs = (), (), (), ()
+    lows = ()
+    highs = ()
+    pairs = ()
+    inputs = ()
     for i in tl.static_range(4 * PARTS):
-        low = (even[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse  # rounded as a norm apart
+        low = (even[i] * norm).to(x.dtype.element_ty).to(
+            tl.float32
+        ) * inverse  # rounded as a norm apart
         high = (odd[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
         lows += (low,)  # type: ignore[assignment]
         highs += (high,)  # type: ignore[assignment]
@@ -198,7 +220,19 @@ def gemv4_kernel(
         row = here + tl.arange(0, ROWS)
         added = load_addends(bias, residual, row, N, ROWS, BIAS, ADD)
         later, later_scales, later_zeros = load_rows(
-            weight, scale, zero, here + step, q, N, K, GROUP, ROWS, BLOCK_K, MATRICES, ZEROS, ASM
+            weight,
+            scale,
+            zero,
+            here + step,
+            q,
+            N,
+            K,
+            GROUP,
+            ROWS,
+            BLOCK_K,
+            MATRICES,
+            ZEROS,
+            ASM,
         )
         result = tl.zeros([ROWS], tl.float32)
         up = tl.zeros([ROWS], tl.float32)
@@ -216,7 +250,9 @@ def gemv4_kernel(
         if GATED:
             result = activate(result, KIND) * up
         tl.store(out + row, (result + added).to(out.dtype.element_ty), mask=row < N)
-        words, scales, zeros = later, later_scales, later_zeros
+        words = later
+        scales = later_scales
+        zeros = later_zeros
 
 
 def gemv4(
@@ -231,7 +267,10 @@ def gemv4(
     shape = loop_config(rows, size, matrices, 4, x.device)
     zero = weight.scale if weight.zero is None else weight.zero
     return launch(
-        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero], rows, around,
-        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k, ZEROS=weight.zero is not None,
-        ASM=x.is_cuda and group % SPAN == 0, AHEAD=around.get("run_ahead", True), num_warps=shape.num_warps,
+        gemv4_kernel, shape.programs(rows, x.device), x, [weight.data, weight.scale, zero],
+        rows, around,
+        K=size, GROUP=group, ROWS=shape.rows, BLOCK_K=shape.block_k,
+        ZEROS=weight.zero is not None,
+        ASM=x.is_cuda and group % SPAN == 0, AHEAD=around.get("run_ahead", True),
+        num_warps=shape.num_warps,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 A product of eight-bit numbers has to be multiplied by its token's scale and by its channel's. A kernel for
 that alone would read and write everything once more. But what follows a projection reads its output anyway:
-a norm, an activation, RoPE. So the product is handed on as it is (`Unscaled`), and its reader multiplies.
+a norm, an activation, RoPE. So the product is handed on as it is (`PendingScales`), and its reader
+multiplies.
 In the same way, the kernel that makes a projection's input also finds each token's largest number and rounds
 (`Rounded`).
 """
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.formats import DTYPES, LARGEST, Activations
-from quant.products import TYPES, Rounded, Unscaled, hardware_rounds, rounded, token_scale
+from quant.products import TYPES, PendingScales, Rounded, hardware_rounds, rounded, token_scale
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.linear import KINDS, activate
 
@@ -25,14 +26,22 @@ def load_row(values, token_scales, channel_scales, token, at, i, mask, PENDING: 
     """Numbers of a token, as float32, with their scales if they are pending."""
     x = tl.load(values + at, mask=mask, other=0.0).to(tl.float32)
     if PENDING:
-        x = x * tl.load(token_scales + token) * tl.load(channel_scales + i, mask=mask, other=0.0)
+        x = (
+            x
+            * tl.load(token_scales + token)
+            * tl.load(channel_scales + i, mask=mask, other=0.0)
+        )
     return x
 
 
 @triton.jit
-def round_vector(vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
+def round_vector(
+    vector, inside, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr
+):
     """`latency.heads.as_it_is` in eight bits. Padding of heads may hold anything that is finite."""
-    scale, inverse = token_scale(tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST)
+    scale, inverse = token_scale(
+        tl.max(tl.where(inside, tl.abs(vector), 0.0), axis=0), LARGEST
+    )
     return rounded(vector * inverse, LARGEST, WHOLE, HARDWARE), scale
 
 
@@ -83,7 +92,9 @@ def gated_rows_kernel(
         mask = here < SIZE
         at = token * 2 * SIZE + here
         gate = load_row(gate_up, token_scales, channel_scales, token, at, here, mask, PENDING)
-        up = load_row(gate_up, token_scales, channel_scales + SIZE, token, at + SIZE, here, mask, PENDING)
+        up = load_row(
+            gate_up, token_scales, channel_scales + SIZE, token, at + SIZE, here, mask, PENDING
+        )
         gate, up = gate.to(HALF).to(tl.float32), up.to(HALF).to(tl.float32)
         y = (activate(gate, KIND) * up).to(HALF)
         top = tl.maximum(top, tl.abs(y.to(tl.float32)))
@@ -113,7 +124,7 @@ def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tenso
 
 def norm_rows(
     x: Tensor,  # [..., K]
-    delta: Tensor | Unscaled | None,
+    delta: Tensor | PendingScales | None,
     norm: NormWeights,
     kind: Activations | None,
 ) -> tuple[Tensor, Rounded | Tensor]:
@@ -122,36 +133,43 @@ def norm_rows(
     size = x.shape[-1]
     out, scale = _room(x, size, kind)
     total = x if delta is None else torch.empty_like(x)
-    pending = isinstance(delta, Unscaled)
-    values, rows, columns = delta if isinstance(delta, Unscaled) else (delta, scale, scale)
+    pending = isinstance(delta, PendingScales)
+    values, rows, columns = (
+        delta if isinstance(delta, PendingScales) else (delta, scale, scale)
+    )
     weight, eps, one_plus = norm
     padded = triton.next_power_of_2(size)
     if x.numel():
         norm_rows_kernel[(x.numel() // size,)](
-            out, scale, total, x, x if values is None else values.contiguous(), rows, columns, weight, eps,
-            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending, ONE_PLUS=one_plus,
+            out, scale, total, x, x if values is None else values.contiguous(), rows, columns,
+            weight, eps,
+            SIZE=size, SIZE_PAD=padded, ADD=delta is not None, PENDING=pending,
+            ONE_PLUS=one_plus,
             ROUND=kind is not None, LARGEST=LARGEST[kind or "fp8"], WHOLE=kind == "int8",
             HARDWARE=hardware_rounds(x.device), num_warps=_warps(padded),
         )  # fmt: skip
     return total, out if kind is None else Rounded(out, scale)
 
 
-def gated_rows(gate_up: Unscaled | Tensor, gate: str, kind: Activations, dtype: torch.dtype) -> Rounded:
+def gated_rows(
+    gate_up: PendingScales | Tensor, gate: str, kind: Activations, dtype: torch.dtype
+) -> Rounded:
     """`act(gates) * ups` of `gate_up [T, 2 I]` in eight bits; `gate` is a key of `linear.KINDS`.
 
     dtype: the model's, to which every intermediate result is rounded.
     """
-    pending = isinstance(gate_up, Unscaled)
-    values = gate_up.values if isinstance(gate_up, Unscaled) else gate_up.contiguous()
+    pending = isinstance(gate_up, PendingScales)
+    values = gate_up.values if isinstance(gate_up, PendingScales) else gate_up.contiguous()
     size = values.shape[-1] // 2
     out, scale = _room(values, size, kind)
-    rows, columns = gate_up[1:] if isinstance(gate_up, Unscaled) else (scale, scale)
+    rows, columns = gate_up[1:] if isinstance(gate_up, PendingScales) else (scale, scale)
     block = min(4096, triton.next_power_of_2(size))
     if values.numel():
         gated_rows_kernel[(len(out),)](
             out, scale, values, rows, columns,
             SIZE=size, BLOCK=block, KIND=KINDS[gate], PENDING=pending, HALF=TYPES[dtype],
-            LARGEST=LARGEST[kind], WHOLE=kind == "int8", HARDWARE=hardware_rounds(values.device),
+            LARGEST=LARGEST[kind], WHOLE=kind == "int8",
+            HARDWARE=hardware_rounds(values.device),
             num_warps=_warps(block),
         )  # fmt: skip
     return Rounded(out, scale)

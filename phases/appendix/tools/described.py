@@ -13,7 +13,9 @@ from typing import Any
 from common.errors import UserError
 
 Message = dict[str, Any]
-WARNING = b"tools are described in the system message: the chat template has no known form for calls"
+WARNING = (
+    b"tools are described in the system message: the chat template has no known form for calls"
+)
 _TEXT = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -41,7 +43,9 @@ def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message
         if calls := message.get("tool_calls"):
             said = text_of(message.get("content"))
             written = "\n".join([said] * bool(said) + [_call(call) for call in calls])
-            message = {field: value for field, value in message.items() if field != "tool_calls"}
+            message = {
+                field: value for field, value in message.items() if field != "tool_calls"
+            }
             made.append(message | {"content": written})
         elif answers:
             answer = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
@@ -79,5 +83,7 @@ def text_of(content: Any) -> str:
 
 def _call(call: Message) -> str:
     function = call["function"]
-    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    written = json.dumps(
+        {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
+    )
     return f"<tool_call>\n{written}\n</tool_call>"

@@ -46,7 +46,12 @@ class CallFormat:
         return f'", "{self.arguments}": '
 
     def grammar(
-        self, tools: Sequence[tuple[str, Schema]], *, must: bool, several: bool, content: Schema | None = None
+        self,
+        tools: Sequence[tuple[str, Schema]],
+        *,
+        must: bool,
+        several: bool,
+        content: Schema | None = None,
     ) -> Grammar:
         """Return the grammar of an output with these tools (name and schema of the arguments).
 
@@ -71,7 +76,11 @@ class CallFormat:
         elif not self.trigger:
             rules += ["start: TEXT | calls", r"TEXT: /([^{](?s:.*))?/"]
         else:
-            rules += ["start: TEXT | head calls", f"head[lazy]: TEXT {trigger}", r"TEXT: /(?s:.*)/"]
+            rules += [
+                "start: TEXT | head calls",
+                f"head[lazy]: TEXT {trigger}",
+                r"TEXT: /(?s:.*)/",
+            ]
         return Grammar.lark("%llguidance {}\n" + "\n".join(rules) + "\n")
 
 

@@ -12,7 +12,9 @@ from serving.parsed import Delta
 
 def settled(text: str, *marks: str) -> int:
     """Return how much of a text can be no beginning of a mark, nor spaces before one."""
-    begun = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    begun = (
+        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
+    )
     return len(text[: len(text) - max(begun, default=0)].rstrip())
 
 
@@ -30,7 +32,9 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
         self._state: Literal["start", "text", "name", "arguments"] = "start"
         self._rest = ""
-        self._end = "}" + (format.after or "\0")  # JSON has neither, so without a mark it ends with the text
+        self._end = "}" + (
+            format.after or "\0"
+        )  # JSON has neither, so without a mark it ends with the text
         self._held: list[Delta] = []  # of a call behind another one
 
     def read(self, text: str, last: bool) -> list[Delta]:
@@ -52,7 +56,9 @@ class CallReader:
         else:
             at = 0 if self._state == "start" and rest.startswith("{") else -1
         if at >= 0:
-            content, self._rest, self._state = rest[:at].rstrip(), rest[at + len(trigger) :], "name"
+            content = rest[:at].rstrip()
+            self._rest = rest[at + len(trigger) :]
+            self._state = "name"
         else:
             known = len(rest) if last or not trigger else settled(rest, trigger)
             content, self._rest = rest[:known], rest[known:]
@@ -66,7 +72,9 @@ class CallReader:
         if end < 0:
             return False
         function = {"name": self._rest[begin:end], "arguments": ""}
-        self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        self.calls.append(
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        )
         self._tell(deltas, **self.calls[-1] | {"function": {**function}})
         self._rest, self._state = self._rest[end + len(middle) :], "arguments"
         self.complete = len(self.calls) > 1  # then this one is left out if it is cut off

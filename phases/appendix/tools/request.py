@@ -77,7 +77,11 @@ class ToolHandler:
             request.headers.append((b"x-ladder-warning", WARNING))
 
     def _call(
-        self, given: ToolFields, request: ParsedRequest, functions: Mapping[str, Schema], must: bool
+        self,
+        given: ToolFields,
+        request: ParsedRequest,
+        functions: Mapping[str, Schema],
+        must: bool,
     ) -> None:
         """Set the grammar of an output with calls, and what finds them."""
         format, _ = format_of(self.tokenizer)
@@ -88,9 +92,15 @@ class ToolHandler:
         if content is not None and (must or not format.trigger):
             words = "response_format constrains the output, and so do tools: only one of them may here"
             raise wrong("response_format", words)
-        named = isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
-        several = given.parallel_tool_calls is not False and not named  # which OpenAI calls once
-        grammar = format.grammar([*functions.items()], must=must, several=several, content=content)
+        named = (
+            isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
+        )
+        several = (
+            given.parallel_tool_calls is not False and not named
+        )  # which OpenAI calls once
+        grammar = format.grammar(
+            [*functions.items()], must=must, several=several, content=content
+        )
         request.sampling["grammar"] = grammar
         request.names["grammar"] = "tools"
         request.explain = partial(refusal, grammar=grammar)
@@ -130,7 +140,7 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def refusal(message: str, grammar: Grammar) -> str:
     """Return the engine's refusal of the tools' grammar, in the words of the client's request."""
-    found = re.search(r" is refused: at (\d+)\(\d+\): (.*?)(?: 1 \| |$)", message)
+    found = re.search(r" is refused: line (\d+), character \d+: (.*)", message)
     if found is None:
         return f"tools cannot be compiled: {message}"
     line = grammar.source.split("\n")[int(found[1]) - 1]
@@ -148,7 +158,7 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise wrong("messages", f"{where}.tool_calls must be a list")
     made = [_call(f"{where}.tool_calls[{place}]", call) for place, call in enumerate(calls)]
-    return {**message, "content": message.get("content") or "", "tool_calls": made}
+    return {**message, "tool_calls": made}
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
@@ -160,8 +170,14 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str | None):
         arguments = decode_written(arguments or "") or {}
     if not isinstance(arguments, dict):
-        raise wrong("messages", f"{where}.function.arguments must be an object, or its JSON as a string")
-    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        raise wrong(
+            "messages",
+            f"{where}.function.arguments must be an object, or its JSON as a string",
+        )
+    found = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
     return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
@@ -174,7 +190,9 @@ def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[st
     if schema is None:  # OpenAI: a function without parameters
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong("tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -")
+        raise wrong(
+            "tools", f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
+        )
     left: list[str] = []
     if not isinstance(schema, dict) or "object" not in _types(schema):
         raise wrong("tools", f"{where}.function.parameters must be the schema of an object")
@@ -202,7 +220,9 @@ def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[st
     if chosen == "required":
         return True, list(functions)
     kind = chosen.get("type") if isinstance(chosen, Mapping) else None
-    given = chosen.get("allowed_tools", chosen) if kind == "allowed_tools" else {"tools": [chosen]}
+    given = (
+        chosen.get("allowed_tools", chosen) if kind == "allowed_tools" else {"tools": [chosen]}
+    )
     entries = given.get("tools") if isinstance(given, Mapping) else None
     names = [_named(entry) for entry in entries] if isinstance(entries, list) else []
     if kind not in ("function", "allowed_tools") or not names or None in names:
@@ -210,8 +230,13 @@ def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[st
         raise wrong("tool_choice", words)
     for name in names:
         if name not in functions:
-            raise wrong("tool_choice", f"tool_choice names {str(name)[:64]!r}, which is none of the tools")
-    return kind == "function" or given.get("mode") == "required", list(dict.fromkeys(map(str, names)))
+            raise wrong(
+                "tool_choice",
+                f"tool_choice names {str(name)[:64]!r}, which is none of the tools",
+            )
+    return kind == "function" or given.get("mode") == "required", list(
+        dict.fromkeys(map(str, names))
+    )
 
 
 def _named(entry: Any) -> str | None:

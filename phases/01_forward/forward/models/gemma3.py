@@ -30,7 +30,9 @@ class Gemma3RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size]`` -> ``[..., size]`` in ``x``'s dtype; the sum ``1 + weight`` is in float32."""
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(
+            x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps
+        ).to(x.dtype)
 
 
 class Gemma3Attention(Qwen3Attention):
@@ -52,9 +54,13 @@ class Gemma3Block(nn.Module):
         self.mlp = GatedMLP(size, config.intermediate_size, config.activation)
         self.post_feedforward_layernorm = Gemma3RMSNorm(size, eps)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``."""
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos_sin, attention))
+        x = x + self.post_attention_layernorm(
+            self.self_attn(self.input_layernorm(x), cos_sin, attention)
+        )
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
@@ -77,7 +83,9 @@ class Gemma3(Model):
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """See `Model.forward`."""
         x = self.embed_tokens(input_ids)  # [..., hidden]
-        x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded as in training
+        x = x * torch.tensor(
+            self.config.hidden_size**0.5, dtype=x.dtype
+        )  # rounded as in training
         everywhere, nearby = self.rope_global(positions), self.rope_local(positions)
         for layer, spec in zip(self.layers, self.layer_specs, strict=True):
             x = layer(x, everywhere if spec.sliding_window is None else nearby, attention)
@@ -86,7 +94,9 @@ class Gemma3(Model):
     @staticmethod
     def rename(name: str) -> str | None:
         """Text-only and multimodal checkpoints wrap the same names differently."""
-        if name.startswith(("vision_tower.", "multi_modal_projector.", "model.vision", "model.multi_modal")):
+        if name.startswith(
+            ("vision_tower.", "multi_modal_projector.", "model.vision", "model.multi_modal")
+        ):
             return None
         for prefix in ("language_model.", "model.language_model.", "model."):
             name = name.removeprefix(prefix)

@@ -24,7 +24,9 @@ class GPT2Attention(nn.Module):
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``."""
         heads = (self.spec.num_heads, self.spec.head_dim)
-        q, k, v = (part.unflatten(-1, heads) for part in self.c_attn(x).chunk(3, dim=-1))  # [..., H, D]
+        q, k, v = (
+            part.unflatten(-1, heads) for part in self.c_attn(x).chunk(3, dim=-1)
+        )  # [..., H, D]
         return self.c_proj(attention(self.spec, q, k, v).flatten(-2))
 
 

@@ -36,7 +36,9 @@ class LlamaAttention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim))
         return q, k, v
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``; the only place where tokens meet is ``attention``.
 
         Queries and keys are rotated after `project`, which families override; values are not.
@@ -56,9 +58,13 @@ class LlamaBlock(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = self.attention_class(config, spec)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias
+        )
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
         """``[..., hidden]`` -> ``[..., hidden]``; what is added back is added to `x` as it came."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -75,7 +81,9 @@ class Llama(Model):
         assert config.rope is not None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config.rope, config.head_dim)
-        self.layers = nn.ModuleList(self.block_class(config, spec) for spec in self.layer_specs)
+        self.layers = nn.ModuleList(
+            self.block_class(config, spec) for spec in self.layer_specs
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()

@@ -55,7 +55,9 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
     """
     blocks, block_size, kv_heads, d = cache.shape
     row = kv_heads * d
-    return TensorDescriptor(cache, [blocks, block_size, row], [block_size * row, row, 1], [1, block_n, d])
+    return TensorDescriptor(
+        cache, [blocks, block_size, row], [block_size * row, row, 1], [1, block_n, d]
+    )
 
 
 @triton.jit
@@ -69,8 +71,10 @@ def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def kv_store_kernel(
-    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride, slot_stride,
-    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride,
+    slot_stride,
+    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program per token and part of its heads."""

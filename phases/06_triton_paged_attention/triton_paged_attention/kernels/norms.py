@@ -41,9 +41,10 @@ def rms_norm_kernel(
         gdc_wait()
     value = tl.load(x + row + i, mask=mask, other=0.0)
     if ADD:
-        value = (value.to(tl.float32) + tl.load(delta + row + i, mask=mask, other=0.0).to(tl.float32)).to(
-            value.dtype
-        )
+        value = (
+            value.to(tl.float32)
+            + tl.load(delta + row + i, mask=mask, other=0.0).to(tl.float32)
+        ).to(value.dtype)
         tl.store(total + row + i, value, mask=mask)
     value = value.to(tl.float32)
     if ONE_PLUS:
@@ -60,11 +61,14 @@ def _launch(
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     padded = triton.next_power_of_2(size)
-    early = x.numel() == size and dependent_launch(x.device)  # one token: its neighbours start early, too
+    early = x.numel() == size and dependent_launch(
+        x.device
+    )  # one token: its neighbours start early, too
     rms_norm_kernel[(x.numel() // size,)](
         out, x, total, x if delta is None else delta.contiguous(), weight, eps,
         SIZE=size, SIZE_PAD=padded, ADD=delta is not None, ONE_PLUS=one_plus,
-        PDL=early, num_warps=min(8, max(1, padded // 256)), **({"launch_pdl": True} if early else {}),
+        PDL=early, num_warps=min(8, max(1, padded // 256)),
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return total, out
 

@@ -64,7 +64,9 @@ def turn(x, y, cos, sin):
 
 
 @triton.jit
-def store_head(out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+def store_head(
+    out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr
+):
     """Half of some heads of a token, in the cache's format."""
     if SCALED:
         x = encode(x, scale, LIMIT, WHOLE)
@@ -73,9 +75,11 @@ def store_head(out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexp
 
 @triton.jit
 def norm_rope_kernel(
-    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale, v_scale, eps,
+    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale,
+    v_scale, eps,
     block_stride, slot_stride,
-    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, P: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    P: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
     PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
@@ -101,7 +105,9 @@ def norm_rope_kernel(
         at_value, step = at_token, 1
 
     is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
-    head = (part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)) * HEADS + tl.arange(0, HEADS)
+    head = (
+        part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)
+    ) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PAD)
     mask = (head < (H if is_query else KH))[:, None] & (i < HALF)[None, :]
     at = head[:, None] * D + i[None, :]
@@ -120,16 +126,32 @@ def norm_rope_kernel(
         scales = v_scale if is_value else k_scale
         head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
-        store_head(v_out, at_value + at * step, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
-        store_head(v_out, at_value + (at + HALF) * step, y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
+        store_head(
+            v_out, at_value + at * step, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE
+        )
+        store_head(
+            v_out,
+            at_value + (at + HALF) * step,
+            y,
+            head_scale,
+            mask & stored,
+            SCALED,
+            LIMIT,
+            WHOLE,
+        )
     else:
         if NORM:
             weight = (q_weight if is_query else k_weight) + i[None, :]
             w_x = tl.load(weight, mask=(i < HALF)[None, :], other=0.0)
             w_y = tl.load(weight + HALF, mask=(i < HALF)[None, :], other=0.0)
             full_x, full_y = x.to(tl.float32), y.to(tl.float32)
-            scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[:, None]
-            x, y = apply_norm_weight(x, scale, w_x, ONE_PLUS), apply_norm_weight(y, scale, w_y, ONE_PLUS)
+            scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[
+                :, None
+            ]
+            x, y = (
+                apply_norm_weight(x, scale, w_x, ONE_PLUS),
+                apply_norm_weight(y, scale, w_y, ONE_PLUS),
+            )
         c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
         s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
         turned_x, turned_y = turn(x, y, c, -s), turn(y, x, c, s)
@@ -137,8 +159,19 @@ def norm_rope_kernel(
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
-            store_head(k_out, at_token + at, turned_x, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
-            store_head(k_out, at_token + at + HALF, turned_y, head_scale, mask & stored, SCALED, LIMIT, WHOLE)
+            store_head(
+                k_out, at_token + at, turned_x, head_scale, mask & stored, SCALED, LIMIT, WHOLE
+            )
+            store_head(
+                k_out,
+                at_token + at + HALF,
+                turned_y,
+                head_scale,
+                mask & stored,
+                SCALED,
+                LIMIT,
+                WHOLE,
+            )
 
 
 def norm_rope(
@@ -157,37 +190,53 @@ def norm_rope(
     With a layer's `cache`, keys and values go there by `slots`, in its format, and what is returned for them
     are the caches. `pending`: what `qkv` has to be multiplied by first.
     """
-    tokens, heads, kv_heads, d = len(qkv), spec.num_heads, spec.num_kv_heads, spec.head_dim
+    tokens = len(qkv)
+    heads = spec.num_heads
+    kv_heads = spec.num_kv_heads
+    d = spec.head_dim
     dtype = qkv.dtype if pending is None else pending.dtype
     q = torch.empty(tokens, heads, d, dtype=dtype, device=qkv.device)
     scaled = cache is not None and cache.scaled
     if cache is None or slots is None:
-        k, v = (torch.empty(tokens, kv_heads, d, dtype=dtype, device=qkv.device) for _ in range(2))
-        slots, block_size, strides = q, 1, (0, 0)
+        k, v = (
+            torch.empty(tokens, kv_heads, d, dtype=dtype, device=qkv.device) for _ in range(2)
+        )
+        slots = q
+        block_size = 1
+        strides = (0, 0)
     else:
         k, v = cache.k, cache.v
         block_size, strides = k.shape[1], (k.stride(0), k.stride(1))
     q_weight, k_weight, eps, one_plus = norms if norms is not None else (q, q, 0.0, False)
-    parts = triton.cdiv(heads, HEADS_PER_PROGRAM) + 2 * triton.cdiv(kv_heads, HEADS_PER_PROGRAM)
+    parts = triton.cdiv(heads, HEADS_PER_PROGRAM) + 2 * triton.cdiv(
+        kv_heads, HEADS_PER_PROGRAM
+    )
     if tokens:
         norm_rope_kernel[(tokens, parts)](
             q, k, v, qkv, cos, sin, q_weight, k_weight, slots,
             *((q, q) if pending is None else pending[:2]),
             *(cache[2:4] if cache is not None and scaled else (q, q)), eps, *strides,
-            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2), P=block_size,
-            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None, HEADS=HEADS_PER_PROGRAM,
-            PENDING=pending is not None, SCALED=scaled, LIMIT=largest(k.dtype) if scaled else 0.0,
+            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2),
+            P=block_size,
+            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None,
+            HEADS=HEADS_PER_PROGRAM,
+            PENDING=pending is not None, SCALED=scaled,
+            LIMIT=largest(k.dtype) if scaled else 0.0,
             WHOLE=not k.dtype.is_floating_point, PLACE=layout_of(cache).place, num_warps=4,
         )  # fmt: skip
     return q, k, v
 
 
 @triton.jit
-def angles_kernel(cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+def angles_kernel(
+    cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr
+):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HALF_PAD)
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + i, mask=i < HALF, other=0.0)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(
+        frequencies + i, mask=i < HALF, other=0.0
+    )
     c, s = tl.cos(angle), tl.sin(angle)
     at = token * 2 * HALF + i
     tl.store(cos + at, c, mask=i < HALF)
@@ -209,7 +258,9 @@ class FusedRope(nn.Module):
         """See `Rope.forward`."""
         half = len(self.inverse_frequencies)
         shape = (*positions.shape, 1, 2 * half)
-        cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))
+        cos, sin = (
+            torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2)
+        )
         if positions.numel():
             angles_kernel[(positions.numel(),)](
                 cos, sin, positions.contiguous(), self.inverse_frequencies,

@@ -104,4 +104,8 @@ class AutomataMatcher(Matcher):
         place = self.places[-1]
         if len(place) > MOST_STACKS:
             return f"more than {MOST_STACKS} ways to read the output"
-        return f"it nests deeper than {MOST_HEIGHT} levels" if max(map(len, place)) > MOST_HEIGHT else ""
+        return (
+            f"it nests deeper than {MOST_HEIGHT} levels"
+            if max(map(len, place)) > MOST_HEIGHT
+            else ""
+        )

@@ -58,7 +58,9 @@ def determinize(nfa: Nfa) -> Dfa:
         return closures[state]
 
     start = closure(0)
-    numbers, queue, rows = {start: 0}, [start], list[list[int]]()
+    numbers = {start: 0}
+    queue = [start]
+    rows = list[list[int]]()
     for states in queue:  # which grows
         check()
         moves: list[set[int]] = [set() for _ in range(count)]
@@ -74,16 +76,22 @@ def determinize(nfa: Nfa) -> Dfa:
                 numbers[found] = len(queue)
                 queue.append(found)
                 if len(queue) > MOST_STATES:
-                    raise UserError(f"a grammar takes more than {MOST_STATES} states: simplify it")
+                    raise UserError(
+                        f"a grammar takes more than {MOST_STATES} states: simplify it"
+                    )
             row.append(numbers[found] if found else DEAD)
         rows.append(row)
-    return Dfa(np.array(rows, np.int32)[:, classes], np.array([1 in states for states in queue]))
+    return Dfa(
+        np.array(rows, np.int32)[:, classes], np.array([1 in states for states in queue])
+    )
 
 
 def symbol_classes(nfa: Nfa) -> tuple[list[int], int]:
     """Number the classes of symbols between which no edge makes a difference: each symbol's, and how many."""
     size = 256 + len(nfa.rules)
-    bounds = sorted({0}.union(*({low, high + 1} for edges in nfa.edges for low, high, _ in edges)) - {size})
+    bounds = sorted(
+        {0}.union(*({low, high + 1} for edges in nfa.edges for low, high, _ in edges)) - {size}
+    )
     return (np.searchsorted(bounds, np.arange(size), "right") - 1).tolist(), len(bounds)
 
 
@@ -94,7 +102,9 @@ def minimize(dfa: Dfa) -> Dfa:
     symbols lead, until no symbol tells two states of a group apart.
     """
     count, width = dfa.table.shape
-    table = np.vstack([np.where(dfa.table < 0, count, dfa.table), np.full((1, width), count)])  # a trap
+    table = np.vstack(
+        [np.where(dfa.table < 0, count, dfa.table), np.full((1, width), count)]
+    )  # a trap
     columns = np.unique(table, axis=1)
     groups, many = np.append(dfa.accepting, False).astype(np.int64), 0
     while groups.max() >= many:

@@ -49,7 +49,9 @@ MOST_COUNT = 500
 """Of characters and items: each takes states of its own."""
 
 SPACE = optional(literal(" "))
-COMMA, COLON, QUOTE = Cat((literal(","), SPACE)), Cat((literal(":"), SPACE)), literal('"')
+COMMA = Cat((literal(","), SPACE))
+COLON = Cat((literal(":"), SPACE))
+QUOTE = literal('"')
 ANY_CHAR = Chars(((0, LAST),), quoted=True)
 SIMPLE = {
     "null": literal("null"),
@@ -57,7 +59,12 @@ SIMPLE = {
     "integer": parse(r"-?(0|[1-9]\d*)(\.0+)?"),  # with zeros behind the point it is one still
     "number": parse(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"),
 }
-TYPES_OF: dict[type, set[str]] = {str: {"string"}, list: {"array"}, dict: {"object"}, bool: {"boolean"}}
+TYPES_OF: dict[type, set[str]] = {
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+    bool: {"boolean"},
+}
 TYPES_OF |= {type(None): {"null"}, int: {"integer", "number"}, float: {"number"}}
 
 
@@ -81,7 +88,12 @@ class _SchemaReader:
         if key not in self.names:
             name = self.names[key] = f"{kind} {pointer}"
             self.rules[name] = Alt(())  # a reference to it, while it is being made, finds it
-            make = {"object": self.object, "array": self.array, "$ref": self.target, "any": self.any}[kind]
+            make = {
+                "object": self.object,
+                "array": self.array,
+                "$ref": self.target,
+                "any": self.any,
+            }[kind]
             self.rules[name] = make(schema, pointer)
         return Call(self.names[key])
 
@@ -104,20 +116,34 @@ class _SchemaReader:
         for key in asks & set(ALONE):
             others = asks - {key, *(("type",) if key in ("enum", "const") else ())}
             if others:
-                raise UserError(f"{pointer}/{key}: {key} beside {min(others)} is not known here")
+                raise UserError(
+                    f"{pointer}/{key}: {key} beside {min(others)} is not known here"
+                )
         if "$ref" in asks:
             return self.rule("$ref", schema["$ref"], f"{pointer}/$ref")
         if "anyOf" in asks:
             parts = self.listed(schema, "anyOf", pointer)
-            return Alt(tuple(self.value(part, f"{pointer}/anyOf/{n}") for n, part in enumerate(parts)))
+            return Alt(
+                tuple(self.value(part, f"{pointer}/anyOf/{n}") for n, part in enumerate(parts))
+            )
         given = schema.get("type", list(TYPES))
-        types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else {"?"}
+        types = (
+            {given}
+            if isinstance(given, str)
+            else set(given)
+            if isinstance(given, list)
+            else {"?"}
+        )
         for wrong in types - set(TYPES):
             raise UserError(f"{pointer}/type: {wrong!r} is no type")
         if "enum" in asks or "const" in asks:
-            values = self.listed(schema, "enum", pointer) if "enum" in asks else [schema["const"]]
+            values = (
+                self.listed(schema, "enum", pointer) if "enum" in asks else [schema["const"]]
+            )
             whole = [int(v) if type(v) is float and v.is_integer() else v for v in values]
-            return Alt(tuple(constant(value) for value in whole if TYPES_OF[type(value)] & types))
+            return Alt(
+                tuple(constant(value) for value in whole if TYPES_OF[type(value)] & types)
+            )
         types -= {"integer"} if "number" in types else set()
         return Alt(tuple(self.typed(kind, schema, pointer) for kind in TYPES if kind in types))
 
@@ -134,12 +160,16 @@ class _SchemaReader:
         own = {key: schema[key] for key in schema if key in OF_TYPE[kind]}
         return self.string(own, pointer) if kind == "string" else self.rule(kind, own, pointer)
 
-    def counts(self, schema: Mapping[str, Any], unit: str, pointer: str) -> tuple[int, int | None]:
+    def counts(
+        self, schema: Mapping[str, Any], unit: str, pointer: str
+    ) -> tuple[int, int | None]:
         """Read how many of a unit there must and may be at least and at most; None: no limit."""
         found: list[int | None] = []
         for key in (f"min{unit}", f"max{unit}"):
             value = schema.get(key)
-            if value is not None and (type(value) not in (int, float) or value % 1 or value < 0):
+            if value is not None and (
+                type(value) not in (int, float) or value % 1 or value < 0
+            ):
                 raise UserError(f"{pointer}/{key}: {value!r} is no count")
             if value is not None and value > MOST_COUNT:
                 raise UserError(f"{pointer}/{key}: {value} is more than {MOST_COUNT}")
@@ -148,7 +178,9 @@ class _SchemaReader:
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
         if "pattern" not in schema:
-            return Cat((QUOTE, _several(ANY_CHAR, *self.counts(schema, "Length", pointer)), QUOTE))
+            return Cat(
+                (QUOTE, _several(ANY_CHAR, *self.counts(schema, "Length", pointer)), QUOTE)
+            )
         pattern, where = schema["pattern"], f"{pointer}/pattern"
         if not isinstance(pattern, str) or len(schema) > 1:
             raise UserError(f"{where}: must be a string, with no length beside it")
@@ -157,7 +189,9 @@ class _SchemaReader:
     def array(self, schema: Mapping[str, Any], pointer: str) -> Node:
         low, high = self.counts(schema, "Items", pointer)
         item = self.value(schema.get("items", True), f"{pointer}/items")
-        more = _several(Cat((COMMA, item)), max(low - 1, 0), None if high is None else high - 1)
+        more = _several(
+            Cat((COMMA, item)), max(low - 1, 0), None if high is None else high - 1
+        )
         inside = Alt(()) if high == 0 else Cat((item, more))
         return Cat((literal("["), inside if low else optional(inside), literal("]")))
 
@@ -169,7 +203,10 @@ class _SchemaReader:
         of times, a member with any key but these. The value of what has no property of its own is what
         `additionalProperties` allows, by default anything. Nothing may follow where that is False.
         """
-        properties, required = schema.get("properties", {}), self.listed(schema, "required", pointer)
+        properties, required = (
+            schema.get("properties", {}),
+            self.listed(schema, "required", pointer),
+        )
         if not isinstance(properties, Mapping):
             raise UserError(f"{pointer}/properties: must be an object")
         others = schema.get("additionalProperties", True)
@@ -186,7 +223,9 @@ class _SchemaReader:
 
     def target(self, reference: Any, pointer: str) -> Node:
         """Read what a local reference points to."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        if not isinstance(reference, str) or not (
+            reference == "#" or reference.startswith("#/")
+        ):
             raise UserError(f"{pointer}: {reference!r} is no reference within the schema")
         found: Any = self.root
         for part in pointed(reference):
@@ -215,7 +254,13 @@ def constant(value: Any) -> Node:
     if isinstance(value, str):
         return Cat((QUOTE, literal(value, quoted=True), QUOTE))
     if isinstance(value, list):
-        return Cat((literal("["), Members(tuple((constant(v), True) for v in value), COMMA), literal("]")))
+        return Cat(
+            (
+                literal("["),
+                Members(tuple((constant(v), True) for v in value), COMMA),
+                literal("]"),
+            )
+        )
     if isinstance(value, Mapping):
         pairs = tuple((_member(constant(key), constant(v)), True) for key, v in value.items())
         return Cat((literal("{"), Members(pairs, COMMA), literal("}")))
@@ -243,5 +288,8 @@ def _text_but(names: set[str]) -> Node:
         rest.setdefault(name[0], set()).add(name[1:])
     firsts = tuple((ord(char), ord(char)) for char in rest)
     parts: list[Node] = [Cat((Chars(complement(firsts), quoted=True), Repeat(ANY_CHAR)))]
-    parts += [Cat((literal(char, quoted=True), _text_but(behind))) for char, behind in sorted(rest.items())]
+    parts += [
+        Cat((literal(char, quoted=True), _text_but(behind)))
+        for char, behind in sorted(rest.items())
+    ]
     return Alt((*parts, *(() if "" in names else (EMPTY,))))

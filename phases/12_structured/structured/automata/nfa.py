@@ -34,7 +34,9 @@ class Nfa:
         if len(self.edges) % 1000 == 0:
             check()
         if len(self.edges) >= MOST_STATES:
-            raise UserError(f"a grammar takes more than {MOST_STATES} states: lower its counts or lengths")
+            raise UserError(
+                f"a grammar takes more than {MOST_STATES} states: lower its counts or lengths"
+            )
         self.edges.append([])
         self.free.append([])
         return len(self.edges) - 1
@@ -149,7 +151,15 @@ def _split(low: bytes, high: bytes) -> Iterator[list[tuple[int, int]]]:
         yield [(first, last), *([(0x80, 0xBF)] * (len(low) - 1))]
 
 
-ESCAPES = {'"': b'\\"', "\\": b"\\\\", "\b": b"\\b", "\f": b"\\f", "\n": b"\\n", "\r": b"\\r", "\t": b"\\t"}
+ESCAPES = {
+    '"': b'\\"',
+    "\\": b"\\\\",
+    "\b": b"\\b",
+    "\f": b"\\f",
+    "\n": b"\\n",
+    "\r": b"\\r",
+    "\t": b"\\t",
+}
 """Characters that a JSON string cannot hold as they are; other controls are written as \\u00xx."""
 
 
@@ -160,6 +170,9 @@ def quoted_bytes(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
         for left, right in ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)):
             if max(low, left) <= min(high, right):
                 plain.append((max(low, left), min(high, right)))
-        for code in [*range(low, min(high, 0x1F) + 1), *(c for c in (0x22, 0x5C) if low <= c <= high)]:
+        for code in [
+            *range(low, min(high, 0x1F) + 1),
+            *(c for c in (0x22, 0x5C) if low <= c <= high),
+        ]:
             yield [(byte, byte) for byte in ESCAPES.get(chr(code)) or b"\\u%04x" % code]
     yield from utf8(tuple(plain))

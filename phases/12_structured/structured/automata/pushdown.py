@@ -44,7 +44,9 @@ class Machine:
 
     def __init__(self, rules: Mapping[str, Node], start: str) -> None:
         numbers = {name: number for number, name in enumerate(rules)}
-        tables, firsts, made = list[Ints](), list[int](), list[Dfa]()
+        tables = list[Ints]()
+        firsts = list[int]()
+        made = list[Dfa]()
         accepting: list[bool] = []
         count = 0
         for node in rules.values():
@@ -59,23 +61,32 @@ class Machine:
             tables.append(table[:, :CALLS])
             accepting += dfa.accepting.tolist()
             for row in table[:, CALLS:].tolist():
-                self.calls.append([(firsts[rule], after) for rule, after in enumerate(row) if after >= 0])
+                self.calls.append(
+                    [(firsts[rule], after) for rule, after in enumerate(row) if after >= 0]
+                )
         self.table = np.vstack([*tables, np.full((1, 256), DEAD, np.int32)])
         self.accepting = accepting
         begin = firsts[numbers[start]]
         self._prune(begin)
         reads = (self.table[:-1] >= 0).any(1)
         self.reads: list[bool] = np.asarray(reads).tolist()
-        self.ends = [a and not r and not c for a, r, c in zip(accepting, self.reads, self.calls, strict=True)]
+        self.ends = [
+            a and not r and not c
+            for a, r, c in zip(accepting, self.reads, self.calls, strict=True)
+        ]
         self.calling = np.array([*map(bool, self.calls), False])
         self.ending = np.array([*accepting, False])
-        self.start: Place = frozenset(self.settle((begin,)))
+        self.start: Place = frozenset(self.expand_calls((begin,)))
 
     def _prune(self, begin: int) -> None:
         """Remove what can never end: a state must lead to the end of its rule, by rules that can end."""
-        leads: list[list[tuple[int, int]]] = [[] for _ in self.table]  # from where, if another is alive too
+        leads: list[list[tuple[int, int]]] = [
+            [] for _ in self.table
+        ]  # from where, if another is alive too
         sources, symbols = (self.table >= 0).nonzero()
-        for source, target in {*zip(sources.tolist(), self.table[sources, symbols].tolist(), strict=True)}:
+        for source, target in {
+            *zip(sources.tolist(), self.table[sources, symbols].tolist(), strict=True)
+        }:
             leads[target].append((source, target))
         for state, calls in enumerate(self.calls):
             for rule, after in calls:
@@ -91,21 +102,28 @@ class Machine:
         if not alive[begin]:
             raise UserError("a grammar has no output that ever ends")
         self.table = np.where(alive[self.table], self.table, DEAD).astype(np.int32)
-        self.calls = [[(r, a) for r, a in calls if alive[r] and alive[a]] for calls in self.calls]
+        self.calls = [
+            [(r, a) for r, a in calls if alive[r] and alive[a]] for calls in self.calls
+        ]
 
     # Reading.
 
-    def settle(self, stack: Stack) -> set[Stack]:
+    def expand_calls(self, stack: Stack) -> set[Stack]:
         """Return a stack, and those that it becomes by calls and returns: the ones from which a byte can be
         read, and the one that stands at the end of everything."""
-        found, todo, seen = set[Stack](), [stack], {stack}
+        found = set[Stack]()
+        todo = [stack]
+        seen = {stack}
         while todo:
             stack = todo.pop()
             top, below = stack[-1], stack[:-1]
             if self.reads[top] or (self.accepting[top] and not below):
                 found.add(stack)
             # A caller that has nothing left to do is not kept: so a chain of calls stays short.
-            more = [(*below, *(() if self.ends[then] else (then,)), rule) for rule, then in self.calls[top]]
+            more = [
+                (*below, *(() if self.ends[then] else (then,)), rule)
+                for rule, then in self.calls[top]
+            ]
             if self.accepting[top] and below:
                 more.append(below)
             for new in more:
@@ -122,7 +140,7 @@ class Machine:
         for stack in place:
             state = int(self.table[stack[-1], byte])
             if state >= 0:
-                found |= self.settle((*stack[:-1], state))
+                found |= self.expand_calls((*stack[:-1], state))
         return frozenset(found)
 
     def may_end(self, place: Place) -> bool:
@@ -176,7 +194,7 @@ class MaskMaker:
         branches = machine.calling | machine.ending if below else machine.calling
         for node in (reached & branches[states]).nonzero()[0].tolist():
             here = (*below, int(states[node]))
-            others = machine.settle(here) - {here}
+            others = machine.expand_calls(here) - {here}
             if machine.accepting[here[-1]] and below:
                 lowest = min(lowest, len(below))
             lowest = self._explore(node, others, reached, lowest)

@@ -23,11 +23,15 @@ class Trie:
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        nodes, rest, depth = {b"": 0}, tokens, 0
+        nodes = {b"": 0}
+        rest = tokens
+        depth = 0
         self.levels: list[tuple[int, int]] = []
         while rest := [token for token in rest if len(token) > depth]:
             begin, depth = len(nodes), depth + 1
-            for text in sorted({token[:depth] for token in rest}):  # so those of one parent are neighbours
+            for text in sorted(
+                {token[:depth] for token in rest}
+            ):  # so those of one parent are neighbours
                 nodes[text] = len(nodes)
             self.levels.append((begin, len(nodes)))
         self.size = len(nodes)

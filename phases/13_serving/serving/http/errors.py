@@ -8,11 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TYPES = {
-    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
+    **{
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        408: "timeout_error",
+    },
     **{429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"},
 }
 """Of a status; of others "invalid_request_error" below 500, and "server_error"."""
-STATUS = {"refused": 400, "error": 500, "nan": 500, "died": 503, "deadline": 504, "slow": 408, "left": 499}
+STATUS = {
+    "refused": 400,
+    "error": 500,
+    "nan": 500,
+    "died": 503,
+    "deadline": 504,
+    "slow": 408,
+    "left": 499,
+}
 """Of the trouble of a group of choices."""
 MAX_MESSAGE = 1000
 """Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
@@ -72,7 +85,9 @@ class ErrorForm:
             message = re.sub(rf"^{param}\b", self.names[param], message)
             param = self.names[param]
         kind = TYPES.get(error.status, usual)
-        return self.shape({"error": {"message": message, "type": kind, "param": param, "code": error.code}})
+        return self.shape(
+            {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
+        )
 
 
 def wrong(param: str | None, message: str) -> ApiError:

@@ -20,18 +20,28 @@ class Limits:
     max_choices: int = option(256, "completions of one request: prompts times n")
     max_stops: int = option(16, "stop strings of one request")
     max_bias: int = option(300, "entries of logit_bias")
-    max_schema_bytes: int = option(64 << 10, "bytes of a JSON schema, a grammar, or all tools together")
+    max_schema_bytes: int = option(
+        64 << 10, "bytes of a JSON schema, a grammar, or all tools together"
+    )
     max_tools: int = option(128, "tools of one request")
     max_requests: int = option(2048, "completions in flight, of all requests together")
-    max_queue: int = option(1024, "completions that wait for a place; beyond that requests are refused")
-    max_unsent: int = option(1024, "tokens that wait for a slow reader; beyond that it is dropped")
+    max_queue: int = option(
+        1024, "completions that wait for a place; beyond that requests are refused"
+    )
+    max_unsent: int = option(
+        1024, "tokens that wait for a slow reader; beyond that it is dropped"
+    )
     slow_seconds: float = option(30.0, "seconds that a reader may take for one write")
-    body_seconds: float = option(30.0, "seconds that headers may take to arrive, and again the body")
+    body_seconds: float = option(
+        30.0, "seconds that headers may take to arrive, and again the body"
+    )
     max_seconds: float = option(1800.0, "seconds that a request may take in all")
     grace_seconds: float = option(30.0, "seconds that open streams get after SIGTERM")
 
     def __post_init__(self) -> None:
         """Check."""
         for item in fields(self):
-            check, low, high = (integer, 1, 1 << 40) if item.type == "int" else (number, 0.0, 1e9)
+            check, low, high = (
+                (integer, 1, 1 << 40) if item.type == "int" else (number, 0.0, 1e9)
+            )
             check(item.name, getattr(self, item.name), low=low, high=high)  # type: ignore[arg-type]

@@ -23,7 +23,10 @@ Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
 CLOSE = (b"connection", b"close")
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 EVENTS += [(b"x-accel-buffering", b"no")]  # or nginx would hold the tokens back
 DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
 """Of a body that is refused unread: it is taken for so long, so that the answer is read."""
@@ -69,7 +72,9 @@ class HttpRequest:
         self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.started = time.perf_counter()
         self.content_length = self.headers.get(b"content-length", b"0")
-        self.unread = b"transfer-encoding" in self.headers or self.content_length.strip(b"0") != b""
+        self.unread = (
+            b"transfer-encoding" in self.headers or self.content_length.strip(b"0") != b""
+        )
         self.status = 0
         self.sent_bytes = 0
         self.sending = 0.0
@@ -95,9 +100,13 @@ class HttpRequest:
             raise ApiError(415, "the content-type must be application/json", close=True)
         coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
         if coding not in (b"", b"identity"):  # a small body could become a very large one
-            raise ApiError(415, "the body must not be compressed: there is a content-encoding", close=True)
+            raise ApiError(
+                415, "the body must not be compressed: there is a content-encoding", close=True
+            )
         most = self.limits.max_body_bytes
-        large = ApiError(413, f"the body has more than {most:,} bytes, which is the limit", close=True)
+        large = ApiError(
+            413, f"the body has more than {most:,} bytes, which is the limit", close=True
+        )
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
             raise large
         body = bytearray()
@@ -112,7 +121,9 @@ class HttpRequest:
                         self.unread = False
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(408, f"no whole body after {self.limits.body_seconds:g} s", close=True) from None
+            raise ApiError(
+                408, f"no whole body after {self.limits.body_seconds:g} s", close=True
+            ) from None
 
     async def _next(self) -> MutableMapping[str, Any]:
         """Receive a part of the body. Raises `ClientDisconnected` when the client has left."""
@@ -150,12 +161,16 @@ class HttpRequest:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self.sending, self.sent_bytes = 0.0, self.sent_bytes + len(data)
 
-    async def answer(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
+    async def answer(
+        self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
+    ) -> None:
         """Send a whole answer."""
         await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
-    async def json(self, value: Any, status: int = 200, headers: Iterable[Header] = ()) -> None:
+    async def json(
+        self, value: Any, status: int = 200, headers: Iterable[Header] = ()
+    ) -> None:
         """Send a whole answer of JSON."""
         await self.answer(status, encode_json(value), [JSON, *headers])
 

@@ -46,7 +46,9 @@ class GenerationFields(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: str | None = None
-    add_special_tokens: bool | None = None  # to a text unless false, to a conversation only if true
+    add_special_tokens: bool | None = (
+        None  # to a text unless false, to a conversation only if true
+    )
 
     # ours
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None

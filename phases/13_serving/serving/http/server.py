@@ -26,7 +26,13 @@ TERMINATED = 143
 KEEP_ALIVE_SECONDS = 75
 """That a connection may wait for its next request."""
 CONFIG: dict[str, Any] = {
-    **{"http": "httptools", "ws": "none", "loop": "uvloop", "lifespan": "off", "server_header": False},
+    **{
+        "http": "httptools",
+        "ws": "none",
+        "loop": "uvloop",
+        "lifespan": "off",
+        "server_header": False,
+    },
     **{"log_config": None, "access_log": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS},
     **{"timeout_graceful_shutdown": 2, "backlog": 4096},
 }
@@ -46,7 +52,9 @@ class HttpServer(uvicorn.Server):
     failure: Exception | None = None
     announced, code = False, 0
 
-    def __init__(self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any) -> None:
+    def __init__(
+        self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any
+    ) -> None:
         self.app = app
         self.on_ready = on_ready
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -63,7 +71,10 @@ class HttpServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.app.service.draining = True
-        log.warning("draining: %s may finish, nothing new is taken", count(len(self.app.groups), "request"))
+        log.warning(
+            "draining: %s may finish, nothing new is taken",
+            count(len(self.app.groups), "request"),
+        )
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:

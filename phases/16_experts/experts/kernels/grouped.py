@@ -103,8 +103,10 @@ def finish_sums(
 @triton.jit
 def grouped_kernel(
     out, x, x_scale, data, scale, bias, weights, order, table, most, scale_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per tile and `BLOCK_N` of `N` outputs.
@@ -131,9 +133,15 @@ def grouped_kernel(
     scale += expert * scale_stride
     columns: tl.constexpr = (K + SIDE - 1) // SIDE if SIDE > 0 else 0
     up_row = n + N  # of the ups that belong to gates `n`
-    row_in, up_in = tl.where(inside, n, 0), tl.where(inside, up_row, 0)  # what is read without a mask
+    row_in, up_in = (
+        tl.where(inside, n, 0),
+        tl.where(inside, up_row, 0),
+    )  # what is read without a mask
     from_x = x + source.to(tl.int64)[:, None] * K + k[None, :]
-    from_w, from_up = data + n[None, :] * K + k[:, None], data + up_row[None, :] * K + k[:, None]
+    from_w, from_up = (
+        data + n[None, :] * K + k[:, None],
+        data + up_row[None, :] * K + k[:, None],
+    )
     acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for k0 in range(0, K, BLOCK_K):
@@ -156,7 +164,9 @@ def grouped_kernel(
 
 
 @triton.jit
-def add_choices_kernel(out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr):
+def add_choices_kernel(
+    out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """One program per token and part of it: the sum of its choices among the experts that are here."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -164,7 +174,9 @@ def add_choices_kernel(out, parts, chosen, E, SIZE: tl.constexpr, TOP_K: tl.cons
     for place in tl.static_range(TOP_K):
         expert = tl.load(chosen + token * TOP_K + place)
         here = (expert >= 0) & (expert < E)
-        found = tl.load(parts + (token * TOP_K + place) * SIZE + n, mask=(n < SIZE) & here, other=0.0)
+        found = tl.load(
+            parts + (token * TOP_K + place) * SIZE + n, mask=(n < SIZE) & here, other=0.0
+        )
         total += found.to(tl.float32)
     tl.store(out + token * SIZE + n, total.to(out.dtype.element_ty), mask=n < SIZE)
 
@@ -177,7 +189,12 @@ def product_arguments(
     act: of the first product; None for the second.
     """
     values, units = round_rows(x, "fp8") if stack.rounds else (x, x)
-    tensors = [values, units, stack.data, *(x if t is None else t for t in (stack.scale, stack.bias))]
+    tensors = [
+        values,
+        units,
+        stack.data,
+        *(x if t is None else t for t in (stack.scale, stack.bias)),
+    ]
     kind, limit = act or Swiglu()
     return tensors, {
         "scale_stride": 0 if stack.scale is None else stack.scale[0].numel(),

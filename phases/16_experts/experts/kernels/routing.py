@@ -24,7 +24,8 @@ from triton_paged_attention.hardware import dependent_launch
 @triton.jit
 def route_kernel(
     weights, chosen, logits,
-    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per token; of equal probabilities the lowest number is first.
 
@@ -39,7 +40,9 @@ def route_kernel(
     x = tl.load(logits + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
     x = tl.exp(x - tl.max(x, axis=0))
     x = tl.where(e < E, x / tl.sum(x, axis=0), -1.0)
-    keys = tl.sort((x.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (E_PAD - 1 - e), descending=True)
+    keys = tl.sort(
+        (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (E_PAD - 1 - e), descending=True
+    )
     found = (keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if NORMALIZE:
         found = found / tl.sum(tl.where(e < TOP_K, found, 0.0), axis=0)
@@ -78,7 +81,8 @@ def count_kernel(counts, chosen, choices, BLOCK: tl.constexpr):
 @triton.jit
 def place_kernel(
     order, tiles, counts, chosen, choices, most,
-    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """One program per expert, which writes its places of `order` and its tiles, and one for empty tiles."""
     own = tl.program_id(0)
@@ -94,7 +98,11 @@ def place_kernel(
         inside = tile + t < tile_end
         tl.store(tiles + tile + t, own, mask=inside)
         tl.store(tiles + most + tile + t, begin + row, mask=inside)
-        tl.store(tiles + 2 * most + tile + t, tl.maximum(tl.minimum(here - row, ROWS), 0), mask=inside)
+        tl.store(
+            tiles + 2 * most + tile + t,
+            tl.maximum(tl.minimum(here - row, ROWS), 0),
+            mask=inside,
+        )
     if own < E:
         i = tl.arange(0, BLOCK)
         for start in range(0, choices, BLOCK):
@@ -126,6 +134,7 @@ def sort_in_tiles(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tens
     count_kernel[(experts,)](counts, chosen, choices, BLOCK=block, num_warps=warps)
     place_kernel[(experts + 1,)](
         order, table, counts, chosen, choices, most,
-        E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64, num_warps=warps,
+        E=experts, E_PAD=triton.next_power_of_2(experts), ROWS=rows, BLOCK=block, TILES=64,
+        num_warps=warps,
     )  # fmt: skip
     return order, table

@@ -78,7 +78,11 @@ class ExpertStack(nn.Module):
 
     def only(self, own: range) -> ExpertStack:
         """Return some experts alone, copied, so that the others are let go of."""
-        return self if len(own) == len(self.data) else self.each(lambda t: t[own.start : own.stop].clone())
+        return (
+            self
+            if len(own) == len(self.data)
+            else self.each(lambda t: t[own.start : own.stop].clone())
+        )
 
     def multiply(self, expert: int, x: Tensor) -> Tensor:
         """`[T, K]` times one expert's plain weight: `[T, N]`."""
@@ -97,7 +101,9 @@ def stacked(experts: Sequence[Sequence[nn.Module]]) -> ExpertStack:
     if any(part.scheme != parts[0].scheme for part in parts):
         raise UserError("experts of one layer are quantized differently")
     names = [name for name, _ in parts[0].named_parameters()]
-    tensors = {name: torch.stack([part.get_parameter(name) for part in parts]) for name in names}
+    tensors = {
+        name: torch.stack([part.get_parameter(name) for part in parts]) for name in names
+    }
     return ExpertStack(**tensors, scheme=parts[0].scheme)
 
 
@@ -109,7 +115,11 @@ def _joined(layers: Sequence[nn.Module]) -> ExpertStack:
     if not weights:
         return ExpertStack(torch.cat([layer.weight for layer in layers]), bias=bias)  # type: ignore[misc]
     kinds = {(weight.scheme.weights, weight.scheme.activations) for weight in weights}
-    if len(weights) < len(layers) or not kinds <= {("fp8", None), ("fp8", "fp8"), ("int8", None)}:
+    if len(weights) < len(layers) or not kinds <= {
+        ("fp8", None),
+        ("fp8", "fp8"),
+        ("int8", None),
+    }:
         raise UserError("experts are read as they are, in fp8 or in int8, not in w8a8 or int4")
     weight = QuantizedWeight.cat(weights)
     return ExpertStack(weight.data, weight.scale, bias, weight.scheme)

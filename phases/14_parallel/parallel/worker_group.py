@@ -21,7 +21,7 @@ from parallel.ranks import ENVIRONMENT
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from parallel.member import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from parallel.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 NOTICE = 2.0
 """Seconds in which the system tells of a process that has ended, after its connections have broken."""
@@ -29,11 +29,11 @@ LAST_RESORT = 8.0
 """Seconds after which a process ends itself that still waits, on its device, for a rank that is gone."""
 
 
-class RanksLost(EngineLost):
+class WorkerLostError(EngineLost):
     """A rank has ended or does not agree with the others: the engine cannot go on."""
 
 
-class Member:
+class WorkerProcess:
     """One of the other ranks.
 
     A plain program, not a child of multiprocessing: the caller's main module is not run again, and a server's
@@ -43,13 +43,22 @@ class Member:
     def __init__(self, rank: int, lost: Callable[[str], None]) -> None:
         ours, theirs = socket.socketpair()
         self.rank = rank
-        command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path), str(theirs.fileno()), str(rank)]
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            json.dumps(sys.path),
+            str(theirs.fileno()),
+            str(rank),
+        ]
         self.process = subprocess.Popen(
             command, pass_fds=(theirs.fileno(),), env={**os.environ, **ENVIRONMENT}
         )
         theirs.close()
         self.connection = Connection(ours.detach())
-        threading.Thread(target=self._watch, args=(lost,), name=f"rank {rank}", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(lost,), name=f"rank {rank}", daemon=True
+        ).start()
 
     def _watch(self, lost: Callable[[str], None]) -> None:
         code = self.process.wait()
@@ -61,7 +70,7 @@ class Member:
         self.connection.close()
 
 
-class Crew:
+class WorkerGroup:
     """Ranks 1 to `size - 1`.
 
     reason: why it can do nothing more; empty while all is well.
@@ -75,7 +84,7 @@ class Crew:
         self.on_end: Callable[[], None] | None = None
         self._ending, self._waiting = False, 0
         self._done = threading.Event()
-        self.members = [Member(rank, self.lose) for rank in range(1, size)]
+        self.members = [WorkerProcess(rank, self.lose) for rank in range(1, size)]
         atexit.register(self.kill)
 
     def tell(self, message: Any) -> None:
@@ -85,7 +94,7 @@ class Crew:
             with suppress(OSError):
                 member.connection.send_bytes(data)
 
-    def answers(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
+    def collect_replies(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
         """Return the messages of the ranks, `(rank, message)`; wait for one so many seconds a rank."""
         found: list[tuple[int, Any]] = []
         for member in self.members:
@@ -99,19 +108,21 @@ class Crew:
         if self._ending or self.reason:
             return
         self.reason = reason
-        for member in self.members:  # connections stay: another thread may be reading, or closing them
+        for (
+            member
+        ) in self.members:  # connections stay: another thread may be reading, or closing them
             member.process.kill()
         threading.Thread(target=self._last_resort, daemon=True).start()
         if self.on_loss is not None:  # it may not return: NCCL waits for graphs that it is in
             threading.Thread(target=self.on_loss, daemon=True).start()
 
     def check(self, *, patient: bool = False) -> None:
-        """Raise `RanksLost` if a rank is lost; `patient`: something has failed, so perhaps one is."""
+        """Raise `WorkerLostError` if a rank is lost; `patient`: something has failed, so perhaps one is."""
         if patient:
             self.notice()
         if self.reason:
             self._done.set()
-            raise RanksLost(self.reason)
+            raise WorkerLostError(self.reason)
 
     def notice(self) -> None:
         """Wait until a rank is lost, for as long as it may take to hear of one that has ended."""
@@ -131,7 +142,11 @@ class Crew:
     def _last_resort(self) -> None:
         """A device that waits for another one cannot be interrupted, only its process ended."""
         if not self._done.wait(LAST_RESORT) and self._waiting:
-            print(f"error: {self.reason}, and this process still waits for it", file=sys.stderr, flush=True)
+            print(
+                f"error: {self.reason}, and this process still waits for it",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(1)
 
     def kill(self) -> None:
@@ -145,20 +160,20 @@ class Crew:
         atexit.unregister(self.kill)
 
 
-_idle: dict[int, Crew] = {}
+_idle: dict[int, WorkerGroup] = {}
 """Crews that no engine has at the moment: starting a process and importing torch takes seconds."""
 
 
-def take(size: int) -> Crew:
+def take(size: int) -> WorkerGroup:
     """A crew for an engine of `size` ranks."""
-    crew = _idle.pop(size, None)
-    return Crew(size) if crew is None or crew.reason else crew
+    workers = _idle.pop(size, None)
+    return WorkerGroup(size) if workers is None or workers.reason else workers
 
 
-def give_back(crew: Crew) -> None:
+def give_back(workers: WorkerGroup) -> None:
     """Its engine is closed: another one may have the crew."""
-    if not crew.reason and crew.size not in _idle:
-        crew.on_loss = crew.on_end = None
-        _idle[crew.size] = crew
+    if not workers.reason and workers.size not in _idle:
+        workers.on_loss = workers.on_end = None
+        _idle[workers.size] = workers
     else:
-        crew.kill()
+        workers.kill()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.request import Request
 from continuous.engine import Engine
 from continuous.work import Work
-from speculative.control import Control
+from speculative.control import DraftController
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Seen:
     prompts: bool = False
 
 
-class Pace:
+class DraftThrottle:
     """Knows what each step took.
 
     Args:
@@ -32,8 +32,12 @@ class Pace:
     on: guesses are made, or steps are watched; then every token must be known before a step is scheduled.
     """
 
-    def __init__(self, control: Control, clock: Callable[[], float], *, watches: bool) -> None:
-        self.control, self.clock, self.watches = control, clock, watches
+    def __init__(
+        self, control: DraftController, clock: Callable[[], float], *, watches: bool
+    ) -> None:
+        self.control = control
+        self.clock = clock
+        self.watches = watches
         self.on = not control.adaptive or watches
         self.in_turn = False  # the device is the host, so that steps never overlap
         self._engine: Engine | None = None
@@ -53,7 +57,9 @@ class Pace:
         self.on = self._decide(rows)
         if self.on != before or not rows:
             self.skip()
-        if not self.on or self.control.times_plain(rows, refresh=self.in_turn or not self.watches):
+        if not self.on or self.control.times_plain(
+            rows, refresh=self.in_turn or not self.watches
+        ):
             return [0] * rows
         return self.control.lengths(running, rows)
 
@@ -67,7 +73,7 @@ class Pace:
         seen.rows += 1
         seen.drafts += len(work.drafts)
         seen.tokens += accepted + 1
-        seen.prompts |= work.count > 1 + len(work.drafts) or len(work.takers) != 1
+        seen.prompts |= work.count > 1 + len(work.drafts) or len(work.sampled_requests) != 1
 
     def left(self) -> None:
         """A request has ended, and another may come."""
@@ -79,7 +85,11 @@ class Pace:
         While nothing runs, that is the step with the next request's prompt.
         """
         if not self.watches:
-            return self.control.decide(rows) and not self.control.times_plain(rows) if rows else self.on
+            return (
+                self.control.decide(rows) and not self.control.times_plain(rows)
+                if rows
+                else self.on
+            )
         fresh, self._fresh = self._fresh, self._fresh and not rows
         if not (fresh or self.on) or (fresh and self.control.cost(rows).waited):
             return False
@@ -91,7 +101,9 @@ class Pace:
         seen, self._landed = self._landed, Seen()
         if self._engine is None or not self.control.adaptive:
             return
-        steps, decodes, stats = self._steps, self._decodes, self._engine.stats
+        steps = self._steps
+        decodes = self._decodes
+        stats = self._engine.stats
         self._steps, self._decodes = stats.steps, stats.decode_steps
         if began is None or stats.steps != steps + 1:
             return
@@ -101,7 +113,9 @@ class Pace:
                 self.control.cost(rows).saw_plain(seconds)
         elif seen.rows and not seen.prompts:
             cost = self.control.cost(seen.rows)
-            if seen.drafts or not (self.in_turn or self.control.times_plain(seen.rows, refresh=False)):
+            if seen.drafts or not (
+                self.in_turn or self.control.times_plain(seen.rows, refresh=False)
+            ):
                 cost.saw_drafts(seconds, seen.rows, seen.drafts, seen.tokens)
             else:
                 cost.saw_plain(seconds, waited=not self.in_turn)

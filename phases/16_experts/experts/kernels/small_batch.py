@@ -9,7 +9,7 @@ router, so nothing is left to combine.
 Floor, of one token of Qwen3-30B-A3B in bfloat16: 8 experts of 9.4 MB are 75 MB a layer, 16 us on an H200; 48
 layers are 0.76 ms. Prediction: 85 % of that speed in the first kernel, 80 % in the second, whose reads are
 shorter. Two tokens that share an expert read it twice, the second time mostly from the L2 cache; of more than
-`FEW` tokens the tiles of `grouped` read it once.
+`SMALL_BATCH` tokens the tiles of `grouped` read it once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from experts.stacked import StackedExperts
 
 Shape = tuple[int, int, int]
 """Outputs of a program, inputs it reads at a time, and warps."""
-FEW = 4
+SMALL_BATCH = 4
 """Tokens up to which experts are gathered."""
 SHAPES = ((8, 512, 4), (4, 256, 4))
 """Of the first product and of the second."""
@@ -38,15 +38,19 @@ def read_tile(data, row, inside, k, scale, columns, K: tl.constexpr, SIDE: tl.co
     there = inside[:, None] & (k < K)[None, :]
     w = tl.load(data + row[:, None] * K + k[None, :], mask=there, other=0.0).to(tl.float32)
     if SIDE > 0:
-        w *= tl.load(scale + row[:, None] // SIDE * columns + k[None, :] // SIDE, mask=there, other=0.0)
+        w *= tl.load(
+            scale + row[:, None] // SIDE * columns + k[None, :] // SIDE, mask=there, other=0.0
+        )
     return w
 
 
 @triton.jit
-def few_kernel(
+def small_batch_expert_kernel(
     out, x, x_scale, data, scale, bias, weights, chosen, E, scale_stride,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr, ROUNDED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, UP: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr, BIAS: tl.constexpr, CHANNEL: tl.constexpr, SIDE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per `BLOCK_N` of `N` outputs, of a choice (UP) or of a token, whose choices it adds up."""
@@ -65,7 +69,9 @@ def few_kernel(
         inside = (n < N) & here  # nothing is read of an expert that is on another rank
         source = choice // TOP_K if UP else choice
         matrix, scales = data + expert * rows * K, scale + expert * scale_stride
-        parts = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)  # summed at the end, so that no read waits for it
+        parts = tl.zeros(
+            [BLOCK_N, BLOCK_K], tl.float32
+        )  # summed at the end, so that no read waits for it
         ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
@@ -74,15 +80,29 @@ def few_kernel(
                 w_up = read_tile(matrix, n + N, inside, k, scales, columns, K, SIDE)
             if PDL and not UP and place + start == 0:
                 gdc_wait()  # only now: choices and weights are older than the kernel before, which waited too
-            vector = tl.load(x + source * K + k, mask=(k < K) & here, other=0.0).to(tl.float32)[None, :]
+            vector = tl.load(x + source * K + k, mask=(k < K) & here, other=0.0).to(
+                tl.float32
+            )[None, :]
             parts += w * vector
             if UP:
                 ups += w_up * vector
         unit = tl.load(x_scale + source, mask=here, other=0.0) if ROUNDED else 1.0
         biases = bias + expert * rows
-        part = finish_sums(tl.sum(parts, axis=1), unit, scales, biases, n, inside, ROUNDED, CHANNEL, BIAS)
+        part = finish_sums(
+            tl.sum(parts, axis=1), unit, scales, biases, n, inside, ROUNDED, CHANNEL, BIAS
+        )
         if UP:
-            up = finish_sums(tl.sum(ups, axis=1), unit, scales, biases, n + N, inside, ROUNDED, CHANNEL, BIAS)
+            up = finish_sums(
+                tl.sum(ups, axis=1),
+                unit,
+                scales,
+                biases,
+                n + N,
+                inside,
+                ROUNDED,
+                CHANNEL,
+                BIAS,
+            )
             total += gated_unit(part, up, KIND, LIMIT)
         else:
             total += part * tl.load(weights + choice, mask=here, other=0.0)
@@ -91,19 +111,26 @@ def few_kernel(
 
 
 def gathered(
-    layer: StackedExperts, x: Tensor, weights: Tensor, chosen: Tensor, shapes: tuple[Shape, Shape] = SHAPES
+    layer: StackedExperts,
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    shapes: tuple[Shape, Shape] = SHAPES,
 ) -> Tensor:
     """A `Way` for a few tokens. shapes: for measurements."""
-    chosen, weights, (tokens, top_k) = chosen.contiguous(), weights.contiguous(), chosen.shape
+    chosen = chosen.contiguous()
+    weights = weights.contiguous()
+    tokens, top_k = chosen.shape
     both = zip((layer.gate_up, layer.down), (layer.act, None), shapes, strict=True)
     for stack, act, (block_n, block_k, warps) in both:
         tensors, constants = product_arguments(x.contiguous(), stack, act, top_k)
         programs = tokens if act is None else tokens * top_k
         n, k = constants["N"], constants["K"]
         out = torch.empty(programs, n, dtype=x.dtype, device=x.device)
-        few_kernel[(programs, triton.cdiv(n, block_n))](
+        small_batch_expert_kernel[(programs, triton.cdiv(n, block_n))](
             out, *tensors, weights, chosen, len(stack.data), **constants, BLOCK_N=block_n,
-            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps, **early(x.device),
+            BLOCK_K=min(block_k, triton.next_power_of_2(k)), num_warps=warps,
+            **early(x.device),
         )  # fmt: skip
         x = out
     return x

@@ -14,14 +14,23 @@ from forward.model import Model
 from paged_cache import BlockPool, PagedBatch
 from phases.appendix.latency.gemv import gemv
 from phases.appendix.latency.heads import project_heads
-from phases.appendix.latency.lone import LoneInputs, LoneParts, attend_lone, starts_early
-from phases.appendix.latency.lone_few import FEW_TOKENS, MOST_ROWS, attend_few, fits
-from phases.appendix.latency.tables import heads_pay, lone_default, lone_few_config
+from phases.appendix.latency.single_request import (
+    SingleRequestInputs,
+    SingleRequestSplits,
+    attend_single_request,
+    starts_early,
+)
+from phases.appendix.latency.small_batch import FEW_TOKENS, MOST_ROWS, attend_small_batch, fits
+from phases.appendix.latency.tables import (
+    fused_heads_are_faster,
+    single_request_default,
+    small_batch_config,
+)
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
-from triton_paged_attention.linear import FusedLinear, SideBySide
+from triton_paged_attention.linear import FusedLinear, FusedProjection
 
 
 class LatencyAttention(TritonPagedAttention):
@@ -31,9 +40,11 @@ class LatencyAttention(TritonPagedAttention):
         super().__init__(pool, num_heads, **options)
         data, d_pad = pool.data, self._workspace.d_pad
         kv_heads, number = data.shape[-2], data.element_size()
-        self._lone_config = lone_default(kv_heads, d_pad, number, data.device)
-        self._few_config = lone_few_config(d_pad, number)
-        self._few_workspace = Workspace(kv_heads * self._few_config.splits * MOST_ROWS, d_pad, data.device)
+        self._lone_config = single_request_default(kv_heads, d_pad, number, data.device)
+        self._few_config = small_batch_config(d_pad, number)
+        self._few_workspace = Workspace(
+            kv_heads * self._few_config.splits * MOST_ROWS, d_pad, data.device
+        )
         self._requests = 0
 
     @property
@@ -59,58 +70,77 @@ class LatencyAttention(TritonPagedAttention):
         norms: HeadNorms | None,
         *,
         few: bool,
-        meet: bool,
-    ) -> LoneParts:
+        wait_for_all_splits: bool,
+    ) -> SingleRequestSplits:
         """From the projection's output to attention's, head norms, RoPE and KV store included.
 
-        few: whether the request has more than one token. meet: see `attend_lone`.
+        few: whether the request has more than one token. meet: see `attend_single_request`.
         """
         batch, cache = self.batch, self.pool.layers[layer.index]
         where = batch.block_tables, batch.context_lens, batch.slots
-        given = LoneInputs(qkv, cos_sin, norms, layer, cache, *where)
+        given = SingleRequestInputs(qkv, cos_sin, norms, layer, cache, *where)
         if few:
             given = given._replace(query_starts=batch.query_starts)
-            return attend_few(given, workspace=self._few_workspace, config=self._few_config, meet=meet)
-        return attend_lone(given, workspace=self._workspace, config=self._lone_config, meet=meet)
+            return attend_small_batch(
+                given,
+                workspace=self._few_workspace,
+                config=self._few_config,
+                wait_for_all_splits=wait_for_all_splits,
+            )
+        return attend_single_request(
+            given,
+            workspace=self._workspace,
+            config=self._lone_config,
+            wait_for_all_splits=wait_for_all_splits,
+        )
 
 
-class LatencyWay:
+class LatencyKernel:
     """One token in one kernel, norm, gate and residual included.
 
     run_ahead: see `gemv`.
     out_dtype: of the result; by default that of the input.
     """
 
-    def __init__(self, linear: Any, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None) -> None:
-        self.linear, self.run_ahead, self.out_dtype = linear, run_ahead, out_dtype
+    def __init__(
+        self, linear: Any, *, run_ahead: bool = True, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.linear = linear
+        self.run_ahead = run_ahead
+        self.out_dtype = out_dtype
 
-    def takes(self, tokens: int, gate: str | None) -> bool:
-        """See `Way.takes`; the kernel has no gate for biased outputs."""
+    def supports(self, tokens: int, gate: str | None) -> bool:
+        """See `Way.supports`; the kernel has no gate for biased outputs."""
         return tokens == 1 and (gate is None or self.linear.bias is None)
 
     def __call__(self, x: Tensor, **around: Any) -> Tensor:
         """See `FusedLinear.forward`."""
-        how = {**around, "bias": self.linear.bias, "run_ahead": self.run_ahead, "out_dtype": self.out_dtype}
+        how = {
+            **around,
+            "bias": self.linear.bias,
+            "run_ahead": self.run_ahead,
+            "out_dtype": self.out_dtype,
+        }
         return gemv(x, self.linear.weight, **how)
 
 
-def add_way(fused: FusedLinear, **options: Any) -> LatencyWay | None:
+def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
     """Give a layer of plain weights its way; one of another format has none here."""
     if not isinstance(fused.linear, nn.Linear):
         return None
-    way = LatencyWay(fused.linear, **options)
-    fused.ways.insert(0, way)
-    return way
+    kernel = LatencyKernel(fused.linear, **options)
+    fused.kernels.insert(0, kernel)
+    return kernel
 
 
-CombinesHeads = Callable[[LoneParts, Tensor], Tensor]
+CombinesHeads = Callable[[SingleRequestSplits, Tensor], Tensor]
 """From the splits of a request's tokens and a residual `[T, hidden]` to its sum with the projection behind
 attention."""
 
 
 def heads_of(linear: nn.Module) -> CombinesHeads | None:
     """Return what combines splits in a projection of plain weights; None: attention had better do it."""
-    if not (isinstance(linear, nn.Linear) and heads_pay(*linear.weight.shape)):
+    if not (isinstance(linear, nn.Linear) and fused_heads_are_faster(*linear.weight.shape)):
         return None
     return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts)
 
@@ -128,8 +158,8 @@ class LatencyBlock:
     def __init__(self, heads: CombinesHeads | None = None) -> None:
         self.heads = heads
 
-    def takes(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockWay.takes`."""
+    def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
+        """See `BlockKernel.supports`."""
         if not (isinstance(x, Tensor) and isinstance(attention, LatencyAttention)):
             return False
         if len(x) == 1 and attention.alone:
@@ -137,20 +167,35 @@ class LatencyBlock:
         return self.few and len(x) <= FEW_TOKENS and attention.stores_early
 
     def __call__(
-        self, block: FusedBlock, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
+        self,
+        block: FusedBlock,
+        x: Tensor | Stream,
+        cos_sin: tuple[Tensor, Tensor],
+        attention: Attention,
     ) -> Tensor:
         """See `LlamaBlock.forward`."""
-        attend, mlp, norm = block.self_attn, block.mlp, block.post_attention_layernorm
+        attend = block.self_attn
+        mlp = block.mlp
+        norm = block.post_attention_layernorm
         assert isinstance(x, Tensor) and isinstance(attention, LatencyAttention)
         assert isinstance(attend, FusedAttention)
         lone = len(x) == 1 and attention.alone
         heads = self.heads if lone else self.few_heads
         qkv = attend.qkv_proj(x, norm=block.input_layernorm.weights)
-        if not lone and not (attention.alone and fits(len(x), attend.spec)):  # of several requests
+        if not lone and not (
+            attention.alone and fits(len(x), attend.spec)
+        ):  # of several requests
             x = attend.o_proj(attend.attend(qkv, cos_sin, attention), residual=x)
         else:
-            meet = heads is None
-            parts = attention.attend_fused(attend.spec, qkv, cos_sin, attend.norms, few=not lone, meet=meet)
+            wait_for_all_splits = heads is None
+            parts = attention.attend_fused(
+                attend.spec,
+                qkv,
+                cos_sin,
+                attend.norms,
+                few=not lone,
+                wait_for_all_splits=wait_for_all_splits,
+            )
             x = attend.o_proj(parts.out, residual=x) if heads is None else heads(parts, x)
         if not isinstance(mlp, FusedMLP):  # a mixture of experts
             return x + mlp(norm(x))
@@ -168,33 +213,38 @@ def install(model: Model) -> Model:
     inside = {part for block in blocks for part in block.modules()}
     for part in model.modules():
         if isinstance(part, FusedLinear) and part not in inside and part is not model.lm_head:
-            add_way(part)
+            add_kernel(part)
     for block in blocks:
         if whole(block):
             attend, mlp = block.self_attn, block.mlp
             assert isinstance(attend, FusedAttention)
-            add_way(attend.qkv_proj, run_ahead=starts_early(attend.spec))
+            add_kernel(attend.qkv_proj, run_ahead=starts_early(attend.spec))
             behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
             for linear in (attend.o_proj, *behind):
-                add_way(linear)
+                add_kernel(linear)
             out = attend.o_proj
-            block.ways.insert(0, LatencyBlock(heads_of(out.linear) if out.total is None else None))
+            block.kernels.insert(
+                0, LatencyBlock(heads_of(out.linear) if out.total is None else None)
+            )
     if isinstance(model.lm_head, FusedLinear):
         # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
-        add_way(model.lm_head, out_dtype=torch.float32)
+        add_kernel(model.lm_head, out_dtype=torch.float32)
     return model
 
 
 def whole(block: FusedBlock) -> bool:
     """Return whether all layers of a block are kernels of phase 06, or experts in the place of an MLP."""
     attend, mlp = block.self_attn, block.mlp
-    inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) and mlp.fused else ()
+    inside = (
+        (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) and mlp.fused else ()
+    )
     return (
         isinstance(attend, FusedAttention)
         and attend.fused
         and attend.spec.sinks is None
         and (bool(inside) or not isinstance(mlp, FusedMLP | GatedMLP))
         and not any(
-            isinstance(fused.linear, SideBySide) for fused in (attend.qkv_proj, attend.o_proj, *inside)
+            isinstance(fused.linear, FusedProjection)
+            for fused in (attend.qkv_proj, attend.o_proj, *inside)
         )
     )

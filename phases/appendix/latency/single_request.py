@@ -24,11 +24,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
-from phases.appendix.latency.tables import LoneConfig
+from phases.appendix.latency.tables import SingleRequestConfig
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import HeadNorms, apply_norm_weight, norm_scale, turn
-from triton_paged_attention.tiles import attend, combine, fold, load_tile, lookup, no_keys, raw_scores, unit
+from triton_paged_attention.tiles import (
+    attend,
+    combine,
+    fold,
+    load_tile,
+    lookup,
+    no_keys,
+    raw_scores,
+    unit,
+)
 
 LOG_STEP = tl.constexpr(2)
 """Heads' logarithms lie apart for `project_heads`: were they neighbours, the compiler would give a thread
@@ -36,7 +45,9 @@ several heads, to load them at once, and would have to shuffle them before it ca
 
 
 @triton.jit
-def splits_of(position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+def splits_of(
+    position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
+):
     """First tile's first key, tiles a split, and splits that have work (at least one, which may be empty).
 
     They share the keys before `end` that a query at `position` sees.
@@ -61,9 +72,10 @@ def norm_and_turn(
 
 
 @triton.jit
-def meet(
+def wait_for_all_splits(
     out, partial, lse, kv_head, used,
-    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Combine the `used` splits of a key/value head's group into `out`."""
@@ -78,11 +90,12 @@ def meet(
 
 
 @triton.jit
-def lone_kernel(
+def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
     partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     MEET: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
@@ -96,7 +109,9 @@ def lone_kernel(
         return
     low = begin + split * tiles_per_split * BLOCK_N
     high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
-    last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N  # where its last tile begins
+    last = (
+        low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
+    )  # where its last tile begins
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -104,7 +119,8 @@ def lone_kernel(
     block = lookup(block_table, last, newest, n, P, BLOCK_N)
     known = tl.minimum(high, newest)
     keys, values = load_tile(
-        k_cache, v_cache, block, last, key, known, kv_head, block_stride, slot_stride, head_stride,
+        k_cache, v_cache, block, last, key, known, kv_head, block_stride, slot_stride,
+        head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
@@ -115,8 +131,14 @@ def lone_kernel(
     at_q = (kv_head * GROUP + row)[:, None] * D
     at_k = (H + kv_head) * D
     c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
-    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]  # its first half carries the minus sign
-    q_x, q_y, k_x, k_y = c, c, c, c  # not read without norms
+    s = tl.load(sin + d, mask=d < D, other=0.0)[
+        None, :
+    ]  # its first half carries the minus sign
+    # not read without norms
+    q_x = c
+    q_y = c
+    k_x = c
+    k_y = c
     if NORM:
         q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
         q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
@@ -134,9 +156,16 @@ def lone_kernel(
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
     query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
-    new_key = norm_and_turn(new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)  # [1, D]
+    new_key = norm_and_turn(
+        new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS
+    )  # [1, D]
     if (split == used - 1) & (slot >= 0):
-        at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride + d[None, :]
+        at_new = (
+            (slot // P) * block_stride
+            + (slot % P) * slot_stride
+            + kv_head * head_stride
+            + d[None, :]
+        )
         tl.store(k_cache + at_new, new_key, mask=(d < D)[None, :])
         tl.store(v_cache + at_new, new_value, mask=(d < D)[None, :])
 
@@ -154,9 +183,12 @@ def lone_kernel(
     m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
-        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low, last, last,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
-        MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+        query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low,
+        last, last,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_N=BLOCK_N,
+        MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW,
+        SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -175,7 +207,7 @@ def lone_kernel(
             tl.debug_barrier()  # all threads' stores first, then one release
             if tl.atomic_add(arrived + kv_head, 1, sem="acq_rel") == used - 1:
                 tl.store(arrived + kv_head, 0)  # ready for the next launch
-                meet(
+                wait_for_all_splits(
                     out, partial, lse, kv_head, used,
                     H=H, GROUP=GROUP, GROUP_PAD=GROUP_PAD, D=D, D_PAD=D_PAD, SPLITS=SPLITS,
                 )  # fmt: skip
@@ -190,7 +222,7 @@ def starts_early(layer: LayerSpec) -> bool:
     return layer.index > 0
 
 
-class LoneInputs(NamedTuple):
+class SingleRequestInputs(NamedTuple):
     """Inputs of attention of a lone request: of one token, or of a few, which have `query_starts`."""
 
     qkv: Tensor  # [T, (H + 2 KH) D]
@@ -201,10 +233,12 @@ class LoneInputs(NamedTuple):
     block_tables: Tensor  # [1, max_blocks] int32; other rows are not read
     context_lens: Tensor  # [1] int32, the new tokens included
     slots: Tensor  # [T] int64; negative: not stored
-    query_starts: Tensor | None = None  # [2] int32: tokens from the second number on are padding
+    query_starts: Tensor | None = (
+        None  # [2] int32: tokens from the second number on are padding
+    )
 
 
-class LoneParts(NamedTuple):
+class SingleRequestSplits(NamedTuple):
     """Attention's output of a lone request.
 
     out: `[T, H D]`, if attention has combined its splits; otherwise `workspace` holds them, those of a few
@@ -215,39 +249,70 @@ class LoneParts(NamedTuple):
     layer: LayerSpec
     context_lens: Tensor
     workspace: Workspace
-    config: LoneConfig
+    config: SingleRequestConfig
     query_starts: Tensor | None = None
 
 
-def attend_lone(given: LoneInputs, *, workspace: Workspace, config: LoneConfig, meet: bool) -> LoneParts:
-    """Attention's output; with `meet` false, its splits stay apart in the workspace for `project_heads`.
+def attend_single_request(
+    given: SingleRequestInputs,
+    *,
+    workspace: Workspace,
+    config: SingleRequestConfig,
+    wait_for_all_splits: bool,
+) -> SingleRequestSplits:
+    """Attention's output; with `wait_for_all_splits` false, its splits stay apart in the workspace for
+    `project_heads`.
 
     Launch it behind a `gemv` with `run_ahead=False` where it does not start early: see `starts_early`.
     """
     group = triton.next_power_of_2(given.layer.num_heads // given.layer.num_kv_heads)
-    return launch(lone_kernel, given, workspace, config, meet, BLOCK_M=max(16, group), GROUP_PAD=group)
+    return launch(
+        single_request_attention_kernel,
+        given,
+        workspace,
+        config,
+        wait_for_all_splits,
+        BLOCK_M=max(16, group),
+        GROUP_PAD=group,
+    )
 
 
 def launch(
-    kernel: Any, given: LoneInputs, workspace: Workspace, config: LoneConfig, meet: bool, **more: int
-) -> LoneParts:
+    kernel: Any,
+    given: SingleRequestInputs,
+    workspace: Workspace,
+    config: SingleRequestConfig,
+    wait_for_all_splits: bool,
+    **more: int,
+) -> SingleRequestSplits:
     """Launch the attention of a lone request. more: what only this kernel is told."""
-    qkv, layer, cache = given.qkv, given.layer, given.cache
+    qkv = given.qkv
+    layer = given.layer
+    cache = given.cache
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
-    heads, kv_heads, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    heads = layer.num_heads
+    kv_heads = layer.num_kv_heads
+    d = layer.head_dim
     out = torch.empty(len(qkv), heads * d, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps, one_plus = given.norms or (qkv, qkv, 0.0, False)
     starts = () if given.query_starts is None else (given.query_starts,)
     early = dependent_launch(qkv.device)
+    partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
     kernel[(kv_heads, config.splits)](
         out, qkv, *given.cos_sin, q_weight, k_weight, cache.k, cache.v, given.block_tables,
         given.context_lens, *starts, given.slots,
-        workspace.partial if meet else workspace.partial.view(qkv.dtype), workspace.lse, workspace.arrived,
+        partial, workspace.lse, workspace.arrived,
         eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=max(16, triton.next_power_of_2(d)),
-        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0, SOFT_CAP=layer.soft_cap is not None,
-        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n, SPLITS=config.splits,
-        MEET=meet, PDL=early, num_warps=config.num_warps, num_stages=config.num_stages, **more,
+        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d,
+        D_PAD=max(16, triton.next_power_of_2(d)),
+        P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
+        SOFT_CAP=layer.soft_cap is not None,
+        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n,
+        SPLITS=config.splits,
+        MEET=wait_for_all_splits, PDL=early, num_warps=config.num_warps,
+        num_stages=config.num_stages, **more,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return LoneParts(out, layer, given.context_lens, workspace, config, given.query_starts)
+    return SingleRequestSplits(
+        out, layer, given.context_lens, workspace, config, given.query_starts
+    )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hybrid_cache.managers import Manager
 
 
-class Stock:
+class LruPool:
     """Blocks `0 .. count - 1`, in one numbering for all managers that take from here.
 
     Args:
@@ -50,7 +50,7 @@ class Stock:
         return blocks
 
     @staticmethod
-    def lose_oldest(idle: dict[tuple[Manager, int], None]) -> None:
+    def evict_oldest(idle: dict[tuple[Manager, int], None]) -> None:
         """Free the blocks of the page that has been longest in `slid` or `ends`."""
         manager, page = next(iter(idle))
         manager.lose(page)

@@ -18,8 +18,17 @@ import torch
 from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from parallel.feature import own_engine
-from parallel.messages import Build, Closed, Here, Join, Line, Rehearsed, RunFunction, Turn
-from parallel.ranks import Ranks, device_of, graphs_of, meeting
+from parallel.messages import (
+    BroadcastChannel,
+    Build,
+    Closed,
+    Here,
+    Join,
+    Rehearsed,
+    RunFunction,
+    StepMessage,
+)
+from parallel.ranks import Ranks, device_of, graphs_of, open_store
 
 
 def main(descriptor: int, rank: int) -> None:
@@ -28,7 +37,7 @@ def main(descriptor: int, rank: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(descriptor,), daemon=True).start()
     try:
-        obey(Line(Connection(descriptor)), rank)
+        obey(BroadcastChannel(Connection(descriptor)), rank)
     except UserError:
         os._exit(2)  # rank 0 has found the same and says it
     except BaseException:
@@ -37,7 +46,7 @@ def main(descriptor: int, rank: int) -> None:
         os._exit(1)  # an ordinary end would wait for NCCL, which waits for the others
 
 
-def obey(line: Line, rank: int) -> NoReturn:
+def obey(line: BroadcastChannel, rank: int) -> NoReturn:
     """Do what rank 0 says."""
     ranks: Ranks | None = None
     while True:
@@ -45,19 +54,19 @@ def obey(line: Line, rank: int) -> NoReturn:
         if isinstance(message, Join):
             line.send(Here())
             torch.set_num_threads(message.threads)
-            _, store = meeting(message.port, message.prefix, first=False)
+            store = open_store(message.path, message.size)
             ranks = Ranks(rank, message.size, device_of(message.device, rank), store)
         elif isinstance(message, Build):
             assert ranks is not None
             live(message, ranks, line)
             ranks.close()
         elif isinstance(message, RunFunction):
-            line.send(called(message)(ranks, *message.given))
+            line.send(resolve_function(message)(ranks, *message.given))
         elif isinstance(message, Closed) and ranks is not None:
             ranks.close()
 
 
-def live(order: Build, ranks: Ranks, line: Line) -> None:
+def live(order: Build, ranks: Ranks, line: BroadcastChannel) -> None:
     """One engine's life."""
     tokenizer = Tokenizer(order.tokenizer) if order.tokenizer is not None else None
     engine: Any = own_engine(order.recipe, ranks, tokenizer, line=line)
@@ -65,12 +74,12 @@ def live(order: Build, ranks: Ranks, line: Line) -> None:
         if isinstance(message, Rehearsed):
             engine.cache.forget()
             continue
-        assert isinstance(message, Turn), f"rank {ranks.rank} was told {message!r}"
+        assert isinstance(message, StepMessage), f"rank {ranks.rank} was told {message!r}"
         engine.loop.follow(engine, message)
     graphs_of(engine)()
 
 
-def called(call: RunFunction) -> Callable[..., Any]:
+def resolve_function(call: RunFunction) -> Callable[..., Any]:
     """The function that is meant."""
     if call.source:
         space: dict[str, Any] = {}
@@ -84,6 +93,8 @@ def called(call: RunFunction) -> Callable[..., Any]:
 def end_with(descriptor: int) -> None:
     """Rank 0 may go while this rank waits for it on the device, and then it does not listen."""
     poll = select.poll()
-    poll.register(descriptor, select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0))
+    poll.register(
+        descriptor, select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+    )
     poll.poll()
     os._exit(0)

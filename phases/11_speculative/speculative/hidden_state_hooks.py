@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from forward.model import Model
 
 
-def tapped(layers: int) -> tuple[int, int]:
+def hooked_layers(layers: int) -> tuple[int, int]:
     """A low and a middle layer of so many, as EAGLE-3 has them; the last one's output is there anyway."""
     return min(2, layers - 1), layers // 2
 
 
-class Taps:
+class HiddenStateHooks:
     """Keeps what some layers of a model put out in the newest step, at an address that a graph may write.
 
     A hook behind each layer copies; it is captured with the layer. The maker of an engine with taps owns
@@ -28,7 +28,9 @@ class Taps:
 
     def __init__(self, model: Model, places: Sequence[int], tokens: int) -> None:
         hidden = model.config.hidden_size
-        self.kept = torch.zeros(tokens, len(places) * hidden, dtype=model.dtype, device=model.device)
+        self.kept = torch.zeros(
+            tokens, len(places) * hidden, dtype=model.dtype, device=model.device
+        )
         for slot, place in enumerate(places):
             part = self.kept[:, slot * hidden : (slot + 1) * hidden]
             model.get_submodule(f"layers.{place}").register_forward_hook(partial(_keep, part))

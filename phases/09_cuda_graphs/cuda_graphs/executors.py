@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from common.sampling.sampler import Needs
+from common.sampling.sampler import SamplingFlags
 from continuous.batch import HostBatch, Ints
 from continuous.runner import Forwarded
 from continuous.work import Work
@@ -27,7 +27,7 @@ _by_row = attrgetter("row")
 _PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
 
 
-class DecodePlan:
+class DecodeGraphExecutor:
     """Steps of one token a request, each in the smallest `DecodeGraph` that holds it.
 
     graphs: by size and kind of sampling.
@@ -36,18 +36,20 @@ class DecodePlan:
     def __init__(self, runner: GraphRunner, *, most_rows: int) -> None:
         self.runner = runner
         self.sizes = decode_sizes(min(most_rows, runner.rows.count))
-        self.graphs: dict[tuple[int, Needs | None], DecodeGraph] = {}
+        self.graphs: dict[tuple[int, SamplingFlags | None], DecodeGraph] = {}
         self.count = len(self.sizes) * len(KINDS)
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphPlan`."""
+        """See `GraphExecutor`."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
-            self.graphs[size, features] = DecodeGraph(self.runner.machine, size, given, features, capturer)
+            self.graphs[size, features] = DecodeGraph(
+                self.runner.machine, size, given, features, capturer
+            )
 
-    def takes(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
         """The size of a graph, and whether the second half comes later."""
         size = smallest(self.sizes, len(works)) if decodes(works) else None
         return None if size is None else (size, masked)
@@ -63,12 +65,16 @@ class DecodePlan:
         graph = self.graphs[size, plan.features if inside else None]
         graph.replay()
         if inside:
-            return self.runner.replayed(works, graph.batch, graph.hidden, graph.for_host[:count])
+            return self.runner.replayed(
+                works, graph.batch, graph.hidden, graph.for_host[:count]
+            )
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def stage(self, works: Sequence[Work], size: int) -> Ints:
         """Send what the graphs of a size read: rows, positions and tables; returns the rows."""
-        runner, count, starts = self.runner, len(works), [work.start for work in works]
+        runner = self.runner
+        count = len(works)
+        starts = [work.start for work in works]
         rows: Ints = np.array([work.row for work in works], np.int64)
         runner.tables.update(rows, max(starts) // runner.cache.block_size + 1)
         with self._staging.fill(3 * size) as flat:
@@ -81,24 +87,28 @@ class DecodePlan:
 
 def decodes(works: Sequence[Work]) -> bool:
     """Return True if each request computes one token and samples the next, unlike a chunk of one token."""
-    return all(work.count == 1 and len(work.takers) == 1 for work in works)
+    return all(work.count == 1 and len(work.sampled_requests) == 1 for work in works)
 
 
-class ChunkPlan:
+class ChunkGraphExecutor:
     """Other small steps, and full ones of small models, each in the smallest `ChunkGraph` that holds it.
 
     most_tokens: in the largest graph, but for that of full steps; 0: there are no graphs.
     step_tokens: returns how many tokens a step has at most: such steps may have a graph, see `full_step`.
     """
 
-    def __init__(self, runner: GraphRunner, *, most_tokens: int, step_tokens: Callable[[], int]) -> None:
+    def __init__(
+        self, runner: GraphRunner, *, most_tokens: int, step_tokens: Callable[[], int]
+    ) -> None:
         self.runner, count = runner, runner.rows.count
         self._full = full_step(runner.model, step_tokens(), most_tokens)
         self._sizes = chunk_sizes(most_tokens) if most_tokens else []
         self._sizes += [self._full] * bool(self._full)
         self._requests = sorted({min(SMALL_BATCH, count), count})
         self._layouts = {
-            (tokens, requests): Layout(tokens, requests, most_tiles(runner.attention, tokens, requests))
+            (tokens, requests): Layout(
+                tokens, requests, most_tiles(runner.attention, tokens, requests)
+            )
             for tokens in self._sizes
             for requests in self._requests
         }
@@ -108,18 +118,24 @@ class ChunkPlan:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphPlan`."""
+        """See `GraphExecutor`."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
-            self._graphs[tokens, requests] = ChunkGraph(self.runner.machine, layout, given, capturer)
+            self._graphs[tokens, requests] = ChunkGraph(
+                self.runner.machine, layout, given, capturer
+            )
 
-    def takes(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
+    def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
         """The smallest graph that holds a step; that of full steps only for one that nearly is."""
         count = sum(work.count for work in works)
-        samples = sum(max(1, len(work.takers)) + len(work.drafts) for work in works)
+        samples = sum(max(1, len(work.sampled_requests)) + len(work.drafts) for work in works)
         tokens, requests = smallest(self._sizes, count), smallest(self._requests, samples)
-        if tokens is None or requests is None or (tokens == self._full and not fills(tokens, works, LONG)):
+        if (
+            tokens is None
+            or requests is None
+            or (tokens == self._full and not fills(tokens, works, LONG))
+        ):
             return None
         return self._graphs[tokens, requests]
 

@@ -8,19 +8,19 @@ import torch
 
 from common.request import Request
 from common.sampling.params import SamplingParams
-from common.sampling.sampler import Allowed
-from continuous.seams import NoMasks
+from common.sampling.sampler import TokenBitmask
+from continuous.seams import NoGrammarManager
 from continuous.work import Work
-from parallel.crew import Crew
-from parallel.messages import Drafts, FailedGrammars, Line
-from speculative.loops import Watcher
-from structured.loop import NONE_LANDED, EarlyMasks, Landed
+from parallel.messages import BroadcastChannel, Drafts, FailedGrammars
+from parallel.worker_group import WorkerGroup
+from speculative.loops import HostDrafter
+from structured.loop import NONE_LANDED, EarlyGrammarManager, Landed
 
 
-class Teller(Watcher):
+class BroadcastProposer(HostDrafter):
     """Rank 0's drafter: the one that it would have by itself, and a note of what it said."""
 
-    def __init__(self, inner: Watcher) -> None:
+    def __init__(self, inner: HostDrafter) -> None:
         self.inner = inner
         self.stats = getattr(inner, "stats", None)
         self._asks = False
@@ -43,15 +43,15 @@ class Teller(Watcher):
         return drafts
 
 
-class Told(Watcher):
+class ReplicatedProposer(HostDrafter):
     """Any other rank's drafter: what rank 0's has said.
 
     waits: rank 0's drafter waited before the step was scheduled.
     """
 
-    waits = False
+    needs_finished_step = False
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: BroadcastChannel) -> None:
         self.line = line
         self._said = Drafts(False, {})
 
@@ -70,7 +70,7 @@ class Told(Watcher):
         return self._said.drafts.get(request.id, ())
 
 
-class FirstMasks(EarlyMasks):
+class RankZeroGrammarManager(EarlyGrammarManager):
     """Rank 0's masks: those that it would have by itself.
 
     Where a step is masked, rank 0 chooses and the others take its tokens, so all must know that it is, even
@@ -78,48 +78,54 @@ class FirstMasks(EarlyMasks):
     at the same place of a step on all ranks.
     """
 
-    def __init__(self, inner: EarlyMasks, crew: Crew, vocab_size: int, device: torch.device) -> None:
-        self.inner, self.crew = inner, crew
+    def __init__(
+        self,
+        inner: EarlyGrammarManager,
+        workers: WorkerGroup,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.inner, self.workers = inner, workers
         self._nothing = nothing(vocab_size, device)
         self._failed: list[tuple[Request, Exception]] = []
 
     def check(self, params: SamplingParams) -> None:
-        """See `Masks`; so are the others."""
+        """See `GrammarManager`; so are the others."""
         self.inner.check(params)
 
     def ready(self, request: Request) -> bool:
         """Only then the other ranks hear of it."""
         return self.inner.ready(request)
 
-    def settle(self, params: SamplingParams) -> None:
-        """See `Masks.settle`."""
-        self.inner.settle(params)
+    def wait_until_compiled(self, params: SamplingParams) -> None:
+        """See `GrammarManager.wait_until_compiled`."""
+        self.inner.wait_until_compiled(params)
 
-    def wants(self, works: Sequence[Work]) -> bool:
-        """See `Masks.wants`."""
-        return self.inner.wants(works)
+    def needs_mask(self, works: Sequence[Work]) -> bool:
+        """See `GrammarManager.needs_mask`."""
+        return self.inner.needs_mask(works)
 
     def begin(self, works: Sequence[Work], landed: Landed = NONE_LANDED) -> bool:
-        """See `Masks.begin`. They are handed out at the same place of a step, however soon they are made."""
+        """See `GrammarManager.begin`. Masks are sent at one point of a step, however early."""
         self.inner.begin(works, landed)
         return False
 
-    def fill(self, works: Sequence[Work]) -> Allowed | None:
+    def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
         """Return the masks of the step; `nothing` if no request has a grammar."""
-        found, self._failed = self.inner.fill(works), self.inner.take_failed()
-        self.crew.tell(FailedGrammars([request.id for request, _ in self._failed]))
+        found, self._failed = self.inner.fill_bitmask(works), self.inner.pop_failed_requests()
+        self.workers.tell(FailedGrammars([request.id for request, _ in self._failed]))
         return self._nothing if found is None else found
 
-    def take_failed(self) -> list[tuple[Request, Exception]]:
-        """See `Masks.take_failed`."""
+    def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
+        """See `GrammarManager.pop_failed_requests`."""
         failed, self._failed = self._failed, []
         return failed
 
 
-class OtherMasks(NoMasks):
+class WorkerGrammarManager(NoGrammarManager):
     """Any other rank's masks: it knows which steps are masked, and is told which grammars have failed."""
 
-    def __init__(self, line: Line, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, line: BroadcastChannel, vocab_size: int, device: torch.device) -> None:
         self.line = line
         self._nothing = nothing(vocab_size, device)
         self._failed: list[tuple[Request, Exception]] = []
@@ -131,25 +137,39 @@ class OtherMasks(NoMasks):
         """Begin like rank 0."""
         return False
 
-    def wants(self, works: Sequence[Work]) -> bool:
+    def needs_mask(self, works: Sequence[Work]) -> bool:
         """Return True if any taker has a grammar."""
-        return any(taker.params.grammar is not None for work in works for taker in work.takers)
+        return any(
+            sampled_request.params.grammar is not None
+            for work in works
+            for sampled_request in work.sampled_requests
+        )
 
-    def fill(self, works: Sequence[Work]) -> Allowed:
+    def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask:
         """Return masks for no place: rank 0 masks."""
         said = self.line.receive()
-        assert isinstance(said, FailedGrammars), f"failed grammars were to come, and not {said!r}"
-        takers = [taker for work in works for taker in work.takers if taker.id in said.ids]
-        self._failed = [(taker, RuntimeError("rank 0 could not follow its grammar")) for taker in takers]
+        assert isinstance(said, FailedGrammars), (
+            f"failed grammars were to come, and not {said!r}"
+        )
+        sampled_requests = [
+            sampled_request
+            for work in works
+            for sampled_request in work.sampled_requests
+            if sampled_request.id in said.ids
+        ]
+        self._failed = [
+            (sampled_request, RuntimeError("rank 0 could not follow its grammar"))
+            for sampled_request in sampled_requests
+        ]
         return self._nothing
 
-    def take_failed(self) -> list[tuple[Request, Exception]]:
-        """See `Masks.take_failed`."""
+    def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
+        """See `GrammarManager.pop_failed_requests`."""
         failed, self._failed = self._failed, []
         return failed
 
 
-def nothing(vocab_size: int, device: torch.device) -> Allowed:
+def nothing(vocab_size: int, device: torch.device) -> TokenBitmask:
     """Masks for no place of a batch."""
     words = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device)
-    return Allowed(words, torch.zeros(0, dtype=torch.int64, device=device))
+    return TokenBitmask(words, torch.zeros(0, dtype=torch.int64, device=device))

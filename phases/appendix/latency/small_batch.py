@@ -13,10 +13,25 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
-from phases.appendix.latency.lone import LoneInputs, LoneParts, launch, norm_and_turn, splits_of
-from phases.appendix.latency.tables import LoneConfig
+from phases.appendix.latency.single_request import (
+    SingleRequestInputs,
+    SingleRequestSplits,
+    launch,
+    norm_and_turn,
+    splits_of,
+)
+from phases.appendix.latency.tables import SingleRequestConfig
 from triton_paged_attention.decode import Workspace, combine_rows
-from triton_paged_attention.tiles import attend, fold, hide, load_tile, lookup, no_keys, raw_scores, unit
+from triton_paged_attention.tiles import (
+    attend,
+    fold,
+    hide,
+    load_tile,
+    lookup,
+    no_keys,
+    raw_scores,
+    unit,
+)
 
 FEW_TOKENS = 8
 """Tokens of a step, at most."""
@@ -28,11 +43,13 @@ NEW = tl.constexpr(16)
 
 
 @triton.jit
-def lone_few_kernel(
+def small_batch_attention_kernel(
     out,  # [T, H, D]
-    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, query_starts, slots,
+    qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len,
+    query_starts, slots,
     partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
-    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
     P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, MEET: tl.constexpr, PDL: tl.constexpr,
@@ -56,7 +73,8 @@ def lone_few_kernel(
     key = low + n
     block = lookup(block_table, low, high, n, P, BLOCK_N)
     keys, values = load_tile(
-        k_cache, v_cache, block, low, key, high, kv_head, block_stride, slot_stride, head_stride,
+        k_cache, v_cache, block, low, key, high, kv_head, block_stride, slot_stride,
+        head_stride,
         D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=True,
     )  # fmt: skip
 
@@ -71,7 +89,11 @@ def lone_few_kernel(
     s = tl.load(sin + token[:, None] * D + d[None, :], mask=real, other=0.0)
     c_new = tl.load(cos + new[:, None] * D + d[None, :], mask=fresh, other=0.0)
     s_new = tl.load(sin + new[:, None] * D + d[None, :], mask=fresh, other=0.0)
-    q_x, q_y, k_x, k_y = c, c, c_new, c_new  # not read without norms
+    # not read without norms
+    q_x = c
+    q_y = c
+    k_x = c_new
+    k_y = c_new
     if NORM:
         q_x = tl.load(q_weight + d, mask=d < D, other=0.0)[None, :]
         q_y = tl.load(q_weight + partner, mask=d < D, other=0.0)[None, :]
@@ -99,12 +121,16 @@ def lone_few_kernel(
     scores = hide(scores, key, position, low, high, CAUSAL=False, WINDOW=WINDOW, TMA=False)
     m, total, acc = fold(scores, values.to(query.dtype), m, total, acc, factor)
     m, total, acc = attend(
-        query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N, high, high,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N,
+        query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N,
+        high, high,
+        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        BLOCK_N=BLOCK_N,
         MASK="all", CAUSAL=False, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
     )  # fmt: skip
     if split == used - 1:
-        new_keys = norm_and_turn(new_x, new_y, k_x, k_y, c_new, s_new, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+        new_keys = norm_and_turn(
+            new_x, new_y, k_x, k_y, c_new, s_new, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS
+        )
         at_new = (slot // P) * block_stride + (slot % P) * slot_stride + kv_head * head_stride
         stored = fresh & (slot >= 0)[:, None]
         tl.store(k_cache + at_new[:, None] + d[None, :], new_keys, mask=stored)
@@ -116,7 +142,9 @@ def lone_few_kernel(
         own = hide(own, new, token, 0, count, CAUSAL=True, WINDOW=WINDOW, TMA=False)
         m, total, acc = fold(own, own_values, m, total, acc, factor)
 
-    weight_sum = tl.where(total > 0, total, 1.0)  # total 0: a row that sees none of these keys, m = -1e30
+    weight_sum = tl.where(
+        total > 0, total, 1.0
+    )  # total 0: a row that sees none of these keys, m = -1e30
     acc = acc * (1.0 / weight_sum)[:, None]
     if not MEET:
         at_part = (split * TOKENS + token) * H + head
@@ -145,17 +173,35 @@ def fits(tokens: int, layer: LayerSpec) -> bool:
     return tokens <= FEW_TOKENS and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
 
-def attend_few(given: LoneInputs, *, workspace: Workspace, config: LoneConfig, meet: bool) -> LoneParts:
+def attend_small_batch(
+    given: SingleRequestInputs,
+    *,
+    workspace: Workspace,
+    config: SingleRequestConfig,
+    wait_for_all_splits: bool,
+) -> SingleRequestSplits:
     """Attention's output for the tokens of one request; rows of padding are left as they are.
 
-    With `meet` false, its splits stay apart in the workspace for a `CombinesHeads`.
+    With `wait_for_all_splits` false, its splits stay apart in the workspace for a `CombinesHeads`.
 
     Launch it behind a projection with `run_ahead=False` where it does not start early: see `starts_early`.
     """
     layer, count = given.layer, len(given.qkv)
-    assert fits(count, layer), f"{count} tokens of {layer.num_heads} heads do not fit into a tile"
+    assert fits(count, layer), (
+        f"{count} tokens of {layer.num_heads} heads do not fit into a tile"
+    )
     tokens = triton.next_power_of_2(count)
     rows = config.splits * tokens * layer.num_heads
-    assert workspace.rows >= rows, f"the workspace has {workspace.rows} rows, but {rows} are needed"
+    assert workspace.rows >= rows, (
+        f"the workspace has {workspace.rows} rows, but {rows} are needed"
+    )
     block = max(16, triton.next_power_of_2(tokens * layer.num_heads // layer.num_kv_heads))
-    return launch(lone_few_kernel, given, workspace, config, meet, TOKENS=tokens, BLOCK_M=block)
+    return launch(
+        small_batch_attention_kernel,
+        given,
+        workspace,
+        config,
+        wait_for_all_splits,
+        TOKENS=tokens,
+        BLOCK_M=block,
+    )

@@ -17,17 +17,17 @@ import torch
 
 from common.errors import UserError, number
 from common.options import option
-from common.sampling.sampler import TORCH, Chooser
+from common.sampling.sampler import TORCH, SamplerBackend
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
-from continuous.seams import NO_DRAFTS, NO_MASKS, Drafter, Loop, Masks
+from continuous.seams import NO_DRAFTS, NO_GRAMMAR_MANAGER, Drafter, GrammarManager, Loop
 from continuous.sizes import Sizes
-from forward.loading import Linears
+from forward.loading import WeightLoader
 from forward.model import Model
 from forward.surgery import clone
 from paged_cache.attention import PagedAttention, TorchPagedAttention
 from paged_cache.cache import PagedCache
-from paged_cache.memory import Ledger
+from paged_cache.memory import MemoryPlan
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.runner import PagedRunner
 from paged_cache.scheduler import PagedScheduler
@@ -40,7 +40,10 @@ PagedEngine = Engine
 class PagedSizes(Sizes):
     """`Sizes`, and those of a paged cache."""
 
-    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {**Sizes.LIMITS, "block_size": (1, 1 << 16)}
+    LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
+        **Sizes.LIMITS,
+        "block_size": (1, 1 << 16),
+    }
 
     block_size: int | None = option(None, "tokens in a block of the cache")
     gpu_memory_utilization: float = option(
@@ -50,7 +53,13 @@ class PagedSizes(Sizes):
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""
         super().__post_init__()
-        number("gpu_memory_utilization", self.gpu_memory_utilization, low=0.0, high=1.0, above_low=True)
+        number(
+            "gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            low=0.0,
+            high=1.0,
+            above_low=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Recipe:
 
     model: a name, whose model then belongs to the engine, so that a feature may replace layers in place; or a
         loaded model, which stays as it is.
-    features: in any order; those of `Parts.recipe` are in the order of their phases.
+    features: in any order; those of `EngineBuilder.recipe` are in the order of their phases.
     """
 
     model: str | Path | Model
@@ -70,11 +79,11 @@ class Recipe:
     tokenizer: Tokenizer | None = None
 
 
-Stage = Callable[["Parts"], object]
+Stage = Callable[["EngineBuilder"], object]
 
 
 @dataclass
-class Parts:
+class EngineBuilder:
     """The parts of an engine that is being made; the defaults are this phase's.
 
     stages: all that is done, in order: each stage is a list of calls with these parts. A feature may add a
@@ -84,7 +93,7 @@ class Parts:
     cache, scheduler, pool, attention, runner: what `make` calls to make each of them.
     chooser: of the sampler's tokens.
     loops: called in this order with the new engine; each makes its loop, perhaps around the one it has.
-    plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepPlan`.
+    plans: what a runner with plans calls, in this order, to make each; see `continuous.runner.StepExecutor`.
     drafter, masks: objects that take part in steps.
     reserve: asked after all features are installed how many bytes to leave free.
     usual: sizes that features suggest instead of None.
@@ -96,25 +105,27 @@ class Parts:
 
     recipe: Recipe
     stages: dict[str, list[Stage]] = field(default_factory=dict)
-    linears: Linears | None = None
+    weight_loader: WeightLoader | None = None
     kv: KVFormat = KVFormat()
     cache: Callable[..., PagedCache] = PagedCache
     scheduler: Callable[..., PagedScheduler] = PagedScheduler
     pool: Callable[..., BlockPool] = BlockPool
     attention: Callable[[BlockPool], PagedAttention] = TorchPagedAttention
-    chooser: Chooser = TORCH
+    sampler_backend: SamplerBackend = TORCH
     runner: Callable[..., PagedRunner] = PagedRunner
     loops: dict[str, Callable[[PagedEngine], Loop]] = field(default_factory=dict)
     plans: dict[str, Callable[..., Any]] = field(default_factory=dict)
     drafter: Drafter = NO_DRAFTS
-    masks: Masks = NO_MASKS
-    reserve: list[Callable[[Parts], int]] = field(default_factory=list)
-    usual: dict[str, int] = field(default_factory=lambda: {"max_rows": 64, "block_size": 16})
-    brought: dict[str, list[str]] = field(default_factory=dict)
+    masks: GrammarManager = NO_GRAMMAR_MANAGER
+    reserve: list[Callable[[EngineBuilder], int]] = field(default_factory=list)
+    defaults: dict[str, int] = field(
+        default_factory=lambda: {"max_rows": 64, "block_size": 16}
+    )
+    owners: dict[str, list[str]] = field(default_factory=dict)
     features: dict[str, Feature] = field(default_factory=dict)
     borrowed: bool = False
     model: Model = field(init=False)
-    ledger: Ledger = field(init=False)
+    memory_plan: MemoryPlan = field(init=False)
     engine: PagedEngine = field(init=False)
 
     @property
@@ -128,26 +139,26 @@ class Parts:
             raise UserError(f"{feature.name} is given twice")
         self.features[feature.name] = feature
 
-    def bring(self, feature: Feature, **parts: Any) -> None:
+    def replace(self, feature: Feature, **builder: Any) -> None:
         """Put a feature's parts in the places of the usual ones.
 
         Raises:
             UserError: another feature has brought such a part already.
         """
-        for name, part in parts.items():
-            if name in self.brought:
+        for name, part in builder.items():
+            if name in self.owners:
                 raise UserError(
-                    f"{feature.name} and {self.brought[name][0]} cannot both be on: "
+                    f"{feature.name} and {self.owners[name][0]} cannot both be on: "
                     f"each brings its own {name}"
                 )
-            self.brought[name] = [feature.name]
+            self.owners[name] = [feature.name]
             setattr(self, name, part)
 
-    def wrap(self, feature: Feature, **around: Callable[[Any], Any]) -> None:
+    def decorate(self, feature: Feature, **around: Callable[[Any], Any]) -> None:
         """Put a feature's parts around those that are there: each is made of the one so far."""
         for name, made in around.items():
             setattr(self, name, made(getattr(self, name)))
-            self.brought.setdefault(name, []).append(feature.name)
+            self.owners.setdefault(name, []).append(feature.name)
 
     def own_model(self) -> Model:
         """The model, for a feature that replaces layers; if borrowed, a copy that shares its weights."""
@@ -158,7 +169,7 @@ class Parts:
     def size(self, name: str) -> int:
         """A size as it will be: what the caller asked for, or what is usual with these features."""
         asked = getattr(self.sizes, name)
-        return int(self.usual[name] if asked is None else asked)
+        return int(self.defaults[name] if asked is None else asked)
 
 
 class Feature(ABC):
@@ -174,14 +185,16 @@ class Feature(ABC):
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
 
-    def prepare(self, parts: Parts) -> None:  # noqa: B027  # most features leave all as it is
+    def prepare(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features leave all as it is
         """Change the stages, or what they begin with, before the first of them."""
 
     @abstractmethod
-    def install(self, parts: Parts) -> None:
+    def install(self, builder: EngineBuilder) -> None:
         """Change the parts. Raises `UserError` where it makes no sense with the others, or on this device."""
 
     @classmethod
-    def pays(cls, device: torch.device, others: Mapping[str, Feature | None]) -> bool:
+    def enabled_by_default(
+        cls, device: torch.device, others: Mapping[str, Feature | None]
+    ) -> bool:
         """Return True if it is on by default for this device and the `others` chosen."""
         return True
