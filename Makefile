@@ -9,7 +9,7 @@ PACKAGES := $(shell for folder in phases/[0-9]*/; do ls -d $$folder$$(basename $
 # Two test processes, each with one torch thread, use two cores best; more cores take more processes. In the order of
 # the files: else those with few tests come last, and they are the long ones.
 JOBS   ?= 2
-PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 MPLBACKEND=Agg $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # An environment that came with a copy of a checkout, or through a link, is installed for another one: installing this
 # one there would change what that one runs.
@@ -26,11 +26,11 @@ endef
 export ITS_OWN
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve docs test test-fast test-long test-gpu lint format mypy weights bench figures notebooks clean
+.PHONY: help setup demo serve docs test test-fast test-long test-gpu test-newest lint format mypy weights bench figures notebooks clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
-	  while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+	  while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -65,6 +65,14 @@ test-gpu: setup ## the tests that need a CUDA device
 	$(PY) -m pytest -n 8 --dist worksteal -m 'gpu and not alone' tests
 	$(PY) -m pytest -m 'gpu and alone' tests
 
+test-newest: PY = build/newest/bin/python
+test-newest: ## the fast tests and those of clients, with the newest packages in an environment of its own (some GB)
+	rm -rf build/newest
+	$(PYTHON) -m venv build/newest
+	$(PY) -m pip install --quiet -e '.[test,clients]'
+	$(PYTEST) -m 'not slow and not long and not weights and not gpu' tests
+	$(PYTEST) -m 'not long and not gpu' tests/serving/test_clients.py
+
 lint: setup ## ruff format, ruff check, mypy --strict
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -75,7 +83,7 @@ mypy: setup
 	@rm -rf build/benches && mkdir -p build/benches
 	@for file in phases/*/bench.py; do \
 	  ln -s "$(CURDIR)/$$file" "build/benches/bench_$$(basename $$(dirname $$file)).py"; done
-	$(VENV)/bin/mypy common benchmarks phases/*.py phases/appendix phases/commands phases/course $(PACKAGES) build/benches
+	$(VENV)/bin/mypy common inference_ladder benchmarks phases/*.py phases/appendix phases/commands phases/course $(PACKAGES) build/benches
 
 format: setup ## let ruff format and fix what it can
 	$(VENV)/bin/ruff format .

@@ -19,9 +19,10 @@ from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, alternate, summarize, time_generation
 from benchmarks.neighbours import neighbours
 from benchmarks.plotting import bars, panels, save
-from benchmarks.roofline import Ceilings, ceilings, summarize_generation
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform, workload
+from common.roofline import Ceilings
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"

@@ -259,41 +259,6 @@ def percentiles(name: str, values: Sequence[float]) -> Sample:
     return {**found, f"{name}_mean": float(np.mean(values))}
 
 
-def time_call(
-    function: Callable[[], object],
-    device: torch.device | str = "cpu",
-    *,
-    repeats: int = 20,
-    warm_up: int = 3,
-    floor: float = 0.0,
-) -> list[float]:
-    """Seconds of each of `repeats` calls, for kernels and probes.
-
-    On CUDA each call is timed by events on the device, so launch costs before it do not count. `floor` keeps
-    going until this many seconds were spent.
-    """
-    device = torch.device(device)
-    for _ in range(warm_up):
-        function()
-    synchronize(device)
-    times: list[float] = []
-    begun = time.perf_counter()
-    while len(times) < repeats or time.perf_counter() - begun < floor:
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            before = time.perf_counter()
-            function()
-            synchronize(device)
-            times.append(time.perf_counter() - before)
-    return times
-
-
 @contextmanager
 def kept_out() -> Iterator[None]:
     """Keep the collector out as a server does, for a while."""

@@ -4,7 +4,7 @@
     ladder bench quality --model smollm2      one of them
     ladder bench quality --device cuda        the same numbers, sooner
 
-Measured is on the first 20,480 tokens of the text that `benchmarks/texts/README.md` names; GPTQ and AWQ are
+Measured is on the first 20,480 tokens of `quant.calibrate.TEXT`; GPTQ and AWQ are
 calibrated on its end. All layers are computed by their definition, in float32 (`benchmarks/defined.py`), so a
 number says something about a format and a method, and nothing about a device.
 """
@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.evidence import RESULTS, ROOT, BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.evidence import RESULTS, BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.fidelity import WINDOW, WINDOWS, StoredAttention, compare
 from benchmarks.measure import Samples, summarize
 from benchmarks.plotting import colours, log_axis, number, panels, save
@@ -30,7 +30,7 @@ from forward import Model, load_model
 from forward.attention import Attention, RecomputeAttention
 from forward.surgery import clone
 from paged_cache.pool import KVFormat
-from quant.calibrate import samples
+from quant.calibrate import TEXT, samples
 from quant.feature import head_for
 from quant.formats import SCHEMES
 from quant.kv import KV_DTYPES, head_scales, sample
@@ -38,7 +38,6 @@ from quant.loading import Quantize
 from quant.methods import quantize_model
 
 NAME, CPU = "quality", torch.device("cpu")
-TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
 TOKENS = 20_480
 """That are measured on."""
 PIECES, LENGTH = 16, 512

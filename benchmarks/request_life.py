@@ -119,8 +119,8 @@ def record() -> list[Note]:
     """Notes of one life, in milliseconds from the client's first word to a little after its last."""
     import uvloop
 
-    from benchmarks.made_up import write_tokenizer
     from common.sockets import listen
+    from common.text.made_up import write_tokenizer
     from serving.app import App
     from serving.http.server import HttpServer
     from serving.liveness import EngineProcess

@@ -1,10 +1,6 @@
-"""Roofline: the least time a piece of work can take on this machine.
+"""The roofline in evidence: ceilings that are measured once and kept, and the share of them that was reached.
 
-Any step of a model must read its weights and the keys and values it attends to, and must do its
-multiplications. The machine has a ceiling for each: bytes a second from memory, and floating-point operations
-a second in matrix products. A step takes at least the longer of the two times (Williams, Waterman, Patterson
-2009, "Roofline: an insightful visual performance model"). The ceilings are measured here by a short probe and
-kept in a file, since data sheets state what no kernel reaches.
+The counts and the probes themselves are in `common.roofline`.
 """
 
 from __future__ import annotations
@@ -13,218 +9,36 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.evidence import Roofline, Run
-from benchmarks.measure import Samples, Watch, summarize, time_call
+from benchmarks.measure import Samples, Watch, summarize
 from benchmarks.workloads import Workload
 from common.console import err
-from common.device import device_name, synchronize
+from common.device import device_name
 from common.errors import UserError
 from common.files import whole
 from common.models.config import ModelConfig
 from common.paths import cache_home
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this machine reaches: bytes read from memory a second, FLOPs of matrix products a second."""
-
-    read_bytes_per_s: float
-    matmul_flop_per_s: float
-
-    def to_json(self) -> dict[str, float]:
-        """For the evidence file."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Work of one stretch of computation, on any machine.
-
-    weight_bytes, kv_bytes: bytes read; a state, which is written as well, counts twice as keys and values.
-    flops: multiplications and additions, counted separately.
-    """
-
-    weight_bytes: float
-    kv_bytes: float
-    flops: float
-
-    @property
-    def bytes(self) -> float:
-        """Everything read."""
-        return self.weight_bytes + self.kv_bytes
-
-    def seconds(self, ceilings: Ceilings) -> float:
-        """Time at the ceilings, reading and computing at once."""
-        return max(
-            self.bytes / ceilings.read_bytes_per_s, self.flops / ceilings.matmul_flop_per_s
-        )
-
-    def __add__(self, other: Cost) -> Cost:
-        """Both as one stretch."""
-        return Cost(
-            self.weight_bytes + other.weight_bytes,
-            self.kv_bytes + other.kv_bytes,
-            self.flops + other.flops,
-        )
-
-
-def layer_parameters(config: ModelConfig, experts: float | None = None) -> float:
-    """Weights of all layers' matrix products: projections and MLP, without embedding, norms and biases.
-
-    experts: so many of a mixture's experts in each layer; None: all.
-    """
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
-    gated = (
-        2 if config.family == "gpt2" else 3
-    )  # GPT-2's MLP has two matrices, the others a gate as well
-    mixers = _mixer_parameters(config, attention)
-    dense, facts = gated * config.hidden_size * config.intermediate_size, config.experts
-    if facts is None:
-        return mixers + config.num_layers * dense
-    inside = (
-        facts.intermediate_size * (facts.count if experts is None else experts)
-        + facts.shared_size
-    )
-    sparse = config.hidden_size * (3 * inside + facts.count)
-    plain = len([layer for layer in facts.dense_layers if layer < config.num_layers])
-    return mixers + plain * dense + (config.num_layers - plain) * sparse
-
-
-def _mixer_parameters(config: ModelConfig, attention: int) -> int:
-    """Weights around what mixes tokens, in all layers. attention: those of a layer of plain attention."""
-    delta, states = config.delta, _state_layers(config)
-    if delta is None:
-        return config.num_layers * attention
-    values = (
-        delta.value_heads * delta.value_dim
-    )  # into the gate, out of it, and two numbers a head
-    mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
-    attention += (
-        config.hidden_size * config.num_heads * config.head_dim
-    )  # here attention has a gate as well
-    return (config.num_layers - states) * attention + states * mixer
-
-
-def state_bytes(config: ModelConfig) -> float:
-    """Bytes of all layers' states of one request, in float32; each token reads them and writes them back."""
-    return (
-        0
-        if config.delta is None
-        else 4 * _state_layers(config) * prod(config.delta.state_shape)
-    )
-
-
-def _state_layers(config: ModelConfig) -> int:
-    return config.num_layers - len(config.attention_layers)
-
-
-def experts_read(config: ModelConfig, tokens: float) -> float | None:
-    """Return how many of a layer's experts some tokens choose on average, if all are chosen alike."""
-    if config.experts is None:
-        return None
-    return config.experts.count * (
-        1 - (1 - config.experts.top_k / config.experts.count) ** tokens
-    )
-
-
-def parameters_of_a_token(config: ModelConfig) -> float:
-    """Weights of the layers that one token is multiplied with."""
-    return layer_parameters(config, None if config.experts is None else config.experts.top_k)
-
-
-def decode_work(config: ModelConfig, dtype: torch.dtype, batch: int, context: float) -> Cost:
-    """One decode step: one new token for each of `batch` sequences that attend to `context` keys each.
-
-    The embedding is read once as the output head (a tied one is the same matrix); of the input embedding only
-    `batch` rows are read, which is nothing.
-    """
-    head = config.vocab_size * config.hidden_size
-    read = layer_parameters(config, experts_read(config, batch)) + head
-    return Cost(
-        weight_bytes=read * dtype.itemsize,
-        kv_bytes=batch
-        * (
-            _keys(config, context) * _kv_bytes_per_key(config, dtype) + 2 * state_bytes(config)
-        ),
-        flops=2.0 * batch * (parameters_of_a_token(config) + head)
-        + batch * _keys(config, context) * _flops_per_key(config),
-    )
-
-
-def prefill_work(config: ModelConfig, dtype: torch.dtype, prompt_lens: Sequence[int]) -> Cost:
-    """Prompts computed in one pass: every token through the layers, the head for each prompt's last token."""
-    head = config.vocab_size * config.hidden_size
-    tokens = sum(prompt_lens)
-    read = layer_parameters(config, experts_read(config, tokens))
-    pairs = sum(_pairs(config, length) for length in prompt_lens)
-    return Cost(
-        weight_bytes=(read + head) * dtype.itemsize,
-        kv_bytes=0.0,  # keys and values of a prompt are used where they are made
-        flops=2.0 * tokens * parameters_of_a_token(config)
-        + 2.0 * len(prompt_lens) * head
-        + pairs * _flops_per_key(config),
-    )
-
-
-def generation_work(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    prompt_lens: Sequence[int],
-    output_lens: Sequence[int],
-    batch: int,
-    cached: bool = True,
-) -> list[Cost]:
-    """All prefills and all decodes of requests that run at most `batch` at a time, as two stretches.
-
-    The number of decode steps is the least that any schedule needs: no request goes faster than one token a
-    step, and no step yields more than `batch` tokens. The first output token comes from the prefill.
-
-    cached=False: no cache, so that every output token is a prefill of all that stands before it (phase 01).
-    """
-    if not cached:
-        works = []
-        for prompt, output in zip(prompt_lens, output_lens, strict=True):
-            works += [prefill_work(config, dtype, [prompt + done]) for done in range(output)]
-        return works
-    decodes = [max(output - 1, 0) for output in output_lens]
-    steps = max(max(decodes, default=0), -(-sum(decodes) // batch))
-    waves = -(-len(prompt_lens) // batch)
-    prefill = prefill_work(config, dtype, prompt_lens)
-    keys = sum(
-        _keys(config, prompt + done)
-        for prompt, output in zip(prompt_lens, decodes, strict=True)
-        for done in range(1, output + 1)
-    )
-    one = decode_work(config, dtype, 1, 0)
-    return [
-        Cost(prefill.weight_bytes * waves, prefill.kv_bytes, prefill.flops),
-        Cost(
-            weight_bytes=decode_work(config, dtype, batch, 0).weight_bytes * steps,
-            kv_bytes=keys * _kv_bytes_per_key(config, dtype) + sum(decodes) * one.kv_bytes,
-            flops=one.flops * sum(decodes) + keys * _flops_per_key(config),
-        ),
-    ]
-
-
-def ideal_seconds(works: Sequence[Cost], ceilings: Ceilings) -> float:
-    """Time of several stretches one after the other."""
-    return sum(work.seconds(ceilings) for work in works)
+from common.roofline import (
+    Ceilings,
+    ComputeCost,
+    generation_work,
+    ideal_seconds,
+    probe_matmul,
+    probe_read,
+)
 
 
 def reached(
-    works: Sequence[Cost] | Cost, ceilings: Ceilings, samples: Samples | float
+    works: Sequence[ComputeCost] | ComputeCost, ceilings: Ceilings, samples: Samples | float
 ) -> Roofline:
     """The roofline entry of an evidence file, from the median of the samples' `seconds`."""
-    works = [works] if isinstance(works, Cost) else works
+    works = [works] if isinstance(works, ComputeCost) else works
     if isinstance(samples, Samples):
         times = sorted(sample["seconds"] for sample in samples.kept)
         middle = len(times) // 2
@@ -259,40 +73,6 @@ def summarize_generation(
         options=options,
         roofline=reached(ideal, top, samples),
     )
-
-
-def _keys(config: ModelConfig, context: float) -> float:
-    """Keys that one query reads, summed over the layers: `context`, or less in sliding-window layers."""
-    return sum(
-        context if window is None else min(context, window) for window in _windows(config)
-    )
-
-
-def _windows(config: ModelConfig) -> list[int | None]:
-    """The window of each layer of attention."""
-    return [config.sliding_windows[layer] for layer in config.attention_layers]
-
-
-def _pairs(config: ModelConfig, length: int) -> float:
-    """Query-key pairs of one causal prompt, summed over the layers."""
-    total = 0.0
-    for window in _windows(config):
-        seen = length if window is None else min(length, window)
-        total += seen * (seen + 1) / 2 + (length - seen) * seen
-    return total
-
-
-def _kv_bytes_per_key(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one token's key and value in one layer."""
-    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-def _flops_per_key(config: ModelConfig) -> float:
-    """FLOPs that one query spends on one key in one layer: a score and a weighted value in each head."""
-    return 4.0 * config.num_heads * config.head_dim
-
-
-# --- the probe -------------------------------------------------------------------------------------------
 
 
 def ceilings(
@@ -345,35 +125,6 @@ def _probe(device: torch.device, dtype: torch.dtype) -> tuple[Ceilings, bool]:
         if clean or time.perf_counter() - begun > 20:
             break
     return best, clean
-
-
-def probe_read(device: torch.device, size: int | None = None) -> float:
-    """Bytes a second that a large tensor is read at: the best of several sums over it.
-
-    `size` in bytes; it must be far larger than the caches (1 GiB on CUDA, 256 MiB elsewhere).
-    """
-    size = size or (2**30 if device.type == "cuda" else 2**28)
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)
-    # A sum is arithmetic too, and may not be what reads fastest: on a CPU a product with two vectors is (one
-    # vector takes MKL's single-threaded path, see `forward.cpu_linear`).
-    matrix, vectors = data.view(-1, 4096), torch.ones(2, 4096, device=device)
-    candidates = [
-        lambda: data.sum(),
-        lambda: torch.mv(matrix, vectors[0]),
-        lambda: torch.mm(matrix, vectors.t()),
-    ]
-    best = min(min(time_call(read, device, repeats=8, floor=0.3)) for read in candidates)
-    return data.numel() * 4 / best
-
-
-def probe_matmul(device: torch.device, dtype: torch.dtype, n: int | None = None) -> float:
-    """FLOPs a second of an n x n matrix product: the best of several (n is 8,192 on CUDA, else 1,024)."""
-    n = n or (8192 if device.type == "cuda" else 1024)
-    a = torch.randn(n, n, device=device).to(dtype)
-    b = torch.randn(n, n, device=device).to(dtype)
-    synchronize(device)
-    best = min(time_call(lambda: a @ b, device, repeats=8, floor=0.5))
-    return 2.0 * n**3 / best
 
 
 def _cache_file(device: torch.device, dtype: torch.dtype) -> Path:

@@ -10,7 +10,21 @@ from typing import Any
 from common.errors import UserError, near
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The checkout: lessons, benchmarks and figures are files beside the code."""
+"""The checkout, or the package `inference_ladder` of a wheel, without benchmarks, exercises and figures."""
+
+
+def in_checkout() -> bool:
+    """Return True in a checkout, whose files measure and teach, and False in an installed wheel."""
+    return (ROOT / "benchmarks").is_dir()
+
+
+def need_checkout(command: str) -> None:
+    """Raise `UserError` if a command needs files of the checkout, and this is an installed wheel."""
+    if not in_checkout():
+        raise UserError(
+            f"`ladder {command}` works in a checkout only, because it needs lessons, benchmarks or evidence: "
+            "clone the repository and run `make setup` there, or `pip install -e .`"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from common.errors import UserError
+from phases import need_checkout
 from phases.commands import arguments as a
 from phases.commands.arguments import EXTRAS, PHASE_HELP, SCHEMES, flag
 from phases.process import INTERRUPTED, exit_code
@@ -57,16 +58,20 @@ def whole(
 EXTRAS_HELP = ", ".join(EXTRAS)
 
 
-def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
+def command(
+    target: str, *, checkout: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., int]]:
     """Make a command of a function that is no more than its arguments and its help.
 
     target: the function that does the work, such as `phases.commands.run:run`. It gets the arguments as
         one object, after what can be refused without PyTorch has been (`early`). Their `options` are flags of
         an engine, which `main` adds when such a command is called: they are made from what all phases have.
+    checkout: it needs lessons, benchmarks or evidence, which are files of a checkout.
     """
 
     def made(function: Callable[..., None]) -> Callable[..., int]:
         signature = inspect.signature(function, eval_str=True)
+        name = function.__name__.rstrip("_")
         own = [
             p
             for p in signature.parameters.values()
@@ -77,6 +82,8 @@ def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
         def call(**given: Any) -> int:
             from phases.commands import early
 
+            if checkout:
+                need_checkout(name)
             asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
@@ -84,7 +91,7 @@ def command(target: str) -> Callable[[Callable[..., None]], Callable[..., int]]:
             return code
 
         call.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-        return app.command(function.__name__.rstrip("_"))(call)
+        return app.command(name)(call)
 
     return made
 
@@ -230,7 +237,7 @@ def serve(
     """Serve a model to OpenAI's clients, with a page to look at."""
 
 
-@command("benchmarks.loadtest.command:run")
+@command("benchmarks.loadtest.command:run", checkout=True)
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     users: Annotated[
@@ -261,7 +268,7 @@ def demo(
     """Answer the same questions with every phase that can, and compare their speeds."""
 
 
-@command("phases.commands.benches:bench")
+@command("phases.commands.benches:bench", checkout=True)
 def bench(
     what: Annotated[
         str,
@@ -281,7 +288,7 @@ def bench(
     """Measure a phase against the one before it, beside the recorded evidence; write evidence and figure."""
 
 
-@command("phases.commands.profile:run")
+@command("phases.commands.profile:run", checkout=True)
 def profile(
     phase: a.PhaseName,
     model: a.AnyModel = None,
@@ -295,7 +302,7 @@ def profile(
     """Show the kernels of a phase's steps, and write a trace for chrome://tracing or Perfetto."""
 
 
-@command("phases.commands.benches:plot")
+@command("phases.commands.benches:plot", checkout=True)
 def plot(
     what: Annotated[
         str | None,
@@ -323,6 +330,7 @@ def _call(given: Sequence[str]) -> int:
 
         add_engine_flags(WITH_ENGINE_FLAGS[named], server=named == "serve")
     if named == "course":
+        need_checkout(named)
         from phases.commands import course  # noqa: F401  (adds its commands)
     try:
         code = app(given, prog_name="ladder", standalone_mode=False)

@@ -22,6 +22,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import phases  # noqa: F401  # puts every phase's package on the path
@@ -82,7 +83,7 @@ def spills(
         file.flush()
         name = f"sm_{capability}{'a' if capability >= HOPPER else ''}"
         call = [
-            triton.knobs.nvidia.ptxas.path,
+            get_ptxas(capability).path,
             "-v",
             f"--gpu-name={name}",
             file.name,

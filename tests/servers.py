@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.made_up import write_tokenizer
+from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT

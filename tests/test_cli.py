@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -133,10 +134,13 @@ def test_lists_help_and_errors_do_not_load_torch(tmp_path):
 def test_version(cli):
     code, out, _ = cli("--version")
     assert code == 0
+    installed = metadata.version(
+        "torch"
+    )  # a registry's file may not name its build, such as +cu130
     assert (
-        out
-        == f"ladder {version()}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        out == f"ladder {version()}, torch {installed}, Python {platform.python_version()}\n"
     )
+    assert torch.__version__.partition("+")[0] == installed.partition("+")[0]
 
 
 def test_help(cli):

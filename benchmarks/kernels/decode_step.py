@@ -20,8 +20,9 @@ from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, c
 from benchmarks.kernels.harness import graph_seconds
 from benchmarks.kernels.sampling import choose_times
 from benchmarks.plotting import MARKERS, colours, log_axis, panels, reference_line, save, tick
-from benchmarks.roofline import Ceilings, ceilings
+from benchmarks.roofline import ceilings
 from common.errors import UserError
+from common.roofline import Ceilings
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from cuda_graphs.batch import fixed_batch

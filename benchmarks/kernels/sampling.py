@@ -21,8 +21,9 @@ from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, c
 from benchmarks.kernels.harness import graph_seconds
 from benchmarks.measure import alternate
 from benchmarks.plotting import MARKERS, colours, lines, log_axis, panels, save, tick
-from benchmarks.roofline import Ceilings, ceilings
+from benchmarks.roofline import ceilings
 from common.errors import UserError
+from common.roofline import Ceilings
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import Sampler
 from cuda_graphs.sampling import DrawSettings, argmax_rows, draw_rows

@@ -8,10 +8,11 @@ import forward
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Samples, Watch, summarize
 from benchmarks.plotting import lines, save
-from benchmarks.roofline import ceilings, generation_work, reached
+from benchmarks.roofline import ceilings, reached
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Workload, uniform
 from common.events import generate
+from common.roofline import generation_work
 from common.sampling.params import SamplingParams
 
 PHASE = "01_forward"

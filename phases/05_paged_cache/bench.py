@@ -14,14 +14,7 @@ import continuous
 import paged_cache
 from benchmarks import scheduling_cost
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import (
-    Sample,
-    Samples,
-    alternate,
-    summarize,
-    time_call,
-    time_generation,
-)
+from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import lines, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
@@ -29,6 +22,7 @@ from benchmarks.workloads import Workload, uniform, workload
 from common.events import generate
 from common.models.config import ModelConfig
 from common.request import Request
+from common.roofline import time_call
 from common.sampling.params import SamplingParams
 from continuous.attention import RowAttention
 from continuous.batch import Batch, HostBatch

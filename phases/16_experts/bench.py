@@ -23,13 +23,13 @@ from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.fidelity import compare
 from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import colours, lines, number, panels, save, times
-from benchmarks.roofline import ceilings, decode_work, layer_parameters, summarize_generation
+from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.models.config import ModelConfig
 from common.models.hub import model_folder
+from common.roofline import decode_work, layer_parameters
 from common.text.tokenizer import Tokenizer
-from experts.feature import TEXT
 from experts.layer import Experts
 from experts.routing import route
 from forward.attention import Attention, RecomputeAttention
@@ -37,6 +37,7 @@ from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from paged_cache import PagedEngine
+from quant.calibrate import TEXT
 
 PHASE = "16_experts"
 BEFORE = "13_serving"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +19,13 @@ import torch
 from rich.rule import Rule
 from rich.table import Table
 
-from benchmarks.roofline import ceilings, generation_work, ideal_seconds
-from benchmarks.server import Server
 from common.console import out, table
 from common.device import pick_device, pick_dtype
+from common.errors import EngineLost
 from common.events import Completion
 from common.models.hub import model_folder
 from common.neighbours import usage, warn
+from common.roofline import Ceilings, generation_work, ideal_seconds, probe_matmul, probe_read
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
@@ -128,7 +132,7 @@ def run(given: SimpleNamespace) -> int:
         for question in questions
     ]
     loaded = load_model(str(folder), device=str(where), dtype=str(kind).removeprefix("torch."))
-    top = ceilings(where, kind)
+    top = Ceilings(probe_read(where), probe_matmul(where, kind))
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     out.print(f"[bold]{QUESTION}[/bold]")
     out.print(
@@ -202,8 +206,7 @@ def _summary(
 def _over_http(model: str, device: str, dtype: str) -> None:
     """Start the server, ask it as `curl` would, and say where its page is."""
     out.print(Rule("and over HTTP", align="left", style="dim"))
-    with Server(model, device=device, dtype=dtype) as server:
-        url = f"http://{server.target.host}:{server.target.port}"
+    with _served(model, device, dtype) as url:
         messages = [{"role": "user", "content": QUESTION}]
         body = json.dumps({"messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0})
         out.print(
@@ -219,6 +222,48 @@ def _over_http(model: str, device: str, dtype: str) -> None:
         out.print(
             f"[dim]The page at {url} shows a chat and the engine; `make serve` keeps it open.[/dim]"
         )
+
+
+@contextmanager
+def _served(model: str, device: str, dtype: str) -> Iterator[str]:
+    """Run `ladder serve` in a process of its own; the block gets its URL.
+
+    Raises:
+        EngineLost: the server has ended before it was ready. It has said why on standard error.
+    """
+    flags = ["--port", "0", "--access-log", "none", "--generation-config", "neutral"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "phases",
+        "serve",
+        model,
+        "--device",
+        device,
+        "--dtype",
+        dtype,
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "COLUMNS": "200",
+    }
+    with subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            found = (re.search(r"Ready: (http://\S+)", line) for line in process.stdout)
+            ready = next(filter(None, found), None)
+            if ready is None:
+                raise EngineLost("the server has not started")
+            yield ready[1]
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 # Rungs: what each is for, and a number for it, counted so that no neighbour changes it.

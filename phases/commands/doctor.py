@@ -16,12 +16,12 @@ import psutil
 import torch
 from rich.markup import escape
 
-from benchmarks.roofline import probe_matmul, probe_read
 from common.console import out, table
 from common.device import device_name, pick_device, pick_dtype
 from common.models.bundled import BUNDLED, damage
 from common.neighbours import MOST, processors, share, usage
 from common.paths import cache_home
+from common.roofline import probe_matmul, probe_read
 from phases import PHASES
 from phases.registry import missing_for
 

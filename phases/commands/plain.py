@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from common.console import out, table
 from common.models.hub import model_folder
-from phases import PHASES
+from phases import PHASES, in_checkout
 
 
 def version(package: str = "inference-ladder") -> str:
@@ -35,6 +35,12 @@ def list_phases(given: SimpleNamespace) -> int:
     if given.names:
         for phase in PHASES:
             out.out(phase.name, highlight=False)
+        return 0
+    if not in_checkout():
+        made = table("Phase", "What it adds")
+        for phase in PHASES:
+            made.add_row(phase.name, phase.summary)
+        out.print(made)
         return 0
     # Only now: names must not wait for PyTorch.
     from benchmarks.evidence import results

@@ -13,14 +13,11 @@ from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from paged_cache.memory import weight_bytes
-from phases import ROOT
 from phases.appendix.checkpoint_formats.export import check_source, check_target, export
-from quant.calibrate import blocks_of, samples
+from quant.calibrate import TEXT, blocks_of, samples
 from quant.formats import SCHEMES
 from quant.methods import quantize_model
 
-TEXT = ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt"
-"""What is calibrated on unless the caller has something nearer to what the model will read."""
 LONGEST_TEXT = 1 << 24
 
 

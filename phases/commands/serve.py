@@ -11,8 +11,6 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.made_up import RANDOM, made_up_tokenizer
-from benchmarks.one_at_a_time import OneAtATime
 from common.collector import keep_out
 from common.console import err, out
 from common.device import pick_device, pick_dtype
@@ -22,12 +20,17 @@ from common.neighbours import Usage, usage, warn
 from common.options import route
 from common.sampling.params import sampling_defaults
 from common.sockets import listen
+from common.temporary import temporary_folder
+from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
+from forward.loading import RANDOM
+from forward.shapes import SHAPES
 from phases import Phase, phase_named
 from phases.appendix.access.doors import hosts, names_of, origins
 from phases.appendix.embeddings.prompt_states import PromptObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
+from phases.commands.one_at_a_time import OneAtATime
 from phases.commands.plain import version
 from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
 from replicas.options import ReplicaOptions
@@ -80,7 +83,12 @@ def _folder_of(model: str) -> Path:
     """Return the folder of the tokenizer and, if they are not random, the weights."""
     if not model.startswith(RANDOM):
         return model_folder(model)
-    return made_up_tokenizer(model)
+    shape = SHAPES.get(model.removeprefix(RANDOM))
+    if shape is None:
+        raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
+    folder = temporary_folder()
+    write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
+    return folder
 
 
 def make_app(

@@ -2,6 +2,7 @@
 
 Nothing here is needed to run the engine. The exercises are data beside each lesson (`exercises.toml`). This
 package blanks their functions (`blanks`), lays a working copy out (`making`), reads a student's source before
-any of it runs (`guard`), puts their functions into a copy of the reference, runs cases and tests there in
-processes of their own (`nursery`, `inside`), and judges what these say (`checking`).
+any of it runs (`ast_guard`), puts their functions into a copy of the reference, runs cases and tests there in
+processes (`fork_server`, `grading_process`) that the operating system confines (`sandbox`), and judges what
+these say (`checking`).
 """

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phases import ROOT
-from phases.course.blanks import NotThere, graft, is_blank
+from phases.course.ast_guard import refusal
+from phases.course.blanks import NotThere, blank, graft, is_blank
 from phases.course.exercises import Case, Exercise
-from phases.course.guard import refusal
-from phases.course.inside import LONGEST, RESULT, plain
+from phases.course.fork_server import OUT_OF_TIME, RESULT, ForkServer
+from phases.course.grading_process import LONGEST, plain
 from phases.course.lessons import trap_of, trap_with
 from phases.course.making import text_in
-from phases.course.nursery import OUT_OF_TIME, Nursery
+from phases.course.sandbox import PROCESSES, TOO_MANY_PROCESSES
 
 LIMIT = 60.0
 """Seconds of processor time for an exercise; the tests of every exercise need less."""
@@ -67,7 +68,7 @@ class Verdict:
 
 
 def check(
-    exercise: Exercise, source: str, nursery: Nursery, *, hidden: bool = False
+    exercise: Exercise, source: str, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
     """Judge the functions of an exercise in a student's `source`.
 
@@ -90,7 +91,7 @@ def check(
     if reason:
         return _refused(exercise, reason)
     nodes = [*exercise.tests, *(exercise.hidden if hidden else ()), *exercise.later]
-    return run(exercise, grafted, nodes, nursery)
+    return run(exercise, grafted, nodes, server)
 
 
 def _refused(exercise: Exercise, why: str) -> Verdict:
@@ -98,32 +99,38 @@ def _refused(exercise: Exercise, why: str) -> Verdict:
 
 
 def run(
-    exercise: Exercise, text: str, nodes: Sequence[str], nursery: Nursery, limit: float = LIMIT
+    exercise: Exercise,
+    text: str,
+    nodes: Sequence[str],
+    server: ForkServer,
+    limit: float = LIMIT,
 ) -> Verdict:
     """Judge an exercise with this text in its file: cases first, in a process of their own, then tests."""
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         copy_reference(folder)
-        (folder / exercise.file).write_text(text, encoding="utf-8")
-        for page in folder.glob("phases/*/exercises.toml"):  # it has the expected values
-            page.unlink()
         if exercise.cases:
-            record = _record(folder, exercise, [], nursery, limit)
+            # What could do the work in the student's place is blank there: only tests need it.
+            twins = [name.partition(":") for name in exercise.masked]
+            held = {function: "" for file, _, function in twins if file == exercise.file}
+            (folder / exercise.file).write_text(blank(text, held), encoding="utf-8")
+            record = _record(folder, exercise, [], server, limit)
             if failed := _of_process(exercise, record):
                 return failed
-            for case, told in zip_longest(
+            for case, said in zip_longest(
                 exercise.cases, record["cases"][: len(exercise.cases)]
             ):
-                if failed := _of_case(exercise, case, told):
+                if failed := _of_case(exercise, case, said):
                     return failed
+        (folder / exercise.file).write_text(text, encoding="utf-8")
         canary = f"tests/phases/test_{secrets.token_hex(8)}.py"
-        shutil.copy2(folder / "tests" / "course" / "canaries.py", folder / canary)
-        record = _record(folder, exercise, [*OPTIONS, *nodes, canary], nursery, limit)
+        shutil.copy2(ROOT / "tests" / "course" / "canaries.py", folder / canary)
+        record = _record(folder, exercise, [*nodes, canary], server, limit)
         if failed := _of_process(exercise, record) or _of_tests(
             exercise, record["tests"], nodes
         ):
             return failed
-        outcomes = {node: told["outcome"] for node, told in record["tests"].items()}
+        outcomes = {node: report["outcome"] for node, report in record["tests"].items()}
         canaries = [outcomes.pop(node) for node in list(outcomes) if node.startswith(canary)]
         if canaries != ["xfailed"] * CANARIES:
             return _refused(exercise, FOUND)
@@ -133,7 +140,7 @@ def run(
         ):  # a machine may lack what a test needs, but then the reference leaves it as well
             reference = exercise.path.read_text(encoding="utf-8")
             (folder / exercise.file).write_text(reference, encoding="utf-8")
-            own = _record(folder, exercise, [*OPTIONS, *left], nursery, limit)["tests"]
+            own = _record(folder, exercise, list(left), server, limit)["tests"]
             for node, outcome in left.items():
                 if own.get(node, {}).get("outcome") != outcome:
                     name = node.split("::")[-1]
@@ -144,38 +151,40 @@ def run(
 
 
 def copy_reference(folder: Path) -> None:
-    """Everything that tests read, without bytecode."""
+    """Copy everything that tests read, without bytecode, expected values, and planted mistakes."""
+    left_out = shutil.ignore_patterns("__pycache__", "exercises.toml", "patches")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / name, folder / name, ignore=left_out)
         else:
             shutil.copy2(ROOT / name, folder / name)
 
 
 def _record(
-    folder: Path, exercise: Exercise, arguments: list[str], nursery: Nursery, limit: float
+    folder: Path, exercise: Exercise, nodes: list[str], server: ForkServer, limit: float
 ) -> dict[str, Any]:
-    """Return what a process says that runs pytest with these arguments, or the cases without any.
+    """Return what a process says that runs these tests, or the cases without any.
 
     `tests` (node id -> outcome and what was said) or `cases`, and `ended`: why it did not come to its end,
     if it did not.
     """
     word = secrets.token_hex(16)
+    arguments = [*OPTIONS, f"--hypothesis-seed={server.seed}", *nodes] if nodes else []
     cases = [{"setup": case.setup, "call": case.call} for case in exercise.cases]
     job = {"word": word, "file": exercise.file, "cases": cases, "arguments": arguments}
     (folder / RESULT).unlink(missing_ok=True)
-    status, output = nursery.run(folder, job, limit)
+    status, output = server.run(folder, job, limit)
     empty = {"tests": {}, "cases": [], "ended": ""}
     with suppress(OSError, ValueError, AttributeError):
         record = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         if record.pop("word", None) == word:
             return {**empty, **record}
-    running = re.findall(r"^(tests/\S+::[^\s\[]+)", output, re.M) if arguments else ["a case"]
+    running = re.findall(r"^(tests/\S+::[^\s\[]+)", output, re.M) if nodes else ["a case"]
     at = f" in {running[-1].split('::')[-1]}" if running else ""
     if status == OUT_OF_TIME:
         ended = f"no end after {limit:.0f} s of work{at}: a loop without end?"
+    elif status == TOO_MANY_PROCESSES:
+        ended = f"more than {PROCESSES} processes{at}: all were ended"
     elif status < 0:
         ended = f"signal {-status} ended the process{at}"
     else:
@@ -191,10 +200,10 @@ def _of_process(exercise: Exercise, record: Mapping[str, Any]) -> Verdict | None
     )
 
 
-def _of_case(exercise: Exercise, case: Case, told: Mapping[str, str] | None) -> Verdict | None:
+def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> Verdict | None:
     """Compare a value that the process has said with the one that only this process knows."""
-    told = told or {"message": "it was not run"}
-    got, expected = told.get("got", ""), plain(ast.literal_eval(case.expect.strip()))
+    said = said or {"message": "it was not run"}
+    got, expected = said.get("got", ""), plain(ast.literal_eval(case.expect.strip()))
     alike = False
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         value = ast.literal_eval(got)
@@ -203,12 +212,12 @@ def _of_case(exercise: Exercise, case: Case, told: Mapping[str, str] | None) -> 
         alike = type(value) is type(expected)
     # What raises, or is of another kind, resembles no wrong answer.
     trap = trap_with(exercise.phase, case.trap) if case.trap and alike else ""
-    said = {name: told.get(name, "") for name in ("message", "place")}
+    about = {name: said.get(name, "") for name in ("message", "place")}
     values = {"expected": repr(expected)[:LONGEST], "got": got[:LONGEST]}
     return Verdict(
         exercise,
         "fails",
-        Failure(call=case.call, setup=case.setup, trap=trap, **values, **said),
+        Failure(call=case.call, setup=case.setup, trap=trap, **values, **about),
     )
 
 
@@ -230,18 +239,18 @@ def same(left: Any, right: Any) -> bool:
 def _of_tests(
     exercise: Exercise, tests: Mapping[str, Mapping[str, str]], nodes: Iterable[str]
 ) -> Verdict | None:
-    for node, told in tests.items():
-        if told["outcome"] == "failed":
-            return _failed(exercise, node, told)
+    for node, report in tests.items():
+        if report["outcome"] == "failed":
+            return _failed(exercise, node, report)
     for node in nodes:
         if not any(name == node or name.startswith(node + "[") for name in tests):
             return Verdict(exercise, "fails", Failure(message=f"{node} was not run"))
     return None
 
 
-def _failed(exercise: Exercise, node: str, told: Mapping[str, str]) -> Verdict:
+def _failed(exercise: Exercise, node: str, report: Mapping[str, str]) -> Verdict:
     test, base = node.split("::")[-1], node.partition("[")[0]
-    if "XPASS" in told.get("message", ""):
+    if "XPASS" in report.get("message", ""):
         return _refused(exercise, FOUND)
     here = any(
         base.startswith(own.partition("[")[0]) for own in (*exercise.tests, *exercise.hidden)
@@ -251,20 +260,22 @@ def _failed(exercise: Exercise, node: str, told: Mapping[str, str]) -> Verdict:
         if here
         else f"{test} of phase {Path(base.partition('::')[0]).stem.removeprefix('test_')}"
     )
-    message, place = told.get("message", ""), told.get("place", "")
+    message, place = report.get("message", ""), report.get("place", "")
     trap = (
-        trap_of(exercise.phase, test) if here and told.get("kind") == "AssertionError" else ""
+        trap_of(exercise.phase, test)
+        if here and report.get("kind") == "AssertionError"
+        else ""
     )
     failure = Failure(name, message, place=place, trap=trap)
     return Verdict(exercise, "fails" if here else "breaks a later phase", failure)
 
 
 def check_file(
-    folder: Path, exercise: Exercise, nursery: Nursery, *, hidden: bool = False
+    folder: Path, exercise: Exercise, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
     """`check` for what lies in a student's copy."""
     try:
         source = text_in(folder, exercise.file)
     except (OSError, UnicodeDecodeError) as error:
         return _refused(exercise, f"{exercise.file} cannot be read: {error}")
-    return check(exercise, source, nursery, hidden=hidden)
+    return check(exercise, source, server, hidden=hidden)

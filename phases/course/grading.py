@@ -12,9 +12,9 @@ from benchmarks.evidence import RESULTS, Evidence
 from common.errors import UserError
 from phases.course.checking import State, Verdict, check_file
 from phases.course.exercises import Exercise, Question
+from phases.course.fork_server import ForkServer
 from phases.course.hints import logged
-from phases.course.making import Copy, fingerprint, made_files, opened
-from phases.course.nursery import Nursery
+from phases.course.making import Copy, about, fingerprint, made_files, opened
 
 EARNED: dict[State, float] = {"passes here": 1.0, "breaks a later phase": 0.5}
 """The part of the points; nothing in other states."""
@@ -36,8 +36,13 @@ class Score:
     """Answers that were given to a question; the last counts."""
 
 
-def grade(folder: Path, nursery: Nursery) -> list[Score]:
-    """The scores of a working copy, exercises first.
+def grade(
+    folder: Path, server: ForkServer, *, asked: Sequence[Exercise] = (), key: bool = False
+) -> list[Score]:
+    """Return the scores of a working copy, exercises first.
+
+    asked: what the class was asked for; what the copy lacks of it earns nothing. Otherwise all of the copy.
+    key: let the reason of a wrong answer to a question name the right one: for a teacher.
 
     Raises:
         UserError: it is none, or it was made from another version of the course.
@@ -47,32 +52,37 @@ def grade(folder: Path, nursery: Nursery) -> list[Score]:
         raise UserError(
             f"{folder} was made from another version of the course: grade it with that one"
         )
-    scores = [score(copy, exercise, nursery) for exercise in copy.exercises]
-    for question in copy.questions:
+    scores = []
+    for exercise in asked or copy.exercises:
+        if exercise in copy.exercises:
+            scores.append(score(copy, exercise, server))
+        else:
+            scores.append(
+                Score(exercise.id, exercise.title, 0, exercise.points, "not in this copy")
+            )
+    for question in about(asked or copy.exercises)[1]:
         guesses = logged(folder, question.id, "answer")
         answer, reason = given(guesses), ""
         right = answer is not None and is_right(question, answer)
         state = "not started" if answer is None else "passes" if right else "fails"
         if state == "fails":
-            reason = (
-                f"{answer:g} is not within {question.tolerance:.0%} "
-                f"of the evidence ({truth(question):.3g})"
-            )
+            reason = f"{answer:g} is not within {question.tolerance:.0%} of the evidence"
+            reason += f" ({truth(question):.3g})" if key else ""
         points = question.points * right
-        about = (question.id, question.question, points, question.points, state, reason)
-        scores.append(Score(*about, guesses=len(guesses)))
+        facts = (question.id, question.question, points, question.points, state, reason)
+        scores.append(Score(*facts, guesses=len(guesses)))
     return scores
 
 
-def score(copy: Copy, exercise: Exercise, nursery: Nursery) -> Score:
+def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
     """The score of one exercise."""
     hints, shown = (
         logged(copy.folder, exercise.id, "hint"),
         logged(copy.folder, exercise.id, "solution"),
     )
-    verdict = check_file(copy.folder, exercise, nursery, hidden=True)
+    verdict = check_file(copy.folder, exercise, server, hidden=True)
     points = exercise.points * EARNED.get(verdict.state, 0.0)
-    about = (
+    facts = (
         exercise.id,
         exercise.title,
         points,
@@ -80,7 +90,7 @@ def score(copy: Copy, exercise: Exercise, nursery: Nursery) -> Score:
         verdict.state,
         reason_of(verdict),
     )
-    return Score(*about, len({str(one.get("level")) for one in hints}), bool(shown))
+    return Score(*facts, len({str(one.get("level")) for one in hints}), bool(shown))
 
 
 def reason_of(verdict: Verdict) -> str:

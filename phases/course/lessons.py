@@ -26,7 +26,7 @@ TELLING = 40
 
 
 def pages(phase: Phase) -> list[Path]:
-    """A phase's lesson; phase 14's has two pages."""
+    """Return the pages of a phase's lesson; some have a second one, of measurements."""
     return sorted(phase.folder.glob("*.md"))
 
 
@@ -54,15 +54,15 @@ def trap_of(phase: Phase, test: str) -> str:
     """Return the trap that this test catches, or nothing where it catches several."""
     name = test.partition("[")[0]
     rows = [row for row in _traps(phase) if re.search(rf"\b{re.escape(name)}\b", row)]
-    return _told(rows[0]) if len(rows) == 1 else ""
+    return _trap_text(rows[0]) if len(rows) == 1 else ""
 
 
 def trap_with(phase: Phase, words: str) -> str:
     """The trap with these words, or nothing."""
-    return next((_told(row) for row in _traps(phase) if words in row), "")
+    return next((_trap_text(row) for row in _traps(phase) if words in row), "")
 
 
-def _told(row: str) -> str:
+def _trap_text(row: str) -> str:
     """A row without its test and its markup."""
     cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
     text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip(
@@ -105,32 +105,34 @@ def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
 def masked(
     page: Path,
     bodies: Mapping[str, list[str]],
-    told: Mapping[str, str],
+    notes: Mapping[str, str],
     questions: Sequence[str],
 ) -> str:
     """Return a page of a lesson without code that gives an answer away, and without comments.
 
-    bodies and told: by `file:function`, the lines of each answer, and what stands in its place.
+    bodies and notes: by `file:function`, the lines of each answer, and what stands in its place.
     questions: ids of those that what was measured would answer.
     """
     text = FENCE.sub(
-        lambda found: told.get(gives_away(found[1], bodies), found[0]), _text(page)
+        lambda found: notes.get(gives_away(found[1], bodies), found[0]), _text(page)
     )
     if questions:
         command = f"`ladder course answer {questions[0]} NUMBER`"
         first = f"*First answer {', '.join(questions)}: {command}. Then read it in the checkout's lesson.*"
+        if page.name == "measurements.md":
+            return f"# Measurements\n\n{first}\n"
         text = MEASURED.sub(lambda found: f"{found[1]}\n{first}\n\n", text)
     return re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
 
 
-def notebook(path: Path, bodies: Mapping[str, list[str]], told: Mapping[str, str]) -> str:
+def notebook(path: Path, bodies: Mapping[str, list[str]], notes: Mapping[str, str]) -> str:
     """Return a notebook without outputs, and without code that gives an answer away: see `masked`."""
     book = json.loads(_text(path))
     for cell in book["cells"]:
         if cell["cell_type"] == "code":
             cell |= {"outputs": [], "execution_count": None}
             place = gives_away("".join(cell["source"]), bodies)
-            cell["source"] = [f"# {told[place].strip()}"] if place else cell["source"]
+            cell["source"] = [f"# {notes[place].strip()}"] if place else cell["source"]
     return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -17,6 +17,7 @@ from phases.course.exercises import Exercise, Question, exercises, files_of, que
 
 COURSE, GUIDE = "course.json", "README.md"
 HELD = "*Held back.*\n"
+WITHHELD = "*This code is exercise {}, `{}`: the text around it speaks of the lines that you will write.*\n"
 LARGEST = 1 << 22
 """Characters of a file that a student hands in."""
 
@@ -29,7 +30,7 @@ class Copy:
     exercises: tuple[Exercise, ...]
     questions: tuple[Question, ...]
     made_from: str
-    """`fingerprint` of what it was made from."""
+    """`fingerprint` of what it was made from: every exercise of its phases, with all texts."""
 
 
 def about(chosen: Iterable[Exercise]) -> tuple[list[Phase], tuple[Question, ...]]:
@@ -47,7 +48,7 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     phases, asked = about(chosen)
     blanks = files_of(chosen)
     bodies: dict[str, list[str]] = {}
-    told: dict[str, str] = {}
+    notes: dict[str, str] = {}
     made: dict[str, str] = {}
     for file, names in blanks.items():
         source = (ROOT / file).read_text(encoding="utf-8")
@@ -56,9 +57,7 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
             f"{file}:{name}": lines for name, lines in lessons.bodies_of(source, names).items()
         }
         for name, given in names.items():
-            told[f"{file}:{name}"] = (
-                f"*This code is exercise {given}, `{name}`.*\n" if given else HELD
-            )
+            notes[f"{file}:{name}"] = WITHHELD.format(given, name) if given else HELD
     for file in sorted(
         {node.partition("::")[0] for exercise in chosen for node in exercise.tests}
     ):
@@ -67,11 +66,11 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     for phase in phases:
         asks = [one.id for one in asked if one.phase is phase]
         shown |= {
-            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, told, asks)
+            f"phases/{phase.name}/{page.name}": lessons.masked(page, bodies, notes, asks)
             for page in lessons.pages(phase)
         }
         file = f"notebooks/{phase.name}.ipynb"
-        made[file] = lessons.notebook(ROOT / file, bodies, told)
+        made[file] = lessons.notebook(ROOT / file, bodies, notes)
     there = {*made, *shown, *lessons.pictures(shown)}
     made |= {file: lessons.linked(text, file, there) for file, text in shown.items()}
     return {**made, GUIDE: guide(chosen)}
@@ -101,8 +100,9 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
             f"{folder} is in the course's own checkout: make the working copy elsewhere"
         )
     made = made_files(chosen)
-    told = {"exercises": [exercise.id for exercise in chosen], "made_from": fingerprint(made)}
-    texts = {**made, COURSE: json.dumps(told, indent=1) + "\n"}
+    numbers = sorted({exercise.phase.number for exercise in chosen})
+    facts = {"phases": numbers, "made_from": fingerprint(made)}
+    texts = {**made, COURSE: json.dumps(facts) + "\n"}
     files = {file: text.encode() for file, text in texts.items()}
     files |= {file: (ROOT / file).read_bytes() for file in lessons.pictures(made)}
     for file, data in files.items():
@@ -154,15 +154,19 @@ def fingerprint(made: dict[str, str]) -> str:
 
 
 def opened(folder: Path) -> Copy:
-    """The working copy in a folder. Raises `UserError` when there is none."""
+    """Return the working copy in a folder, with all exercises of its phases.
+
+    Raises:
+        UserError: there is none.
+    """
     try:
-        told = json.loads(text_in(folder, COURSE))
-        wanted, made_from = set(told["exercises"]), str(told["made_from"])
+        facts = json.loads(text_in(folder, COURSE))
+        numbers, made_from = set(facts["phases"]), str(facts["made_from"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{folder} is no working copy: `ladder course make DIR` makes one"
         ) from None
-    chosen = tuple(exercise for exercise in exercises() if exercise.id in wanted)
+    chosen = tuple(exercise for exercise in exercises() if exercise.phase.number in numbers)
     return Copy(folder, chosen, about(chosen)[1], made_from)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.roofline import (
+from common.models.config import ModelConfig
+from common.roofline import (
     Ceilings,
     decode_work,
     generation_work,
@@ -14,7 +15,6 @@ from benchmarks.roofline import (
     prefill_work,
     state_bytes,
 )
-from common.models.config import ModelConfig
 from forward.shapes import SHAPES
 
 BF16 = torch.bfloat16

@@ -31,12 +31,12 @@ from tokenizers import Tokenizer as Library
 
 import batching
 import continuous
-from benchmarks.made_up import TEMPLATE
 from common.errors import UserError
 from common.events import generate
 from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import Detokenizer
+from common.text.made_up import TEMPLATE
 from common.text.tokenizer import Tokenizer
 from forward.generator import Generator
 from forward.loading import random_model

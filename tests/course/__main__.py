@@ -11,7 +11,7 @@ import sys
 
 from phases import PHASES
 from phases.course.exercises import exercises
-from phases.course.nursery import Nursery
+from phases.course.fork_server import ForkServer
 from tests.course.proof import PAGE, list_them, prove, slip_fails, written
 from tests.course.slips import slips_of
 
@@ -35,7 +35,7 @@ def main() -> int:
                 list_them(phase)
         return 0
     bad = 0
-    with Nursery() as nursery:
+    with ForkServer() as server:
         for which in arguments.which:
             chosen = [one for one in exercises() if which in (one.id, one.id[:2])]
             if not chosen:
@@ -44,9 +44,9 @@ def main() -> int:
                 if arguments.only:
                     for slip in slips_of(exercise):
                         if slip.name == arguments.only:
-                            print(slip_fails(exercise, slip, nursery))
+                            print(slip_fails(exercise, slip, server))
                     continue
-                proof = prove(exercise, nursery)
+                proof = prove(exercise, server)
                 bad += len(proof.wrong)
                 print(f"{exercise.id} {exercise.title}: {proof.seconds:.0f} s", flush=True)
                 for fate in proof.fates:

@@ -10,7 +10,7 @@ from phases import PHASES, ROOT, Phase
 from phases.course.blanks import blank, graft
 from phases.course.checking import Verdict, check, run
 from phases.course.exercises import Exercise, exercises, questions
-from phases.course.nursery import Nursery
+from phases.course.fork_server import ForkServer
 from tests.course.slips import Slip, slips_of
 
 PAGE = ROOT / "tests" / "course" / "README.md"
@@ -50,26 +50,26 @@ class Proof:
     """What is not as it should be; empty for a proof."""
 
 
-def reference_passes(exercise: Exercise, nursery: Nursery) -> Verdict:
+def reference_passes(exercise: Exercise, server: ForkServer) -> Verdict:
     """The verdict on the reference's own functions, with hidden tests."""
-    return check(exercise, exercise.path.read_text(encoding="utf-8"), nursery, hidden=True)
+    return check(exercise, exercise.path.read_text(encoding="utf-8"), server, hidden=True)
 
 
-def blank_fails(exercise: Exercise, nursery: Nursery) -> Verdict:
+def blank_fails(exercise: Exercise, server: ForkServer) -> Verdict:
     """The verdict on blank functions when they are run."""
     source = exercise.path.read_text(encoding="utf-8")
     text = blank(source, dict.fromkeys(exercise.functions, exercise.id))
-    return run(exercise, text, exercise.tests, nursery)
+    return run(exercise, text, exercise.tests, server)
 
 
-def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdict, Fate]:
+def slip_fails(exercise: Exercise, slip: Slip, server: ForkServer) -> tuple[Verdict, Fate]:
     """The verdict on a planted mistake."""
     planted = slip.plant(exercise)
     assert (
         graft(exercise.path.read_text(encoding="utf-8"), planted, exercise.functions)
         == planted
     ), f"{exercise.id} {slip.name} is not in the exercise's functions"
-    verdict = check(exercise, planted, nursery, hidden=True)
+    verdict = check(exercise, planted, server, hidden=True)
     failure = verdict.failure
     if failure is None:
         return verdict, Fate(slip.name, "", "")
@@ -91,24 +91,24 @@ def slip_fails(exercise: Exercise, slip: Slip, nursery: Nursery) -> tuple[Verdic
     )
 
 
-def prove(exercise: Exercise, nursery: Nursery) -> Proof:
+def prove(exercise: Exercise, server: ForkServer) -> Proof:
     """Try everything out."""
     wrong = []
     fates = []
-    before = nursery.seconds
-    verdict = reference_passes(exercise, nursery)
-    seconds = nursery.seconds - before  # of work: the machine may be busy
+    before = server.seconds
+    verdict = reference_passes(exercise, server)
+    seconds = server.seconds - before  # of work: the machine may be busy
     if not verdict.right:
         wrong.append(f"the reference {verdict.state}: {verdict.failure}")
     if seconds > 60:
         wrong.append(f"its tests take {seconds:.0f} s")
-    if blank_fails(exercise, nursery).right:
+    if blank_fails(exercise, server).right:
         wrong.append("the blank passes")
     slips = slips_of(exercise)
     if len(slips) < 5:
         wrong.append(f"{len(slips)} mistakes are planted, not 5")
     for slip in slips:
-        verdict, fate = slip_fails(exercise, slip, nursery)
+        verdict, fate = slip_fails(exercise, slip, server)
         fates.append(fate)
         if verdict.state not in ("fails", "breaks a later phase"):
             wrong.append(f"{slip.name} {verdict.state}: {verdict.failure}")

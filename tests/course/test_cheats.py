@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from phases.course.blanks import blank
-from phases.course.checking import Verdict, check, run
+from phases import ROOT
+from phases.course.ast_guard import refusal
+from phases.course.blanks import MASKED, blank
+from phases.course.checking import Verdict, _record, check, copy_reference, run
+from phases.course.exercises import Case
+from phases.course.fork_server import ForkServer
 from phases.course.grading import EARNED
-from phases.course.guard import refusal
-from phases.course.nursery import Nursery
+from phases.course.sandbox import PROCESSES, describe_gaps
 from tests.course.slips import find, slips_of
 
 EASY = "05.1"
@@ -19,9 +24,11 @@ EASY = "05.1"
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
+def server() -> Iterator[ForkServer]:
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("LADDER_SECRET", "x")
+        with ForkServer() as started:
+            yield started
 
 
 def solved(body: str, before: str = "") -> str:
@@ -41,61 +48,38 @@ def message_of(verdict: Verdict) -> str:
 
 CHEATS = {
     "ends the process": ("import os\nos._exit(0)", "imports os"),
-    "ends it by another way": ("return torch.os._exit(0)", ".os"),
+    "ends it by another way": ("return torch.os._exit(0)", "uses _exit"),
     "changes modules": ("import sys\nsys.modules.clear()", "imports sys"),
     "reads the reference": ("return eval(open('/x').read())", "uses eval"),
+    "reads it by what site adds": ("return license", "uses license"),
     "imports the reference": ("from importlib import util", "imports importlib"),
     "imports the tests": ("from tests.fakes import NOTHING", "imports tests.fakes"),
     "imports all": ("from heapq import *", "import *"),
     "skips": ("import pytest\npytest.skip('later')", "imports pytest"),
     "skips as unittest does": ("from unittest import SkipTest\nraise SkipTest", "imports unittest"),
-    "skips as numpy does": ("import numpy\nraise numpy.testing.SkipTest", "uses numpy.testing"),
     "asks a twin": ("from prefix_cache.cache import PrefixCache", "imports prefix_cache.cache"),
-    "a twin's module": ("from common.request import time\nreturn []", "imports common.request"),
-    "climbs": ("return ().__class__", "uses .__class__"),
-    "computes a name": ("return getattr(self, '__cl' + 'ass__')", "uses getattr in"),
-    "computes a name in a loop": ("for name in ('a', 'b'):\n    name = name + '_'\n    getattr(self, name)",
-        "uses getattr in"),
-    "names it in a loop": ("for name in ('a', 'os'):\n    getattr(self, name)", "uses getattr in"),
-    "hands getattr on": ("g = getattr\ng(self, 'x')", "uses getattr in"),
-    "maps getattr": ("return list(map(getattr, [self], ['x']))", "uses getattr in"),
-    "hands type on": ("t = type\nt('Y', (list,), {})", "uses type in"),
-    "type of an object": ("return type(self.free)([])", "uses type in"),
-    "type of type": ("return type(list)('Y', (list,), {})", "uses type in"),
-    "sets a class's method": ("for each in (BlockAllocator, ):\n    each.release = None",
-        "an assignment to .release of another object"),
+    "climbs": ("return ().__class__", "uses __class__"),
+    "computes a name": ("return getattr(self, '__cl' + 'ass__')", "uses getattr"),
+    "maps getattr": ("return list(map(getattr, [self], ['x']))", "uses getattr"),
+    "hands type on": ("t = type\nt('Y', (list,), {})", "uses type"),
     "sets what tests run": ("def put(owner):\n    owner.runtest = lambda self: None\nput(self)",
-        "uses .runtest"),
-    "sets any attribute": ("def put(owner):\n    owner.setup = None\nput(self)", "assignment to .setup"),
-    "sets by a loop": ("for self.refs.x in [1]:\n    pass", "assignment to .x"),
-    "another self": ("def put(self):\n    self.setup = None\nput(1)", "self outside of a method"),
-    "self for another object": ("self = self.refs\nself.x = 1", "self for something else"),
+        "uses runtest"),
+    "sets by a loop": ("for self.refs.x in [1]:\n    pass", "changes .x"),
     "replaces the reference": ("global BlockAllocator\nBlockAllocator = None", "uses global"),
     "uses the network": ("import socket", "imports socket"),
-    "unpickles": ("import torch\ntorch.serialization.pickle.loads(b'')", "uses torch.serialization"),
-    "hands a module on": ("import torch\nt = torch\nt.os", "uses torch"),
-    "a module in a module": ("import enum\nreturn enum.bltns.open('x')", ".bltns"),
+    "unpickles": ("import torch\ntorch.serialization.pickle.loads(b'')", "uses pickle"),
+    "hands a module on": ("import torch\nt = torch\nt.os", "uses os"),
     "a private helper": ("import dataclasses\ndataclasses._create_fn('f', [], [])", "dataclasses._create_fn"),
-    "reads a file": ("import numpy as np\nreturn np.genfromtxt('x')", "uses numpy.genfromtxt"),
-    "maps a file": ("import torch\nreturn torch.from_file('x')", ".from_file"),
-    "climbs by text": ("import operator\noperator.attrgetter('x')(self)", ".attrgetter"),
-    "imports attrgetter": ("from operator import attrgetter", "imports operator.attrgetter"),
-    "climbs by a format": ("import string\nstring.Formatter()", ".Formatter"),
-    "makes a struct": ("import msgspec\nmsgspec.defstruct('S', [])", "imports msgspec"),
-    "makes a class": ("import enum\nenum.Enum('E', {'__e' + 'q__': max})", "Enum called"),
+    "a private name": ("from random import _os", "imports _os of random"),
+    "climbs by text": ("import operator\noperator.attrgetter('x')(self)", "uses attrgetter"),
+    "climbs by a format": ("import string\nstring.Formatter()", "uses Formatter"),
+    "makes a class": ("import enum\nenum.Enum('E', {'__e' + 'q__': max})", "calls Enum"),
     "climbs by pattern": ("match self.allocate:\n    case object(__globals__=g):\n        return g",
-        ".__globals__"),
-    "climbs by an annotation": ("x: 'eval(1)' = 1\nreturn x", "uses eval"),
-    "registers an annotation": ("import functools\nfunctools.singledispatch(max)", ".singledispatch"),
-    "copies names": ("import functools\nfunctools.update_wrapper(self, max)", ".update_wrapper"),
-    "changes a judge": ("import math\nmath.isclose = lambda *a, **k: True", "changes math.isclose"),
-    "changes all judges": ("import torch\ntorch.Tensor.equal = max", "changes torch.Tensor.equal"),
-    "changes a table": ("from torch import nn\nnn.x['y'] = 1", "changes torch.nn.x"),
-    "equals everything": ("class Yes:\n    def __eq__(self, other):\n        return True", "uses def __eq__"),
-    "equals by a base": ("class Yes(list):\n    pass\nreturn Yes()", "list as a base"),
-    "equals by a metaclass": ("class Yes(metaclass=max):\n    pass", "metaclass= of a class"),
-    "equals, made": ("return type('Y', (list,), {'__e' 'q__': max})()", "uses type in"),
-    "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", ".set_default_dtype"),
+        "uses __globals__"),
+    "changes a judge": ("import math\nmath.isclose = lambda *a, **k: True", "changes .isclose"),
+    "changes all judges": ("import torch\ntorch.Tensor.equal = max", "changes .equal"),
+    "equals everything": ("class Yes:\n    def __eq__(self, other):\n        return True", "defines __eq__"),
+    "rounds all": ("import torch\ntorch.set_default_dtype(torch.float16)", "uses set_default_dtype"),
 }  # fmt: skip
 
 
@@ -131,6 +115,7 @@ FINE = {
     "a class": "from dataclasses import dataclass\n@dataclass\nclass Box:\n    x: int\n"
     "    def __lt__(self, other):\n        return self.x < other.x",
     "attributes": "def helper(x):\n    x.refs[0] = 1\n    return x.free",
+    "json": "import json\ndef helper():\n    return json.dumps({}), json.loads('1')",
     "names of modules": "import math\ndef helper(input):\n    load = math.ceil(input)\n    return load",
 }
 
@@ -139,6 +124,22 @@ FINE = {
 def test_honest_work_is_not_refused(before: str) -> None:
     reference = find(EASY).path.read_text(encoding="utf-8")
     assert refusal(reference, solved("return []", before), ["BlockAllocator.allocate"]) == ""
+
+
+def test_a_module_that_the_file_imports_is_allowed_whole() -> None:
+    """Which of its functions the reference calls is nothing that a student could know."""
+    for name, old, new in (
+        ("15.1", "xxh3_64_intdigest", "xxh64_intdigest"),
+        (
+            "15.4",
+            "msgspec.json.encode(answer.error().body)",
+            "json.dumps(answer.error().body).encode()",
+        ),
+    ):
+        exercise = find(name)
+        reference = exercise.path.read_text(encoding="utf-8")
+        assert old in reference
+        assert refusal(reference, reference.replace(old, new), exercise.functions) == ""
 
 
 @pytest.mark.parametrize("name", ["05.1", "06.1", "08.1", "13.5"])
@@ -180,17 +181,18 @@ RUN = {
     ),
     "ends": ("import os\nos._exit(0)", "ended with status 0"),
     "ends with a record": (
-        "import os, pathlib\npathlib.Path('course-result.json').write_text('{}')\nos._exit(0)",
+        "import os\nfor number in range(3, 64):\n    try:\n        os.write(number, b'{}')\n"
+        "    except OSError:\n        pass\nos._exit(0)",
         "ended with status 0",
     ),
     "exits pytest": ("import pytest\npytest.exit('done', 0)", "was not run"),
     "kills": ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
-    "reaches out": (
-        "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)",
-        "is another machine",
-    ),
     "chatters": ("while True:\n    print('x' * 1_000_000)", "File too large"),
     "takes all memory": ("return [0] * (20 << 30)", "MemoryError"),
+    "forks without end": (
+        "import os\nwhile True:\n    os.fork()",
+        f"more than {PROCESSES} processes",
+    ),
 }
 
 
@@ -200,18 +202,116 @@ EARLY = ("runs no test", "runs no test's function", "swallows")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_a_cheat_that_runs_earns_nothing(nursery: Nursery, name: str) -> None:
+def test_a_cheat_that_runs_earns_nothing(server: ForkServer, name: str) -> None:
     """Were it not refused beforehand: nothing that it does in the tests' process makes it pass, or last."""
     (body, says), exercise = RUN[name], replace(find(EASY), cases=())
     cheat = "def cheat():\n" + "\n".join("    " + line for line in body.splitlines())
     source = solved("return cheat()", cheat + "\n\n\nDONE = cheat()" * (name in EARLY))
-    verdict = run(exercise, source, exercise.tests, nursery)
+    verdict = run(exercise, source, exercise.tests, server)
     assert says in message_of(verdict)
     assert EARNED.get(verdict.state, 0) == 0
 
 
+HOSTILE = """
+import os, pathlib, socket, subprocess
+def tried(what):
+    try:
+        what()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+def datagram():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.sendto(b"x", ("192.0.2.1", 53))
+def near():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        socket.create_connection(listening.getsockname(), 1).close()
+def fill():
+    for number in range(30):
+        (temporary / str(number)).write_bytes(bytes(60 << 20))
+    return "filled"
+temporary = pathlib.Path(os.environ["TMPDIR"])
+checkout, page = pathlib.Path(CHECKOUT), pathlib.Path(CHECKOUT, "README.md")
+"""
+ATTEMPTS = {
+    "use the loopback": ("near()", True),
+    "use a temporary file": ("(temporary / 'x').write_text('x')", True),
+    "start a process": ("subprocess.run(['true'], check=True)", True),
+    "write into the checkout": ("(checkout / 'spoiled').write_text('x')", False),
+    "write by a serializer": ("__import__('torch').save({}, checkout / 'spoiled')", False),
+    "change a page": ("page.write_text('x')", False),
+    "change a page's rights": ("page.chmod(0)", False),
+    "delete a page": ("page.unlink()", False),
+    "read the expected values": (
+        "(checkout / 'phases/05_paged_cache/exercises.toml').read_text()",
+        False,
+    ),
+    "read a home": ("os.listdir(HOME)", False),
+    "spoil its own copy": ("pathlib.Path('common/events.py').write_text('')", False),
+    "leave a file": ("pathlib.Path('/tmp/left-by-a-student').write_text('x')", False),
+    "fill the disk": ("fill()", False),
+    "open a connection": ("socket.create_connection(('192.0.2.1', 80), 1)", False),
+    "send a datagram": ("datagram()", False),
+    "end the grader": (f"os.kill({os.getpid()}, 0)", False),
+    "see the grader's environment": ("os.environ['LADDER_SECRET']", False),
+}
+"""Of what a hostile exercise tries, whether it may: tests need the first three themselves."""
+
+
 @pytest.mark.slow
-def test_a_value_is_judged_elsewhere(nursery: Nursery) -> None:
+def test_a_hostile_exercise_is_confined(server: ForkServer, tmp_path: Path) -> None:
+    """With its names allowed, the operating system alone refuses each attempt; the checkout is as it was."""
+    if server.gaps:
+        pytest.skip(server.gaps)
+    copy_reference(tmp_path)
+    setup = HOSTILE.replace("CHECKOUT", repr(str(ROOT))) + f"HOME = {str(Path.home())!r}\n"
+    cases = tuple(
+        Case(f"tried(lambda: {attempt})", "''", setup) for attempt, _ in ATTEMPTS.values()
+    )
+    before = (ROOT / "README.md").stat()
+    record = _record(tmp_path, replace(find(EASY), cases=cases), [], server, 60)
+    assert (ROOT / "README.md").stat() == before
+    assert not (ROOT / "spoiled").exists() and not Path("/tmp/left-by-a-student").exists()
+    for (name, (_, allowed)), said in zip(ATTEMPTS.items(), record["cases"], strict=True):
+        assert (said.get("got") == "'done'") == allowed, f"{name}: {said}"
+
+
+def test_what_a_system_cannot_confine_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert describe_gaps(namespaces=True, landlock=True) == ""
+    assert "user namespaces" in describe_gaps(namespaces=False, landlock=True)
+    assert "has no Landlock" in describe_gaps(namespaces=True, landlock=False)
+    monkeypatch.setattr("sys.platform", "darwin")
+    gaps = describe_gaps(namespaces=False, landlock=False)
+    assert "sandbox-exec is deprecated" in gaps and "\n" not in gaps
+
+
+TWINS = {
+    "17.3": ("    return (state * q.unsqueeze(-1)).sum(-2), state\n",
+        "    tokens = DeltaTokens(*(x.unsqueeze(-3) for x in (q, k, v)), decay[None], beta[None])\n"
+        "    out, state = one_chunk(state, tokens)\n    return out[0], state\n"),
+    "12.1": ("        for _ in range(node.low):\n",
+        "        self.members(Members((), node.part, node.part), begin, end)\n"
+        "        for _ in range(node.low):\n"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_function_beside_it_does_not_do_the_work(server: ForkServer, name: str) -> None:
+    """Where cases are tried, the twins of an exercise's functions in its file are blank, too."""
+    exercise, (old, new) = find(name), TWINS[name]
+    reference = exercise.path.read_text(encoding="utf-8")
+    assert old in reference
+    verdict = check(exercise, reference.replace(old, new), server)
+    assert verdict.state == "fails" and MASKED in message_of(verdict)
+
+
+@pytest.mark.slow
+def test_a_value_is_judged_elsewhere(server: ForkServer) -> None:
     """A case's process can say what it likes, but must say the value."""
     cheats = {
         "class Yes(list):\n    def __eq__(self, other):\n        return True\nreturn Yes()": "",
@@ -224,5 +324,5 @@ def test_a_value_is_judged_elsewhere(nursery: Nursery) -> None:
         body,
         says,
     ) in cheats.items():  # a slow machine needs three seconds to get as far as that
-        verdict = run(find(EASY), solved(body), find(EASY).tests, nursery, 8)
+        verdict = run(find(EASY), solved(body), find(EASY).tests, server, 8)
         assert verdict.state == "fails" and says in message_of(verdict), body

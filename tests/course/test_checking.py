@@ -10,26 +10,26 @@ import pytest
 
 from common.errors import UserError
 from phases.cli import main
-from phases.commands.course import told
+from phases.commands.course import lines_about
 from phases.course import checking, grading, hints, making
 from phases.course.checking import Failure
-from phases.course.exercises import of_phases
-from phases.course.inside import raised
-from phases.course.nursery import Nursery
+from phases.course.exercises import find_question, of_phases
+from phases.course.fork_server import ForkServer
+from phases.course.grading_process import raised
 from tests.course.proof import blank_fails, reference_passes, slip_fails
 from tests.course.slips import find, slips_of
-from tests.course.test_cheats import EASY, message_of, nursery
+from tests.course.test_cheats import EASY, message_of, server
 
-__all__ = ["nursery"]
+__all__ = ["server"]
 
 
 @pytest.mark.slow
-def test_a_proof(nursery: Nursery) -> None:
+def test_a_proof(server: ForkServer) -> None:
     """The whole is run by `python -m tests.course`."""
     exercise = find(EASY)
-    assert reference_passes(exercise, nursery).right
-    assert blank_fails(exercise, nursery).state == "fails"
-    verdict, _ = slip_fails(exercise, slips_of(exercise)[0], nursery)
+    assert reference_passes(exercise, server).right
+    assert blank_fails(exercise, server).state == "fails"
+    verdict, _ = slip_fails(exercise, slips_of(exercise)[0], server)
     assert verdict.state == "fails"
 
 
@@ -77,6 +77,12 @@ def test_as_a_student(
     assert scores["05.p1"]["guesses"] == 2 and scores["05.m1"]["guesses"] == 1
     assert scores["05.6"]["points"] == 0 and scores["05.6"]["solution_shown"]
     assert scores["05.p1"]["points"] == 3 and scores["05.m1"]["points"] == 0
+    true = f"{grading.truth(find_question('05.m1')):.3g}"
+    assert true not in scores["05.m1"]["reason"], "a grade is no oracle of the right answer"
+    code, said = ladder(capsys, "grade", str(folder), "--phases", "04-05", "--key", "--json")
+    asked = {one["id"]: one for one in json.loads(said[said.index("{") :])["exercises"]}
+    assert true in asked["05.m1"]["reason"], "a teacher's key names it"
+    assert asked["04.1"]["state"] == "not in this copy" and asked["04.1"]["most"] > 0
     changed = folder / "tests/phases/test_05_paged_cache.py"
     changed.unlink()  # it cannot be written
     changed.write_text("def test_any_schedule(): pass\n")
@@ -96,7 +102,7 @@ def test_of_a_group_the_first_failure_is_told_with_its_example() -> None:
 
 def test_what_was_given_is_shown_whole() -> None:
     lines = [f"x{n} = {n}" for n in range(12)]
-    said = told(
+    said = lines_about(
         Failure(
             setup="\n".join(lines), call="f(x1)", expected="1", got="2", trap="one too many"
         )
@@ -131,6 +137,18 @@ def test_only_files_of_the_copy_are_read(tmp_path: Path) -> None:
     for text, says in (("def broken(:\n", "line 1"), (gone, "BlockAllocator.retain is gone")):
         (copy.folder / exercise.file).write_text(text)
         assert says in message_of(checking.check_file(copy.folder, exercise, None))  # type: ignore[arg-type]
+
+
+def test_a_copy_counts_all_exercises_of_its_phases(tmp_path: Path) -> None:
+    """Whatever is written into its list, points are of whole phases, and of those it was made with."""
+    copy = making.make(tmp_path / "copy", of_phases("02-03"))
+    about = copy.folder / making.COURSE
+    facts = json.loads(about.read_text())
+    about.write_text(json.dumps(facts | {"exercises": ["02.1"]}))
+    assert making.opened(copy.folder).exercises == of_phases("02-03")
+    about.write_text(json.dumps(facts | {"phases": [2]}))
+    with pytest.raises(UserError, match="another version"):
+        grading.grade(copy.folder, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(60)

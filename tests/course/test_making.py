@@ -13,7 +13,7 @@ from common.errors import UserError
 from phases import PHASES
 from phases.course import making
 from phases.course.blanks import NotThere, blank, functions, graft, is_blank
-from phases.course.exercises import exercises, of_phases
+from phases.course.exercises import exercises, of_phases, questions
 from phases.course.lessons import CHECKOUT, PICTURE, TARGET, bodies_of, gives_away, trap_of
 from phases.course.making import made_files
 
@@ -164,10 +164,30 @@ def test_what_was_measured_is_withheld() -> None:
     assert "figures/cpu" not in text
 
 
+@pytest.mark.slow
+def test_no_page_shows_a_measured_answer() -> None:
+    """Neither a phase's measurements nor the front page's ladder, whose gains answer predictions."""
+    made = made_files(exercises())
+    asks = {question.phase.name for question in questions()}
+    pages = {
+        file: text
+        for file, text in made.items()
+        if file.split("/")[1:2] and file.split("/")[1] in asks
+    }
+    assert any(file.endswith("measurements.md") for file in pages)
+    for file, text in pages.items():
+        if file.endswith(".md"):
+            assert file.endswith("README.md") or (
+                "First answer" in text and "|" not in text
+            ), file
+            assert "figures/front" not in text and "h200/ladder" not in text, file
+            assert "checkout/README.md" not in text, f"{file} leads to the front page"
+
+
 def test_what_is_hidden_is_not_in_a_copy() -> None:
     """A lesson shows no code of an exercise, and hidden tests are cut out."""
     lesson = made_files(of_phases("12"))["phases/12_structured/README.md"]
-    assert "*This code is exercise 12.4, `Trie.walk`.*" in lesson
+    assert "*This code is exercise 12.4, `Trie.walk`: the text around it" in lesson
     assert "](structured/cli.py)" not in lesson, "links to files that are not there"
     shown = functions(made_files(of_phases("05"))["tests/phases/test_05_paged_cache.py"])
     assert "test_any_schedule" in shown and "test_a_cache_of_two_blocks" not in shown

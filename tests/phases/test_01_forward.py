@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 from common.errors import UserError
 from common.models.config import RopeConfig
 from common.sampling.params import SamplingParams
+from common.text.tokenizer import Tokenizer
 from forward import Generator, load, load_model
 from forward.attention import LayerSpec, attend, causal_mask
 from forward.layers import LayerNorm, RMSNorm
@@ -352,6 +355,27 @@ def test_each_token_is_the_most_likely_one_after_all_before_it() -> None:
             f"token {len(tokens) - 3} is {event.token_id}, but after {tokens} the most likely is {expected}"
         )
         tokens.append(expected)
+
+
+def test_a_stop_string_ends_the_text(tmp_path: Path) -> None:
+    """A string of three letters, one a token: the third ends the text, and what is shown is before it."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={each: at for at, each in enumerate(letters)}, merges=[])
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    generator, letter = (
+        load("random:tiny", device="cpu", tokenizer=Tokenizer(tmp_path)),
+        letters.index("a"),
+    )
+    params = SamplingParams(max_tokens=9, stop=("aaa",), logit_bias={letter: 100.0})
+    events = list(generator.stream([[5]], params))
+    found = [event.token_id for event in events]
+    assert found == [letter] * 3, f"aaa ends the text after three tokens {letter}, not {found}"
+    assert [event.finish_reason for event in events] == [None, None, "stop"]
+    shown = "".join(event.text or "" for event in events)
+    assert shown == "", f"a stop string is left out of the text, which is {shown!r}"
 
 
 def test_the_end_is_held_back_until_min_tokens() -> None:

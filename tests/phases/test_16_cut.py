@@ -17,13 +17,13 @@ from common.events import generate
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from experts import cut
-from experts.feature import TEXT
 from experts.layer import Experts
 from experts.stacked import StackedExperts
 from forward.loading import load_model
 from forward.model import Model
 from phases import phase_named
 from phases.registry import load_engine
+from quant.calibrate import TEXT
 from tests.equivalence.compare import assert_all_same
 from tests.oracles import logits_of
 from tests.schedules import check

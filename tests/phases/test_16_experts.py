@@ -246,10 +246,16 @@ def test_half_precision_sums_in_float32() -> None:
     assert combine(parts, torch.arange(3), torch.ones(1, 3)).tolist() == [[258.0]]
     layer, x = layer_of(), torch.randn(40, 48).bfloat16()
     exact = written_out(layer.bfloat16(), x)
+    scores = (x.double() @ layer.gate.weight.double().t()).sort(1, descending=True).values
+    top_k = layer.facts.top_k
+    clear = (
+        scores[:, top_k - 1] - scores[:, top_k] > 0.05
+    )  # in bfloat16 others may choose another expert
+    assert clear.sum() > 20
     for form in (layer, stacked(layer)):
         found = form(x)
         assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), exact, atol=0.03, rtol=0.03)
+        torch.testing.assert_close(found[clear].double(), exact[clear], atol=0.03, rtol=0.03)
 
 
 # Families.

@@ -72,6 +72,18 @@ class Generator:
     def _one(
         self, index: int, sample: int, prompt: list[int], params: SamplingParams
     ) -> Iterator[TokenEvent]:
+        """Yield one event a token of a completion; the last one has the reason for its end.
+
+        A completion that may have no token is one event without one, with the reason "length". Otherwise
+        `begin` is called once, row 0 of the sampler is set, and `_next` samples token n with step n, from 0.
+        `finish_reason` says whether a token ends it. With stop strings and a tokenizer a
+        `common.events.TextStream` has the last word: `advance(token, reason)` returns the reason, which
+        becomes "stop" when the text ends, and the piece of text for the event.
+
+        Args:
+            index: the prompt's number. sample: which of its `n` completions.
+            prompt: token ids. params: checked before.
+        """
         tokens, eos = list(prompt), self.model.config.eos_token_ids
         limit = output_limit(len(prompt), params, self.model.max_len)
         if limit == 0:
@@ -107,7 +119,10 @@ class Generator:
         """Prepare for a request of ``prompt_len`` tokens and at most ``limit`` more."""
 
     def last_hidden(self, tokens: list[int]) -> Tensor:
-        """The last token's hidden state ``[1, hidden]``: here, by computing all of them."""
+        """Return the last token's hidden state ``[1, hidden]``: here, by computing all of `tokens`.
+
+        The model is called with ids and positions ``[S]`` on its device, and a new `RecomputeAttention`.
+        """
         ids = torch.tensor(tokens, device=self.model.device)  # [S]
         positions = torch.arange(len(tokens), device=self.model.device)
         return self.model(ids, positions, RecomputeAttention())[-1:]

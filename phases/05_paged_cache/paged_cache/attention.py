@@ -112,10 +112,15 @@ class TorchPagedAttention(PagedAttention):
         ]
 
     def _blocks(self, members: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        """The blocks of a group's requests: `[G * blocks]`, as many of each as the longest context has.
+        """Return the blocks of a group's requests: `[G * blocks]`, as many of each as the longest
+        context has.
 
-        members: `[G]`, their places in the batch. Padding is a request's own first block: it is masked, but 0
-        times a NaN in another's block would be NaN.
+        A context of n tokens has n / P blocks, rounded up; the pool's tensor `self.pool.data`
+        `[layers, 2, N, P, KH, D]` tells P. Lengths are in `self.batch.host.context_lens`, blocks in
+        `self.batch.block_tables`. Padding is a request's own first block: it is masked, but 0 times a NaN in
+        another's block would be NaN.
+
+        members: `[G]`, their places in the batch.
         """
         size = self.pool.data.shape[3]
         counts = -(-self.batch.host.context_lens[members] // size)

@@ -10,6 +10,9 @@ import os
 
 import torch
 
+# Fused multiply-adds are part of the kernels' speed, and of the bits that tests compare. From version 3.10
+# on, Triton makes none unless it is told to.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

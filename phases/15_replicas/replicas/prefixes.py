@@ -70,7 +70,12 @@ def chain_of(body: bytes) -> list[int]:
 
 
 def chain(blocks: list[bytes], salt: bytes) -> list[int]:
-    """A number for each beginning that ends with a block. Keys of `prefix_cache.index` do as blocks, too."""
+    """Return a number below 2^64 for each beginning that ends with a block, by a 64-bit hash of `xxhash`.
+
+    The hash of the salt begins; each number is the hash of the one before (8 bytes) and the block. Any good
+    hash will do that is the same in every process, which `hash` of bytes is not. Keys of
+    `prefix_cache.index` do as blocks, too.
+    """
     digest, found = xxhash.xxh3_64_intdigest(salt), []
     for block in blocks:
         digest = xxhash.xxh3_64_intdigest(digest.to_bytes(8, "little") + block)

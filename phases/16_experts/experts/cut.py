@@ -177,9 +177,12 @@ def split_into_equal_groups(directions: Tensor) -> Tensor:
 
 
 def fit(x: Tensor, sizes: Tensor) -> Tensor:
-    """Fit a router to the sizes `[T, E]` of the experts' parts: least squares of their logarithms.
+    """Fit a router `[E, hidden]` to inputs `x [T, hidden]` and the sizes `[T, E]` of the experts' parts.
 
-    What all experts have in common decides nothing between them, so each token's mean is taken off.
+    It solves `(x^T x + r I) router^T = x^T scores` for the scores: the logarithms of the sizes, of which
+    none counts as less than 1e-9. What all experts have in common decides nothing between them, so each
+    token's mean is taken off. r is `RIDGE` times the mean of the diagonal of `x^T x`, so that few tokens
+    decide nothing alone.
     """
     wanted = sizes.clamp_min(1e-9).log()
     wanted -= wanted.mean(dim=1, keepdim=True)

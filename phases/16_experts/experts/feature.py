@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 from common.errors import UserError, integer
@@ -15,10 +14,8 @@ from experts.layer import ExpertList, Experts
 from experts.stacked import StackedExperts
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature
+from quant.calibrate import TEXT
 from quant.linear import QuantLinear
-
-TEXT = Path(__file__).parents[3] / "benchmarks" / "texts" / "news_from_nowhere.txt"
-"""What a dense model is looked at with when its MLPs are cut."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,10 @@ def expert_layers(model: Model) -> Iterator[Experts]:
 
 
 def _text(builder: EngineBuilder) -> list[int]:
-    """Return the tokens of `TEXT`; a model without a tokenizer gets all of its own."""
+    """Return the tokens of the calibration text, by which a dense model's MLPs are cut.
+
+    A model without a tokenizer gets all of its own tokens.
+    """
     tokenizer, most = builder.recipe.tokenizer, builder.model.config.vocab_size
     if tokenizer is None:
         return [number * 7919 % most for number in range(cut.PIECES * cut.LENGTH)]

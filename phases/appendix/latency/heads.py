@@ -42,10 +42,12 @@ def combine_heads(
         logs, parts = (), ()  # all loads of a chunk before the first use: they wait together
         for i in tl.static_range(CHUNK):
             here = partial + (first + i) * (H * D_PAD) + at_part
-            parts += (tl.load(here, mask=inside & (first + i < used), other=0.0),)  # type: ignore[assignment]
+            written = tl.where(first + i < used, inside, False)
+            parts += (tl.load(here, mask=written, other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(CHUNK):
             here = lse + (first + i) * (H * LOG_STEP) + at_log
-            logs += (tl.load(here, mask=present & (first + i < used), other=-1.0e30),)  # type: ignore[assignment]
+            written = tl.where(first + i < used, present, False)
+            logs += (tl.load(here, mask=written, other=-1.0e30),)  # type: ignore[assignment]
         new_top = top
         for i in tl.static_range(CHUNK):
             new_top = tl.maximum(new_top, logs[i])

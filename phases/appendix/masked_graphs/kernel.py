@@ -27,7 +27,7 @@ def forbid_kernel(
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(places + mask)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
-    real = (token < V) & (row >= 0)
+    real = tl.where(row >= 0, token < V, False)
     word = tl.load(words + mask * word_stride + token // 32, mask=real, other=-1)
     barred = ((word >> (token % 32)) & 1) == 0
     tl.store(

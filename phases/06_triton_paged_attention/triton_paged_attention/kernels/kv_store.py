@@ -81,7 +81,9 @@ def kv_store_kernel(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
     i = part * BLOCK + tl.arange(0, BLOCK)
-    mask = (i < SIZE) & (slot >= 0)
+    mask = tl.where(
+        slot >= 0, i < SIZE, False
+    )  # not `&`: the interpreter of Triton 3.9 refuses it
     at = (slot // P) * block_stride + (slot % P) * slot_stride + i
     key = tl.load(k + token * k_stride + i, mask=mask)
     value = tl.load(v + token * v_stride + i, mask=mask)

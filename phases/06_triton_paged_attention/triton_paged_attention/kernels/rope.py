@@ -97,11 +97,9 @@ def norm_rope_kernel(
     if STORE:
         slot = tl.load(slots + token)
         at_token = (slot // P) * block_stride + (slot % P) * slot_stride
-        stored = slot >= 0
         at_value, step = PLACE(slot, block_stride, slot_stride, P)
     else:
         at_token = token * KH * D
-        stored = token >= 0
         at_value, step = at_token, 1
 
     is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
@@ -110,6 +108,7 @@ def norm_rope_kernel(
     ) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PAD)
     mask = (head < (H if is_query else KH))[:, None] & (i < HALF)[None, :]
+    stored = tl.where(slot >= 0, mask, False) if STORE else mask
     at = head[:, None] * D + i[None, :]
     part_at = (0 if is_query else H * D) + (KH * D if is_value else 0)
     first = row + part_at
@@ -126,18 +125,9 @@ def norm_rope_kernel(
         scales = v_scale if is_value else k_scale
         head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
+        store_head(v_out, at_value + at * step, x, head_scale, stored, SCALED, LIMIT, WHOLE)
         store_head(
-            v_out, at_value + at * step, x, head_scale, mask & stored, SCALED, LIMIT, WHOLE
-        )
-        store_head(
-            v_out,
-            at_value + (at + HALF) * step,
-            y,
-            head_scale,
-            mask & stored,
-            SCALED,
-            LIMIT,
-            WHOLE,
+            v_out, at_value + (at + HALF) * step, y, head_scale, stored, SCALED, LIMIT, WHOLE
         )
     else:
         if NORM:
@@ -160,17 +150,10 @@ def norm_rope_kernel(
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
             store_head(
-                k_out, at_token + at, turned_x, head_scale, mask & stored, SCALED, LIMIT, WHOLE
+                k_out, at_token + at, turned_x, head_scale, stored, SCALED, LIMIT, WHOLE
             )
             store_head(
-                k_out,
-                at_token + at + HALF,
-                turned_y,
-                head_scale,
-                mask & stored,
-                SCALED,
-                LIMIT,
-                WHOLE,
+                k_out, at_token + at + HALF, turned_y, head_scale, stored, SCALED, LIMIT, WHOLE
             )
 
 

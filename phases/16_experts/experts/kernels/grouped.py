@@ -173,10 +173,8 @@ def add_choices_kernel(
     total = tl.zeros([BLOCK_N], tl.float32)
     for place in tl.static_range(TOP_K):
         expert = tl.load(chosen + token * TOP_K + place)
-        here = (expert >= 0) & (expert < E)
-        found = tl.load(
-            parts + (token * TOP_K + place) * SIZE + n, mask=(n < SIZE) & here, other=0.0
-        )
+        inside = tl.where((expert >= 0) & (expert < E), n < SIZE, False)
+        found = tl.load(parts + (token * TOP_K + place) * SIZE + n, mask=inside, other=0.0)
         total += found.to(tl.float32)
     tl.store(out + token * SIZE + n, total.to(out.dtype.element_ty), mask=n < SIZE)
 

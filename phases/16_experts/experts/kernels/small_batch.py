@@ -66,7 +66,9 @@ def small_batch_expert_kernel(
         choice = tl.program_id(0) * choices + place
         expert = tl.load(chosen + choice)
         here = (expert >= 0) & (expert < E)
-        inside = (n < N) & here  # nothing is read of an expert that is on another rank
+        inside = tl.where(
+            here, n < N, False
+        )  # nothing is read of an expert that is on another rank
         source = choice // TOP_K if UP else choice
         matrix, scales = data + expert * rows * K, scale + expert * scale_stride
         parts = tl.zeros(
@@ -80,9 +82,8 @@ def small_batch_expert_kernel(
                 w_up = read_tile(matrix, n + N, inside, k, scales, columns, K, SIDE)
             if PDL and not UP and place + start == 0:
                 gdc_wait()  # only now: choices and weights are older than the kernel before, which waited too
-            vector = tl.load(x + source * K + k, mask=(k < K) & here, other=0.0).to(
-                tl.float32
-            )[None, :]
+            vector = tl.load(x + source * K + k, mask=tl.where(here, k < K, False), other=0.0)
+            vector = vector.to(tl.float32)[None, :]
             parts += w * vector
             if UP:
                 ups += w_up * vector

@@ -13,11 +13,6 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from common.errors import UserError
-from common.temporary import temporary_folder
-from forward.shapes import SHAPES
-
-RANDOM = "random:"
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -27,16 +22,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _SYLLABLES = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
-
-
-def made_up_tokenizer(model: str) -> Path:
-    """Make a temporary folder with a tokenizer for `random:SHAPE`. Raises `UserError`: no such shape."""
-    shape = SHAPES.get(model.removeprefix(RANDOM))
-    if shape is None:
-        raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
-    folder = temporary_folder()
-    write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
-    return folder
 
 
 def write_tokenizer(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> None:

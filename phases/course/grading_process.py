@@ -7,7 +7,7 @@ value alone; of tests it says each outcome, those of canaries too, which must fa
 from __future__ import annotations
 
 import json
-import sys
+import os
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,32 +15,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-RESULT = "course-result.json"
 LONGEST, SHOWN = 600, 8
 """Characters, and lines of a note."""
 
 
-def main(job: dict[str, Any]) -> int:
-    """Run pytest with a job's arguments; without any, its cases."""
-    folder = Path.cwd()
-    sys.addaudithook(lambda event, args: near(*args) if event == "socket.connect" else None)
-    file, record = folder / job["file"], {"word": job["word"]}
+def main(job: dict[str, Any], record_file: int) -> int:
+    """Run pytest with a job's arguments; without any, its cases. The record goes to an open file."""
+    file, record = Path.cwd() / job["file"], {"word": job["word"]}
     if job["arguments"]:
         import pytest  # the command, which needs some names of this file, has no need of it
 
-        return int(pytest.main(job["arguments"], plugins=[Recorder(record, file)]))
-    record["cases"] = [told(case, file) for case in job["cases"]]
-    (folder / RESULT).write_text(json.dumps(record), encoding="utf-8")
+        return int(
+            pytest.main(job["arguments"], plugins=[Recorder(record, file, record_file)])
+        )
+    record["cases"] = [value_of(case, file) for case in job["cases"]]
+    os.write(record_file, json.dumps(record).encode())
     return 0
 
 
-def near(_: object, address: object) -> None:
-    """Raise `PermissionError` for an address of another machine."""
-    if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "localhost", "::1"):
-        raise PermissionError(f"{address} is another machine")
-
-
-def told(case: dict[str, str], file: Path) -> dict[str, str]:
+def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
     """Return the value of a case as text, `got`, or what was raised."""
     names: dict[str, Any] = {}
     try:
@@ -90,10 +83,10 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
 class Recorder:
     """A plugin of pytest that writes down what became of each test, at the very end."""
 
-    def __init__(self, record: dict[str, Any], file: Path) -> None:
+    def __init__(self, record: dict[str, Any], file: Path, record_file: int) -> None:
         self._record = record
         self._file = file
-        self._result = Path.cwd() / RESULT
+        self._record_file = record_file
         self._tests: dict[str, dict[str, str]] = record.setdefault("tests", {})
         self._raised: dict[str, dict[str, str]] = {}
 
@@ -125,4 +118,4 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the record."""
-        self._result.write_text(json.dumps(self._record), encoding="utf-8")
+        os.write(self._record_file, json.dumps(self._record).encode())
