@@ -93,6 +93,9 @@ async def test_a_call_in_a_channel_is_a_call(tmp_path: Path) -> None:
     message = (await ask(app, CHAT, tools=[WEATHER]))["choices"][0]["message"]
     assert message["reasoning_content"] == "Look." and message["content"] is None
     (call,) = message["tool_calls"]
+    assert app.engine.prompts[0].params.grammar is None, (
+        "a grammar of text would forbid channels"
+    )
     assert call["function"]["name"] == "weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
 

@@ -422,6 +422,30 @@ async def test_routes_and_methods(make):
     assert bad.headers["x-request-id"] != "a b"
 
 
+async def test_models_are_told_when_requests_are_taken(make):
+    app = make()
+    for state, status in (("starting", 503), ("ready", 200), ("restarting", 503)):
+        app.engine.state = state
+        answers = [
+            await Client(app).get(path) for path in ("/v1/models", "/v1/models/tiny", "/ready")
+        ]
+        assert [one.status for one in answers] == [status] * 3, state
+    app.engine.state = "ready"
+    assert (await Client(app).get("/v1/models")).json()["data"][0]["max_model_len"] > 0
+
+
+async def test_an_engine_that_goes_while_a_request_is_read_ends_it(make):
+    app = make()
+    asked = Client(app).request("/v1/responses", {"input": "x"})  # which a thread reads
+    task = asyncio.ensure_future(asked.run())
+    await asyncio.sleep(0)
+    app.engine.state = "restarting"
+    await asyncio.wait_for(task, 5)
+    assert asked.status == 503 and asked.json()["error"]["code"] in ("died", "restarting")
+    app.engine.state = "ready"
+    await settle(app)
+
+
 async def test_large_and_slow_bodies(make):
     app = make(limits=Limits(max_body_bytes=1000, body_seconds=0.05))
     told = (

@@ -7,7 +7,7 @@ from functools import partial
 from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.api.reasoning import CHANNEL, END, MESSAGE, opened
+from phases.appendix.api.reasoning import CHANNEL, END, MESSAGE, has_channels, opened
 from serving.http.errors import wrong
 from serving.parsed import ParsedRequest
 
@@ -45,8 +45,8 @@ class Prefill:
     def _extend(self, request: ParsedRequest, text: str) -> None:
         """Put the text behind the prompt, and behind all reasoning: it is of the answer."""
         (prompt,) = request.prompts
-        source, mark = self.tokenizer.chat_template.source, ""
-        if CHANNEL in source and MESSAGE in source:
+        mark = ""
+        if has_channels(self.tokenizer):
             mark = f"{CHANNEL}final{MESSAGE}"
         elif opened(self.tokenizer, prompt):
             mark = f"\n{END}\n\n"

@@ -62,8 +62,8 @@ class Reasoning:
             request.ignored.append("reasoning_effort")
 
     def _part(self, request: ParsedRequest) -> None:
-        tokenizer, source = self.tokenizer, self.tokenizer.chat_template.source
-        if CHANNEL in source and MESSAGE in source:
+        tokenizer = self.tokenizer
+        if has_channels(tokenizer):
             has_calls = request.calls is not None
             request.reasoning = lambda: ChannelReader(has_calls)
             marks = [CHANNEL, MESSAGE, *ENDS]
@@ -76,6 +76,12 @@ class Reasoning:
             marks = [BEGIN, END]
         ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
         request.shown |= tokenizer.special_ids & ids
+
+
+def has_channels(tokenizer: Tokenizer) -> bool:
+    """Return True if the model writes gpt-oss's format."""
+    source = tokenizer.chat_template.source
+    return CHANNEL in source and MESSAGE in source
 
 
 def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from common.errors import UserError
 from common.json_text import convert_fields, decode_written
-from phases.appendix.api.reasoning import BEGIN, CHANNEL
+from phases.appendix.api.reasoning import BEGIN, has_channels
 from phases.appendix.protocols.translation import Events, Translation
 from serving.app import App
 from serving.completion import Choice
@@ -250,10 +250,10 @@ def capabilities(model: ServedModel) -> list[str]:
     """Return what the model can do, in Ollama's words."""
     found = ["completion", "tools", "embedding"]
     try:
-        source = model.tokenizer.chat_template.source
+        thinks = BEGIN in model.tokenizer.chat_template.source or has_channels(model.tokenizer)
     except UserError:  # it has no template
         return ["completion", "embedding"]
-    return [*found, "thinking"] if BEGIN in source or CHANNEL in source else found
+    return [*found, "thinking"] if thinks else found
 
 
 async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:

@@ -15,6 +15,7 @@ from common.json_text import decode_written
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import loosen, schema_of
+from phases.appendix.api.reasoning import has_channels
 from phases.appendix.guidance.exact import exact
 from phases.appendix.tools.described import WARNING, described
 from phases.appendix.tools.formats import Schema, format_of
@@ -101,7 +102,10 @@ class ToolHandler:
         grammar = format.grammar(
             [*functions.items()], must=must, several=several, content=content
         )
-        request.sampling["grammar"] = grammar
+        if must or content is not None or not has_channels(self.tokenizer):
+            request.sampling["grammar"] = (
+                grammar  # else there would be no channels, which are no text
+            )
         request.names["grammar"] = "tools"
         request.explain = partial(refusal, grammar=grammar)
         request.constrained = must or content is not None
