@@ -66,7 +66,20 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        field = _too_large(data) if "out of range" in str(error) else None
+        if field is not None:
+            raise FieldError(field, f"{field} holds a number that is out of range") from None
         raise UserError(f"the body is no JSON object: {error}") from None
+
+
+def _too_large(data: bytes) -> str | None:
+    """Return the first field of an object in which a number is out of range."""
+    for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            return name
+    return None
 
 
 def convert_fields(kind: type[T], fields: Mapping[str, Any]) -> T:

@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[Any, int, str | None, str]] = {
     "token of a hundred digits": (b'{"prompt": [' + b"9" * 100 + b"]}", 400, "prompt", ""),
     "temperature": ({"prompt": "a", "temperature": -1}, 400, "temperature", "between 0"),
     "high temperature": ({"prompt": "a", "temperature": 2.01}, 400, "temperature", "between 0 and 2"),
-    "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, None, "out of range"),
+    "infinity": (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", "out of range"),
     "too many samples": ({"prompt": ["a"] * 100, "n": 3}, 400, "n", "at most 256"),
     "too many prompts": ({"prompt": ["a"] * 257}, 400, "prompt", "at most 256"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
