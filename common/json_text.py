@@ -42,7 +42,7 @@ class FieldError(UserError):
 
 
 def check_json(data: bytes, most_parts: int) -> None:
-    """Raise `UserError` for JSON of too many parts, or nested too deeply, before any of them is decoded.
+    """Raise `FieldError` for JSON of too many parts, or nested too deeply, before any of them is decoded.
 
     Each part costs a microsecond or more in which a server does nothing else. What stands in strings does not
     count.
@@ -53,15 +53,18 @@ def check_json(data: bytes, most_parts: int) -> None:
     text = np.frombuffer(data.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     outside = ~np.bitwise_xor.accumulate(text == _QUOTE)
     if np.count_nonzero(_PARTS[text] & outside) > most_parts:
-        raise UserError(
-            f"the body has more than {most_parts:,} objects, lists and keys, which is the limit"
+        raise FieldError(
+            None,
+            f"the body has more than {most_parts:,} objects, lists and keys, which is the limit",
         )
     if np.cumsum(_STEPS[text] * outside).max(initial=0) > MAX_DEPTH:
-        raise UserError(f"the body nests deeper than {MAX_DEPTH} levels, which is the limit")
+        raise FieldError(
+            None, f"the body nests deeper than {MAX_DEPTH} levels, which is the limit"
+        )
 
 
 def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
-    """Return the object that a client has sent. Raises `UserError` if it is none, or has too many parts."""
+    """Return the object that a client has sent. Raises `FieldError` if it is none, or too large."""
     check_json(data, most_parts)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -69,7 +72,7 @@ def decode_object(data: bytes, most_parts: int) -> dict[str, Any]:
         field = _too_large(data) if "out of range" in str(error) else None
         if field is not None:
             raise FieldError(field, f"{field} holds a number that is out of range") from None
-        raise UserError(f"the body is no JSON object: {error}") from None
+        raise FieldError(None, f"the body is no JSON object: {error}") from None
 
 
 def _too_large(data: bytes) -> str | None:

@@ -139,19 +139,16 @@ class App:
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
         http.form = endpoint.form
         parse = partial(self.parse, endpoint, http)
-        request, ready = await self.read(http, parse, threaded=endpoint.threaded)
+        request, ready = await self.read(
+            http, parse, threaded=endpoint.threaded, source=endpoint.source
+        )
         await self.generate(http, request, ready)
 
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
     ) -> ParsedRequest:
         """Read a request for tokens. Raises `ApiError`."""
-        try:
-            request = endpoint.parse(http, fields, ready)
-        except FieldError:
-            raise
-        except UserError as error:
-            raise wrong(endpoint.source, str(error)) from None
+        request = endpoint.parse(http, fields, ready)
         known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
         request.ignored += sorted(fields.keys() - known)
         return request
@@ -169,8 +166,11 @@ class App:
         parse: Callable[[dict[str, Any], Ready], T],
         *,
         threaded: bool = False,
+        source: str | None = None,
     ) -> tuple[T, Ready]:
         """Decode and parse a body; a thread does it unless it is short, so that no stream waits.
+
+        source: the field that an error is about unless it names one.
 
         Raises:
             ApiError: the request cannot be taken now, or never.
@@ -180,11 +180,12 @@ class App:
 
         def make() -> T:
             try:
-                return parse(decode_object(body, self.limits.max_parts), ready)
+                fields = decode_object(body, self.limits.max_parts)
+                return parse(fields, ready)
+            except FieldError as error:
+                raise wrong(error.field, str(error)) from None
             except UserError as error:
-                raise wrong(
-                    error.field if isinstance(error, FieldError) else None, str(error)
-                ) from None
+                raise wrong(source, str(error)) from None
 
         if len(body) <= LONG and not threaded:
             return make(), ready

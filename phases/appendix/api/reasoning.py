@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.formats import HERMES, OPENING
-from phases.appendix.tools.reader import settled
+from phases.appendix.tools.reader import decided_length, settled
 from serving.parsed import ParsedRequest
 
 BEGIN, END = "<think>", "</think>"
@@ -223,7 +223,7 @@ class ChannelReader:
         elif self._state == "head":
             return False
         else:
-            size = len(self._rest) if last else _undecided(self._rest, marks)
+            size = len(self._rest) if last else decided_length(self._rest, *marks)
             text, self._rest = self._rest[:size], self._rest[size:]
         if self._state == "analysis" and text:
             self._thought.append(text)
@@ -252,11 +252,3 @@ class ChannelReader:
             )
         self._state = "analysis" if channel == "analysis" else "answer"
         return ""
-
-
-def _undecided(text: str, marks: tuple[str, ...]) -> int:
-    """Return how much of a text can be no beginning of a mark."""
-    begun = (
-        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
-    )
-    return len(text) - max(begun, default=0)

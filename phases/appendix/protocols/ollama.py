@@ -263,7 +263,7 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
         return ollama.loads(fields) or app.parse(ollama, http, fields, ready)
 
-    request, ready = await app.read(http, parse)
+    request, ready = await app.read(http, parse, source=ollama.source)
     if isinstance(request, dict):
         await http.json(request)
     else:

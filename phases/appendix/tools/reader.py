@@ -10,12 +10,17 @@ from phases.appendix.tools.formats import OPENING, CallFormat
 from serving.parsed import Delta
 
 
-def settled(text: str, *marks: str) -> int:
-    """Return how much of a text can be no beginning of a mark, nor spaces before one."""
+def decided_length(text: str, *marks: str) -> int:
+    """Return how much of a text can be no beginning of a mark."""
     begun = (
         size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
     )
-    return len(text[: len(text) - max(begun, default=0)].rstrip())
+    return len(text) - max(begun, default=0)
+
+
+def settled(text: str, *marks: str) -> int:
+    """Return how much of a text can be no beginning of a mark, nor spaces before one."""
+    return len(text[: decided_length(text, *marks)].rstrip())
 
 
 class CallReader:
