@@ -3,25 +3,89 @@
 PyTorch's threads come from GNU's OpenMP. A thread that waits for others spins before it sleeps, by default
 for 300,000 turns (some 1 to 10 ms): alone that is the fastest way to begin the next operator, but beside
 another program it burns the very processor that the thread waited for has lost (`ladder bench neighbours`).
+So a command looks at the machine first: where processors are shared, its threads sleep at once.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import MutableMapping
+from pathlib import Path
+
+from common.neighbours import others_share, processors, usage
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}
 """The profiler's own log: `ladder profile` prints what it found, not when it began."""
 SPIN = {"GOMP_SPINCOUNT": "10000"}
-"""Turns that a waiting thread spins."""
+"""Turns that a thread spins where it is measured how fast something can be."""
+SHORT_SPIN = {"GOMP_SPINCOUNT": "1000"}
+"""The same where the machine is idle now, and may not be later."""
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Either one, given by the user, says how threads wait."""
+THREADS = "OMP_NUM_THREADS"
+CROWDED = 0.15
+"""Share of the processors that others take, beyond which threads sleep at once."""
+SAMPLE_SECONDS = 0.1
+CGROUPS = Path("/sys/fs/cgroup")
 
 
-def limit_threads_and_noise(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set. Later than the import of PyTorch it changes nothing."""
-    made = dict(QUIET)
+def limit_threads_and_noise(
+    environment: MutableMapping[str, str] = os.environ, *, measuring: bool = False
+) -> None:
+    """Set what the user has not set. Later than the import of PyTorch it changes nothing.
+
+    measuring: the command is a benchmark, which is to have the machine for itself.
+    """
+    made, limit = dict(QUIET), quota()
+    if limit is not None and limit < len(processors()):
+        made[THREADS] = str(max(1, int(limit)))
     if not any(name in environment for name in WAITING):
-        made |= SPIN
+        made |= (
+            SPIN if measuring else PASSIVE if is_crowded(environment, limit) else SHORT_SPIN
+        )
     for name, value in made.items():
         environment.setdefault(name, value)
+
+
+def is_crowded(environment: MutableMapping[str, str], limit: float | None) -> bool:
+    """Return True where threads have to share processors: with others, by a quota, or with each other.
+
+    limit: see `quota`. The others' share is measured for `SAMPLE_SECONDS`.
+    """
+    threads = environment.get(THREADS, "")
+    if limit is not None and limit < len(processors()):
+        return True
+    if threads.isdigit() and int(threads) > len(processors()):
+        return True
+    before = usage()
+    time.sleep(SAMPLE_SECONDS)
+    return others_share(before, usage()) > CROWDED
+
+
+def quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Return the processors' time a second that a container may use, in processors; None: all.
+
+    root, own: where Linux says limits of groups, and this process's groups; both versions of them are read.
+    """
+    try:
+        group = own.read_text().rpartition("0::")[2].strip().lstrip("/")
+    except OSError:
+        group = ""
+    limits = []
+    for folder in {root, root / group}:
+        limits.append(_ratio(folder / "cpu.max"))
+    limits.append(
+        _ratio(root / "cpu" / "cpu.cfs_quota_us", root / "cpu" / "cpu.cfs_period_us")
+    )
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _ratio(*files: Path) -> float | None:
+    try:
+        allowed, period = " ".join(file.read_text() for file in files).split()
+        found = int(allowed) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return None
+    return found if found > 0 else None

@@ -54,9 +54,12 @@ def usage() -> Usage:
 
 def share(before: Usage, after: Usage) -> float:
     """Return the others' part of the processors between two readings, 0 to 1; 0 if they are too close."""
-    elapsed = after.clock - before.clock
-    if elapsed < LEAST_SECONDS:
-        return 0.0
+    return others_share(before, after) if after.clock - before.clock >= LEAST_SECONDS else 0.0
+
+
+def others_share(before: Usage, after: Usage) -> float:
+    """Return `num_new_tokens` for any time between the readings; a tick of the counters is 10 ms."""
+    elapsed = max(after.clock - before.clock, 1e-3)
     others = (after.machine - before.machine) - (after.ours - before.ours)
     return min(max(others / (elapsed * len(processors())), 0.0), 1.0)
 
@@ -66,13 +69,19 @@ def warn(before: Usage) -> None:
     part = share(before, usage())
     if part > MOST:
         err.print(
-            f"Other programs take {part:.0%} of the processor, so this is slower than it could be, often "
-            "several times. OMP_WAIT_POLICY=PASSIVE loses less beside them; `ladder bench neighbours` "
-            "measures it here.",
+            f"Other programs take {part:.0%} of the processor, so this is slower than it could be. "
+            f"{_advice()}`ladder bench neighbours` measures it here.",
             style="yellow",
             markup=False,
             soft_wrap=True,
         )
+
+
+def _advice() -> str:
+    """Return advice, where it is not followed already."""
+    if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        return ""
+    return "OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start; "
 
 
 def _busy(times: object) -> float:

@@ -6,9 +6,6 @@ import sys
 def main() -> None:
     """Run `phases.cli`. Its imports take a moment, and Ctrl-C in that moment is no defect either."""
     try:
-        from common.environment import limit_threads_and_noise
-
-        limit_threads_and_noise()
         from phases.cli import main as run
 
         run()

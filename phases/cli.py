@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from common.environment import limit_threads_and_noise
 from common.errors import UserError
 from phases import need_checkout
 from phases.commands import arguments as a
@@ -55,6 +56,8 @@ def whole(
     """A language model inference engine in runnable phases."""
 
 
+MEASURING = ("bench", "profile")
+"""Commands that are to have the machine for themselves: their threads spin."""
 EXTRAS_HELP = ", ".join(EXTRAS)
 
 
@@ -87,6 +90,9 @@ def command(
             asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
+            limit_threads_and_noise(
+                measuring=function.__name__ in MEASURING
+            )  # before PyTorch is imported
             code: int = resolve_name(target)(asked)
             return code
 

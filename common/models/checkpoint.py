@@ -44,8 +44,9 @@ def load_weights(
     """Replace every parameter and persistent buffer of `model` by the checkpoint's tensor of that name.
 
     The files are memory-mapped and each tensor is copied once, straight to its device and format, so the peak
-    is the finished model and the largest single tensor, not two models. Afterwards no parameter requires a
-    gradient. Buffers registered with `persistent=False` are in no checkpoint and stay as they are.
+    is the finished model and the largest single tensor, not two models. Buffers, such as quantized weights,
+    stay mapped on a CPU, so that processes share their memory. Afterwards no parameter requires a gradient.
+    Buffers registered with `persistent=False` are in no checkpoint and stay as they are.
 
     Args:
         model: usually built under `torch.device("meta")`, where parameters have a shape but no memory.
@@ -85,17 +86,16 @@ def load_weights(
             tensor = tensor.reshape(
                 tensor.shape or (1,)
             )  # one number by itself is a vector of one
-            # Copied even where nothing is converted: a view would keep the file mapped while the model lives.
             wanted = expected[target]
             rounded = isinstance(wanted, nn.Parameter) and wanted.dtype in _FLOATS
-            kept = dtype if rounded else tensor.dtype
-            put(
-                model,
-                target,
-                torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor),
-            )
+            if rounded or torch.device(device).type != "cpu":
+                # Copied even where nothing is converted: a parameter's file may change while the model lives.
+                kept = dtype if rounded else tensor.dtype
+                tensor = torch.empty(tensor.shape, device=device, dtype=kept).copy_(tensor)
+            put(model, target, tensor)
     for target, source in tied.items():
-        put(model, target, model.get_parameter(source))
+        if source in expected:
+            put(model, target, model.get_parameter(source))
 
 
 def stores_once(

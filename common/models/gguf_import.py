@@ -5,11 +5,12 @@ metadata, tokenizer and block-quantized weights. The bundled models come in it b
 enough for a package registry. Everything after this module knows one format only. It reads Llama with
 SmolLM's tokenizer and Gemma 3, and checks nothing: a file's SHA-256 has been compared before.
 
-The weights are stored as float32. A quantized weight is a float16 scale times an integer, plus a float16
-minimum in some formats; such a product has up to 18 significant bits, which float16 (11) and bfloat16 (8)
-would round. From float32 each later format is rounded once, and `transformers` computes in float32 unless
-told otherwise, which is what an oracle should do. The price is disk space: 0.5 GB for SmolLM2-135M, 1.1 GB
-for Gemma-3-270M, and once as much memory.
+The weights are stored as float32. Where all matrices are of the types in `BLOCKS`, they are stored a second
+time as the file has them, in the folder `blocks`: a quantized checkpoint, for phase 10. A quantized weight is
+a float16 scale times an integer, plus a float16 minimum in some formats; such a product has up to 18
+significant bits, which float16 (11) and bfloat16 (8) would round. From float32 each later format is rounded
+once, and `transformers` computes in float32 unless told otherwise, which is what an oracle should do. The
+price is disk space: 0.6 GB for SmolLM2-135M, 1.1 GB for Gemma-3-270M, and once as much memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, ReaderTensor
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -44,6 +45,14 @@ _NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _FFN_NORM = {"llama": "post_attention_layernorm", "gemma3": "pre_feedforward_layernorm"}
+BLOCKS = {
+    GGMLQuantizationType.Q4_0: "q4_0",
+    GGMLQuantizationType.Q4_1: "q4_1",
+    GGMLQuantizationType.Q8_0: "q8_0",
+}
+"""The types of which a quantized copy is kept, with their names in its `quantization_config`."""
+BLOCKS_FOLDER = "blocks"
+_BLOCK = 32  # numbers that share a scale
 # GGUF's tokenizer.ggml.token_type
 _NORMAL = 1
 _CONTROL = 3
@@ -54,7 +63,7 @@ def import_gguf(source: Path, folder: Path) -> None:
     """Write the model in the GGUF file `source` to the new directory `folder`.
 
     The folder gets `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-    `tokenizer_config.json`.
+    `tokenizer_config.json`, and the folder `blocks` where all matrices are of `BLOCKS`.
     """
     reader = GGUFReader(source)
     meta = {key: field.contents() for key, field in reader.fields.items()}
@@ -70,6 +79,53 @@ def import_gguf(source: Path, folder: Path) -> None:
         for each in reader.tensors
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if all(each.tensor_type in BLOCKS for each in reader.tensors if len(each.shape) > 1):
+        _write_blocks(reader, meta, config, folder / BLOCKS_FOLDER)
+
+
+def _write_blocks(
+    reader: GGUFReader, meta: dict[str, Any], config: dict[str, Any], folder: Path
+) -> None:
+    """Write the quantized checkpoint, with the parts of each matrix: see `block_parts`."""
+    kinds: dict[str, str] = {}
+    stored: dict[str, npt.NDArray[Any]] = {}
+    for each in reader.tensors:
+        name = hf_name(each.name, meta["general.architecture"])
+        if each.tensor_type not in BLOCKS:
+            stored[name] = hf_weight(each, meta)
+            continue
+        module = name.removesuffix(".weight")
+        kinds[module] = BLOCKS[each.tensor_type]
+        parts = block_parts(_hf_rows(each, meta), kinds[module])
+        stored |= {f"{module}.{part}": array for part, array in parts.items()}
+    folder.mkdir()
+    quantization = {"quant_method": "gguf", "types": kinds}
+    write_json(folder / "config.json", {**config, "quantization_config": quantization})
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
+def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray[Any]]:
+    """Split a matrix of blocks into its numbers, scales and minimums; nothing is rounded.
+
+    Args:
+        rows: `[N, bytes of a row]`, the blocks as the file has them.
+        kind: a value of `BLOCKS`.
+
+    Returns:
+        `data`: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds
+        number i in its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16
+        `[N, K / 32]`.
+    """
+    size = 2 + (2 if kind == "q4_1" else 0) + (_BLOCK if kind == "q8_0" else _BLOCK // 2)
+    blocks = rows.reshape(len(rows), -1, size)
+    halves = ("scale", "minimum") if kind == "q4_1" else ("scale",)
+    parts: dict[str, npt.NDArray[Any]] = {}
+    for place, name in enumerate(halves):
+        two_bytes = np.ascontiguousarray(blocks[..., 2 * place : 2 * place + 2])
+        parts[name] = two_bytes.view(np.float16)[..., 0]
+    data = np.ascontiguousarray(blocks[..., 2 * len(halves) :]).reshape(len(rows), -1)
+    parts["data"] = data.view(np.int8) if kind == "q8_0" else data
+    return parts
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -142,17 +198,27 @@ def hf_name(name: str, architecture: str) -> str:
 
 def hf_weight(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[np.float32]:
     """Dequantize `tensor` and undo what the conversion to GGUF did to it."""
-    quantized, architecture = tensor.data, meta["general.architecture"]
-    if architecture == "llama" and tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
-        key = "head_count" if tensor.name.endswith("attn_q.weight") else "head_count_kv"
-        quantized = unpermute(quantized, meta[f"llama.attention.{key}"])
-    weight = dequantize(quantized, tensor.tensor_type).astype(np.float32, copy=False)
+    architecture = meta["general.architecture"]
+    weight = dequantize(_hf_rows(tensor, meta), tensor.tensor_type).astype(
+        np.float32, copy=False
+    )
     # Gemma multiplies by 1 + w; GGUF stores that sum, so that one RMSNorm serves every architecture.
     return (
         weight - 1
         if architecture == "gemma3" and tensor.name.endswith("norm.weight")
         else weight
     )
+
+
+def _hf_rows(tensor: ReaderTensor, meta: dict[str, Any]) -> npt.NDArray[Any]:
+    """Return a tensor's data as stored, its rows in Hugging Face's order."""
+    if meta["general.architecture"] == "llama" and tensor.name.endswith(
+        ("attn_q.weight", "attn_k.weight")
+    ):
+        key = "head_count" if tensor.name.endswith("attn_q.weight") else "head_count_kv"
+        return unpermute(tensor.data, meta[f"llama.attention.{key}"])
+    data: npt.NDArray[Any] = tensor.data
+    return data
 
 
 def unpermute(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

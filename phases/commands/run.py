@@ -20,7 +20,7 @@ from common.words import count
 from phases import Phase, phase_named
 from phases.commands.engines import Served, serve
 from phases.commands.grammars import check_grammar, show_trace
-from phases.registry import check_options, load_engine, missing_for
+from phases.registry import check_options, default_weights, load_engine, missing_for
 
 SPECULATES = 11
 """The phase that guesses."""
@@ -65,15 +65,11 @@ def run(given: SimpleNamespace) -> int:
             f"[dim]{phase.name} needs {missing} to be fast; here it may take minutes.[/dim]",
             soft_wrap=True,
         )
+    weights = default_weights(phase, str(folder), where, given.dtype, options)
     engine = load_engine(
-        phase,
-        str(folder),
-        device=str(where),
-        dtype=given.dtype,
-        tokenizer=tokenizer,
-        **options,
+        phase, weights, device=str(where), dtype=given.dtype, tokenizer=tokenizer, **options
     )
-    if given.verbose and (memory_plan := getattr(engine, "ledger", None)) is not None:
+    if given.verbose and (memory_plan := getattr(engine, "memory_plan", None)) is not None:
         err.print(f"[dim]{memory_plan}[/dim]")
     if given.trace:
         return show_trace(engine, tokenizer, ids[0], params)

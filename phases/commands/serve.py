@@ -32,7 +32,14 @@ from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.one_at_a_time import OneAtATime
 from phases.commands.plain import version
-from phases.registry import ROWS, check_options, first_phases, load_engine, missing_for
+from phases.registry import (
+    ROWS,
+    check_options,
+    default_weights,
+    first_phases,
+    load_engine,
+    missing_for,
+)
 from replicas.options import ReplicaOptions
 from serving.app import App
 from serving.http.limits import Limits
@@ -116,8 +123,9 @@ def make_engine(
 ) -> Any:
     """Make the engine, in its own process. Phases that take no requests while they run serve one by one."""
     tokenizer = Tokenizer(folder)
+    weights = default_weights(phase, model, pick_device(device), dtype, options)
     engine = load_engine(
-        phase, model, device=device, dtype=dtype, tokenizer=tokenizer, **options
+        phase, weights, device=device, dtype=dtype, tokenizer=tokenizer, **options
     )
     return engine if phase.number >= ROWS else OneAtATime(engine)
 

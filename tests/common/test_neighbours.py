@@ -18,6 +18,7 @@ def test_the_share_is_what_neither_we_nor_our_children_used(monkeypatch):
 
 
 def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.5 * len(processors()), 0.0))
     warn(Usage(10.0))
     said = capsys.readouterr().err
@@ -30,9 +31,17 @@ def test_a_warning_names_the_share_and_what_helps(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_settings_are_made_and_the_users_own_win():
+def test_a_warning_advises_nothing_that_is_done(monkeypatch, capsys):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(neighbours, "usage", lambda: Usage(11.0, 0.5 * len(processors()), 0.0))
+    warn(Usage(10.0))
+    assert "OMP_WAIT_POLICY" not in capsys.readouterr().err
+
+
+def test_settings_are_made_and_the_users_own_win(monkeypatch):
+    monkeypatch.setattr("common.environment.quota", lambda: None)
     empty: dict[str, str] = {}
-    limit_threads_and_noise(empty)
+    limit_threads_and_noise(empty, measuring=True)
     assert empty == QUIET | SPIN
     for own in (
         {"OMP_WAIT_POLICY": "PASSIVE"},
@@ -40,6 +49,6 @@ def test_settings_are_made_and_the_users_own_win():
         {"KINETO_LOG_LEVEL": "0"},
     ):
         given = dict(own)
-        limit_threads_and_noise(given)
+        limit_threads_and_noise(given, measuring=True)
         assert own.items() <= given.items()
         assert ("GOMP_SPINCOUNT" in given) == ("OMP_WAIT_POLICY" not in own)

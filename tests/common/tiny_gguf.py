@@ -58,9 +58,12 @@ def oracle(architecture: str) -> transformers.PreTrainedModel:
 
 
 def write(
-    path: Path, architecture: str, quantization: str = "F32"
+    path: Path, architecture: str, quantization: str = "F32", embedding: str = "F32"
 ) -> transformers.PreTrainedModel:
-    """Write `oracle(architecture)` to `path` with its projections in `quantization`; returns the oracle."""
+    """Write `oracle(architecture)` to `path` with its projections in `quantization`; returns the oracle.
+
+    embedding: the type of the embedding.
+    """
     model = oracle(architecture)
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -77,7 +80,10 @@ def write(
         writer.add_sliding_window(config.sliding_window)
     _add_tokenizer(writer, architecture)
     for name, weight in model.named_parameters():
-        _add_tensor(writer, name, weight.detach().numpy(), architecture, config, quantization)
+        kind = (
+            embedding if "embed_tokens" in name else quantization if "proj" in name else "F32"
+        )
+        _add_tensor(writer, name, weight.detach().numpy(), architecture, config, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,7 +114,7 @@ def _add_tensor(writer, name, weight, architecture, config, quantization):
         layer, rest = name.removeprefix("model.layers.").split(".", 1)
         target = f"blk.{layer}.{names[rest.removesuffix('.weight')]}.weight"
     kind = gguf.GGMLQuantizationType[quantization]
-    if "proj" in name and kind != gguf.GGMLQuantizationType.F32:
+    if kind != gguf.GGMLQuantizationType.F32:
         writer.add_tensor(target, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     else:
         writer.add_tensor(target, weight)

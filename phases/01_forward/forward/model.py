@@ -59,17 +59,12 @@ class Model(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self._embedding.device
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of hidden states, which is the embedding's: a linear may keep its weights in another."""
-        return self._embedding.dtype
-
-    @property
-    def _embedding(self) -> nn.Parameter:
-        (name,) = self.TIED.values()
-        return self.get_parameter(name)
+        """The dtype of hidden states, which the first parameter has: a linear may have another one."""
+        return next(self.parameters()).dtype
 
     @property
     def max_len(self) -> int:

@@ -11,8 +11,10 @@ from common.sampling.sampler import Sampler
 from forward.model import Model
 from paged_cache.pool import KVFormat
 
-CPU_CACHE_BYTES = 1 << 30
-"""The cache's size on a CPU, unless the caller says otherwise or a quarter of the free memory is less."""
+CPU_CACHE_BYTES = 1 << 28
+"""The cache's size on a CPU, unless the caller says otherwise, one request of the longest context needs more
+(up to `MOST_CPU_CACHE_BYTES`), or a quarter of the free memory is less. Only what is written is in use."""
+MOST_CPU_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def plan_cache(
                 - reserved
             )
         else:
-            room = min(CPU_CACHE_BYTES, free // 4)
+            longest = -(-max_len // block_size) * per_block
+            room = min(max(CPU_CACHE_BYTES, min(longest, MOST_CPU_CACHE_BYTES)), free // 4)
         blocks = min(
             room // per_block, rows * -(-max_len // block_size)
         )  # more can never be in use

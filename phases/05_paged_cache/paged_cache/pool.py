@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +79,14 @@ def largest(dtype: torch.dtype) -> float:
     return float((torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max)
 
 
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of zeros; on a CPU a page of it takes memory once something is written there."""
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.frombuffer(mmap(-1, size), dtype=dtype).view(shape)
+
+
 class BlockPool:
     """One allocation `[L, 2, N, P, KH, D]`, and of it each layer's `LayerBlocks`.
 
@@ -106,7 +116,7 @@ class BlockPool:
             config.head_dim,
         )
         # Zeros, not garbage: a masked key's weight is exactly 0, and 0 times a stray NaN is NaN.
-        self.data = torch.zeros(shape, device=device, dtype=kv.dtype_for(dtype))
+        self.data = zeros(shape, device, kv.dtype_for(dtype))
         self.exact = kv.exact(dtype)
         if kv.scales is None:
             self.layers = [LayerBlocks(k, v, layout=kv.layout) for k, v in self.data]

@@ -44,7 +44,8 @@ class Quant(Feature):
 
     quantization: str | None = option(
         None,
-        f"make the weights {', '.join(SCHEMES)} while loading; a quantized checkpoint needs nothing",
+        f"make the weights {', '.join(SCHEMES)} while loading; none: leave them, also on a CPU where "
+        "commands take the blocks of a GGUF file by default; a quantized checkpoint needs nothing",
     )
     group_size: int = option(
         128, "inputs that share a scale in int4, less where that does not divide them"
@@ -59,7 +60,7 @@ class Quant(Feature):
     def __post_init__(self) -> None:
         """Check the options."""
         if self.quantization is not None:
-            choice("quantization", self.quantization, SCHEMES)
+            choice("quantization", self.quantization, [PLAIN, *SCHEMES])
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])
         choice("kv_cache", self.kv_cache, [PLAIN, *KV_DTYPES])
         integer("group_size", self.group_size)
@@ -72,16 +73,15 @@ class Quant(Feature):
     def weight_loader(self) -> WeightLoader:
         """Return the say in how linear layers keep their weights."""
         layers = self._scheme(self.quantization)
-        if self.head == AUTO and self.quantization is not None:
-            return Quantize(
-                layers, lambda device: self._scheme(head_for(self.quantization or "", device))
-            )
+        if self.head == AUTO and layers is not None:
+            name = layers.name
+            return Quantize(layers, lambda device: self._scheme(head_for(name, device)))
         return Quantize(
             layers, self._scheme(None if self.head in (AUTO, PLAIN) else self.head)
         )
 
     def _scheme(self, name: str | None) -> Scheme | None:
-        if name is None:
+        if name in (None, PLAIN):
             return None
         scheme = SCHEMES[name]
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.models.checkpoint import assign
 from forward.model import Model
+from quant.blocks import METHOD, expect_blocks, tie_blocks
 from quant.formats import Scheme
 from quant.linear import QuantLinear, quantized
 
@@ -41,11 +42,19 @@ class Quantize:
         return type(self)()
 
     def expect(self, model: Model) -> None:
-        """See `WeightLoader.expect`: what others have quantized is refused; the appendix reads it."""
-        if model.config.quantization is not None:
+        """See `WeightLoader.expect`: of quantized checkpoints only the blocks of a GGUF file are read."""
+        stored = model.config.quantization
+        if stored is None:
+            return
+        if stored["quant_method"] != METHOD:
             raise UserError(
                 "the checkpoint is quantized already, which only checkpoint_formats reads: it is off"
             )
+        if self.scheme is not None:
+            raise UserError(
+                f"quantization is {self.scheme.name!r}, but the checkpoint is quantized already: leave it out"
+            )
+        expect_blocks(model, stored["types"])
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
         """See `WeightLoader.place`: a weight that is to be quantized is so at once, and then let go of."""
@@ -60,6 +69,7 @@ class Quantize:
 
     def finish(self, model: Model) -> Model:
         """See `WeightLoader.finish`."""
+        tie_blocks(model)
         for name in plain_layers(model):
             layer = model.get_submodule(name)
             scheme = self.wanted(name, model.device)

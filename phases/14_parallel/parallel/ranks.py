@@ -56,7 +56,7 @@ def device_of(first: str, rank: int) -> torch.device:
 
 def graphs_of(engine: Any) -> Callable[[], None]:
     """Return a function that destroys an engine's graphs, in which sums may be. It holds no engine."""
-    return getattr(engine.runner, "let_go", lambda: None)
+    return getattr(engine.runner, "release", lambda: None)
 
 
 def parted() -> bool:

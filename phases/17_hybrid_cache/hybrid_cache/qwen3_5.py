@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common.models.config import DeltaConfig, ModelConfig
 from forward.attention import Attention, LayerSpec
-from forward.layers import GatedMLP, RMSNorm
+from forward.layers import Embedding, GatedMLP, RMSNorm
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.rope import Rope, apply_rope
@@ -132,7 +132,7 @@ class Qwen35(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert config.rope is not None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config.rope, int(config.rope.share * config.head_dim))
         # A longer context sharpens what turns; the scale of `Model` would sharpen what does not as well.
         self.attention_scaling = attention_scaling(config, 0) ** 0.5

@@ -14,6 +14,7 @@ from forward.model import Model
 from paged_cache import EngineBuilder, Feature
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
+from quant.blocks import METHOD
 from quant.loading import Quantize, plain_layers, replace_layer
 
 
@@ -22,7 +23,9 @@ class ReadFormats(Quantize):
 
     def expect(self, model: Model) -> None:
         """See `WeightLoader.expect`."""
-        if model.config.quantization is None:
+        stored_as = model.config.quantization
+        if stored_as is None or stored_as["quant_method"] == METHOD:
+            super().expect(model)
             return
         if self.scheme is not None:
             raise UserError(
@@ -32,7 +35,7 @@ class ReadFormats(Quantize):
             raise UserError(
                 "quantization_config: GPT-2's matrices lie the other way: it is not supported"
             )
-        plan = stored(model.config.quantization)
+        plan = stored(stored_as)
         for name in plain_layers(model):
             layer, layout = model.get_submodule(name), plan.layout(name)
             if layout is not None and isinstance(layer, nn.Linear):

