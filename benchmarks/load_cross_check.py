@@ -125,7 +125,7 @@ def serve(folder: str, seconds: float, port: Any) -> None:
 
     from common.sockets import listen
     from phases.appendix.server import whole_app, whole_server
-    from serving.alive import EngineProcess
+    from serving.liveness import EngineProcess
 
     app = whole_app(EngineProcess(partial(paced, folder, seconds)), Tokenizer(folder), MODEL)
     listening = listen("127.0.0.1", 0)

@@ -121,9 +121,9 @@ def record() -> list[Note]:
 
     from common.sockets import listen
     from common.text.made_up import write_tokenizer
-    from serving.alive import EngineProcess
     from serving.app import App
     from serving.http.server import HttpServer
+    from serving.liveness import EngineProcess
 
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), 257, (0,))

@@ -33,12 +33,20 @@ class EngineLost(RuntimeError):
     """
 
 
-def shown(value: object, write: Callable[[object], str] = repr) -> str:
-    """Return `write(value)`, or the size of an integer that Python refuses to print (more than
-    4,300 digits).
+LONGEST = 100
+"""Characters of a value that an error repeats: a client may send megabytes."""
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
+
+
+def shown(value: object, write: Callable[[object], str] = _REPR.repr) -> str:
+    """Return `write(value)` in at most `LONGEST` characters: the middle of long values is left out.
+
+    An integer that Python refuses to print (more than 4,300 digits) is named by its size.
     """
     try:
-        return write(value)
+        text = write(value)
+        return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     except ValueError:
         if isinstance(value, int):
             return f"an integer of {value.bit_length()} bits"

@@ -6,7 +6,7 @@ A phase's engine has a method `stream` that yields events; `generate` collects t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -148,11 +148,14 @@ class TextStream:
         params: SamplingParams,
         prompt: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
+        answer: Callable[[str, bool], str] | None = None,
     ) -> None:
         """Start with an empty text that continues `prompt` (token ids).
 
         params: its `stop`, `min_tokens` and `grammar` are used.
         shown: ids of special tokens that stay in the text.
+        answer: takes what each token adds, and True if nothing follows; returns the part that is shown and
+            searched for stop strings. Reasoning, say, is neither.
         """
         # A grammar counts the bytes that tokens have in the middle of a text.
         middle = params.grammar is not None
@@ -160,6 +163,7 @@ class TextStream:
         self._stops, self._exempt = params.stop, params.min_tokens
         self._held = ""
         self._shown: list[str] = []
+        self._answer = answer
 
     @property
     def begins(self) -> bool:
@@ -189,11 +193,16 @@ class TextStream:
         """
         held, new = self._held, ""
         if token_id is not None:
-            new, stopped = self._search(self._detokenizer.push(token_id))
+            piece = self._detokenizer.push(token_id)
+            if self._answer is not None:
+                piece = self._answer("" if reason == "stop" else piece, reason is not None)
+            new, stopped = self._search(piece)
             if stopped:
                 reason = "stop"
-            elif reason == "stop":  # so the token itself ended it
+            elif reason == "stop" and self._answer is None:  # so the token itself ended it
                 new, self._held = held, ""
+        elif self._answer is not None:
+            new, _ = self._search(self._answer("", True))
         if reason is not None:
             new, self._held = new + self._held, ""
         self._shown.append(new)

@@ -28,10 +28,11 @@ from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
-from phases.appendix.embeddings.pooling import PoolingObserver
+from phases.appendix.embeddings.prompt_states import PromptObserver
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient
+from serving.http.request import HttpRequest
 from serving.messages import Command, Report
 from serving.process import ready
 from serving.worker import Worker
@@ -193,7 +194,7 @@ class Loopback(EngineClient):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self.worker = Worker(engine, self, PoolingObserver(engine))
+        self.worker = Worker(engine, self, PromptObserver(engine))
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
@@ -225,7 +226,7 @@ class Loopback(EngineClient):
     def die(self) -> None:
         """What happens when the process ends."""
         self._lose()
-        self.worker = Worker(self.engine, self, PoolingObserver(self.engine))
+        self.worker = Worker(self.engine, self, PromptObserver(self.engine))
         self._arrived = []
         for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self.engine.abort(request)
@@ -324,6 +325,10 @@ class Asked:
         if self.leave_after is not None and len(self.chunks) >= self.leave_after:
             self.leave()
         await self.reads.wait()
+
+    def http(self) -> HttpRequest:
+        """The request as routes see it."""
+        return HttpRequest(self.scope, self.receive, self.send, self.app.limits)
 
     async def run(self) -> Asked:
         await self.app(self.scope, self.receive, self.send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,12 +17,12 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from phases.appendix.observability.metrics import Metrics
 from phases.appendix.server import whole_app
-from serving.app import App, Extension
+from serving.app import App
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
 from tests.servers import Loopback, tokenizer_for
 
-E = TypeVar("E", bound=Extension)
+E = TypeVar("E")
 PROMPTS = [
     "hello",
     "a longer prompt, of some twenty tokens",
@@ -62,9 +63,10 @@ def make_with_grammars(model: Model, tokenizer: Tokenizer) -> Callable[..., App]
 
 
 def extension(app: App, kind: type[E]) -> E:
-    """The extension of this kind."""
-    (found,) = (one for one in app.extensions if isinstance(one, kind))
-    return found
+    """The part of the appendix of this kind, which has hooks in the application."""
+    hooks = [*app.before, *app.on_step, *app.on_end]
+    bound = [hook for hook in hooks if inspect.ismethod(hook)] + [app.routes["/events"]["GET"]]
+    return next(hook.__self__ for hook in bound if isinstance(hook.__self__, kind))
 
 
 def metrics(app: App) -> Metrics:
@@ -104,5 +106,5 @@ async def settle(app: App) -> None:
     while not app.engine.engine.idle:
         await asyncio.sleep(0)
     assert app.engine.in_flight == 0, "completions are in flight though nobody waits for them"
-    assert not app.exchanges, "exchanges are left"
+    assert not app.requests, "exchanges are left"
     assert leaks(app.engine.engine) == ""

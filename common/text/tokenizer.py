@@ -153,6 +153,11 @@ class Tokenizer:
                 ids = guard.encode(_unicode(text))
         return self._begun(ids) if add_special_tokens else ids
 
+    def encode_guarded(self, text: str) -> list[int]:
+        """The ids of a text that goes on a conversation; special tokens in it are ordinary characters."""
+        with _named("the conversation"):
+            return self._guard.encode(_unicode(self._guard.hide(text)))
+
     def _begun(self, ids: list[int]) -> list[int]:
         """Return `ids` with the token that begins a text in front, if the model has one and it is not there
         yet.

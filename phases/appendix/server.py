@@ -9,15 +9,14 @@ from typing import Any
 
 from common.text.tokenizer import Tokenizer
 from phases.appendix.access.doors import ANY, Doors
-from phases.appendix.api.extension import Api
+from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.connections.connection import NEVER, Connection
-from phases.appendix.connections.parts import BodyParts
 from phases.appendix.embeddings.endpoint import Embeddings
 from phases.appendix.observability.live import Live
 from phases.appendix.observability.log import AccessLog
 from phases.appendix.observability.metrics import Metrics
-from phases.appendix.protocols.extension import Protocols
-from serving.app import App, Extension
+from phases.appendix.protocols.extension import add_protocols
+from serving.app import App
 from serving.client import EngineClient
 from serving.http.limits import Limits
 from serving.http.server import HttpServer
@@ -47,17 +46,28 @@ def whole_app(
         version: of the server.
         server: what `App` takes besides.
     """
-    metrics, checked = Metrics(), limits or Limits()
-    doors = Doors(hosts, allowed_origins, keys)
-    extensions: list[Extension] = [
+    checked = limits or Limits()
+    app = App(
+        engine,
+        tokenizer,
+        model,
+        limits=checked,
+        completion_handlers=completion_handlers(tokenizer, checked),
+        chat_handlers=chat_handlers(tokenizer, checked),
+        **server,
+    )
+    metrics = Metrics()
+    for entry in (
         metrics,
-        doors,
+        Doors(hosts, allowed_origins, keys),
         AccessLog(access_log, metrics),
-        BodyParts(checked),
-    ]
-    extensions += [Api(version), Protocols(), Live()]
-    app = App(engine, tokenizer, model, limits=checked, extensions=extensions, **server)
-    app.add("/v1/embeddings", Embeddings(app.prompts, model, checked))
+        Live(),
+    ):
+        entry.install(app)
+    add_protocols(app)
+    for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
+        app.add(path, Embeddings(app.model, path))
+    Document(app, version)
     return app
 
 

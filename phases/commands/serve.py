@@ -27,7 +27,7 @@ from forward.loading import RANDOM
 from forward.shapes import SHAPES
 from phases import first_phases, phase_named
 from phases.appendix.access.doors import hosts, names_of, origins
-from phases.appendix.embeddings.pooling import PoolingObserver
+from phases.appendix.embeddings.prompt_states import PromptObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined
 from phases.commands.one_at_a_time import OneAtATime
@@ -41,9 +41,9 @@ from phases.registry import (
     missing_for,
 )
 from replicas.options import ReplicaOptions
-from serving.alive import CannotStart, EngineProcess
 from serving.app import App
 from serving.http.limits import Limits
+from serving.liveness import EngineProcess, StartupError
 
 KEY = "LADDER_API_KEY"
 RAY_BEYOND_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -110,7 +110,7 @@ def make_app(given: SimpleNamespace, options: Checked, server: Mapping[str, Any]
     source = model if model.startswith(RANDOM) else str(folder)
     make = partial(make_engine, options, source, str(folder), given.device, given.dtype)
     return whole_app(
-        EngineProcess(make, observer=PoolingObserver),
+        EngineProcess(make, observer=PromptObserver),
         Tokenizer(folder),
         given.name,
         defaults=sampling_defaults(folder, given.generation_config),
@@ -156,7 +156,7 @@ def _serve_replicas(
     cluster = Cluster(make, copies, gpus, limits, host=given.host, port=given.port)
     try:
         return cluster.serve(lambda: _say_ready(cluster.host, cluster.port))
-    except CannotStart as error:
+    except StartupError as error:
         raise EngineLost(f"the replicas cannot be started: {error}") from None
 
 
@@ -183,7 +183,7 @@ def _greet(app: App, host: str, port: int, keyed: bool, begun: Usage | None) -> 
         err.print(f"[dim]{ready.memory_plan}[/dim]")
     url = _say_ready(host, port)
     key = " -H 'Authorization: Bearer KEY'" if keyed else ""
-    body = f'{{"model": "{app.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    body = f'{{"model": "{app.model.name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     out.print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         markup=False,

@@ -8,7 +8,9 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 
+from forward.attention import RecomputeAttention
 from phases.appendix.server import whole_app
 from tests.equivalence.engines import blocks
 from tests.guidance_kit import served as load
@@ -76,7 +78,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "messages",
             "messages[0].role is 'boss', but must be one of system, developer, user, assistant, tool, func",
         ),
-        ({"functions": []}, "functions", "functions may not have this value here"),
+        ({"functions": []}, "functions", "functions is not supported"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
             "structured_outputs",
@@ -172,16 +174,89 @@ async def test_addresses_of_a_client_are_never_opened(model, tokenizer):
             trap.accept()
 
 
-async def test_likelihoods_of_prompts_are_refused(make):
+async def test_what_is_not_supported_is_refused_by_name(make):
     client = Client(make())
-    for field, value in (("prompt_logprobs", 1), ("echo", True)):
+    for field, value in (("prompt_logprobs", 1), ("suffix", "b"), ("best_of", 2)):
         status, found = await client.post(
             "/v1/completions", {"prompt": "a", "max_tokens": 1, field: value}
         )
         assert (status, found["error"]["param"]) == (400, field), found
+        assert found["error"]["message"].startswith(f"{field} is not supported"), found
     assert (
-        await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False})
+        await client.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "suffix": ""})
     )[0] == 200
+
+
+def likelihoods(model, ids: list[int]) -> torch.Tensor:
+    """Of each token but the first, by the model of phase 01."""
+    with torch.inference_mode():
+        hidden = model(torch.tensor(ids), torch.arange(len(ids)), RecomputeAttention())
+        scores = model.logits(hidden).float().log_softmax(-1)
+    return scores[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+async def test_a_prompt_is_scored(make, model, tokenizer, most):
+    """As evaluation harnesses ask: token ids, `echo`, log-probabilities, hardly any output."""
+    app = make()
+    prompts = [
+        tokenizer.encode(text)
+        for text in ("hello there", "x", "a long prompt of many blocks " * 20)
+    ]
+    body = {
+        "prompt": prompts,
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": most,
+        "temperature": 0,
+    }
+    for _ in range(2):  # the second time the prefix cache knows them
+        status, found = await Client(app).post("/v1/completions", body)
+        assert status == 200, found
+        for ids, choice in zip(prompts, found["choices"], strict=True):
+            told = choice["logprobs"]
+            assert choice["text"].startswith("".join(told["tokens"][: len(ids)]))
+            assert choice["finish_reason"] == "length"
+            assert choice["text"].startswith(tokenizer.decode(ids))
+            assert {len(values) for values in told.values()} == {len(ids) + most}
+            assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+            expected = likelihoods(model, ids).tolist()
+            assert told["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+            for token, value, top in zip(
+                *(values[1:] for values in list(told.values())[:3]), strict=True
+            ):
+                assert top[token] == value and len(top) in (2, 3)
+            assert told["text_offset"][: len(ids)] == list(range(len(ids)))
+    assert found["usage"]["completion_tokens"] == 3 * most
+    await settle(app)
+
+
+async def test_an_echo_is_the_same_in_a_stream(make):
+    body = {
+        "prompt": ["ab", "cde"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 4,
+        "seed": 3,
+    }
+    client = Client(make())
+    whole = (await client.post("/v1/completions", body))[1]["choices"]
+    events = (await client.request("/v1/completions", body | {"stream": True}).run()).events()[
+        :-1
+    ]
+    for choice in whole:
+        mine = [
+            event["choices"][0]
+            for event in events
+            if event["choices"][0]["index"] == choice["index"]
+        ]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            told = [
+                value for one in mine if one["logprobs"] for value in one["logprobs"][name]
+            ]
+            assert told == choice["logprobs"][name]
 
 
 @pytest.mark.parametrize("what", TAKEN)
@@ -207,11 +282,10 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     document = (await Client(app).request("/openapi.json", b"", "GET", key).run()).json()
     assert set(app.routes) == set(document["paths"]), "a route is not in the document"
     fields = document["components"]["schemas"]
-    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "EmbeddingRequest"} <= set(
-        fields
-    )
     asked = {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"}
-    assert asked <= set(fields["ChatRequest"]["properties"])
+    assert asked <= set(fields["/v1/chat/completions"]["properties"])
+    for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat"):
+        assert {"seed", "deadline_ms"} <= set(fields[path]["properties"]), path
     assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, (
         "a watcher needs a key"
     )

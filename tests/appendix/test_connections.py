@@ -15,8 +15,8 @@ from common.errors import UserError
 from phases.appendix.access.doors import Doors, hosts, names_of
 from phases.appendix.connections.connection import NEVER, Connection
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange
 from serving.http.limits import Limits
+from serving.http.request import HttpRequest
 from serving.http.server import KEEP_ALIVE_SECONDS
 
 LIMITS = Limits(body_seconds=10.0, max_connections=3, max_header_bytes=1000)
@@ -215,9 +215,9 @@ def test_the_longest_waiting_connection_makes_room() -> None:
 LOCAL = names_of("127.0.0.1", (), keys=False)
 
 
-def asked(host: str) -> Exchange:
+def asked(host: str) -> HttpRequest:
     headers = [(b"host", host.encode())] if host else []
-    return Exchange({"method": "GET", "path": "/", "headers": headers}, None, None, LIMITS)  # type: ignore[arg-type]
+    return HttpRequest({"method": "GET", "path": "/", "headers": headers}, None, None, LIMITS)  # type: ignore[arg-type]
 
 
 OWN = (

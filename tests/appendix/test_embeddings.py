@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 
 import numpy as np
 import torch
@@ -58,6 +59,27 @@ async def test_they_are_the_means_of_the_hidden_states(make, model, tokenizer):
     assert np.abs(found - coded).max() < 1e-5, "a prefix that was cached has changed a mean"
     ids = (await Client(app).post("/v1/embeddings", {"input": tokenizer.encode("hello")}))[1]
     assert np.abs(vectors(ids) - found[:1]).max() < 1e-5
+    await settle(app)
+
+
+async def test_ollamas_routes_and_the_models_own_dimensions(make, model, tokenizer):
+    app = make()
+    expected = means(model, tokenizer, TEXTS[:2])
+    size = expected.shape[1]
+    status, found = await Client(app).post(
+        "/api/embed", {"model": "tiny:latest", "input": TEXTS[:2]}
+    )
+    assert status == 200 and found["prompt_eval_count"] > 0
+    assert np.abs(np.array(found["embeddings"]) - expected).max() < 1e-4
+    status, found = await Client(app).post("/api/embeddings", {"prompt": TEXTS[0]})
+    assert status == 200 and np.abs(np.array(found["embedding"]) - expected[0]).max() < 1e-4
+    for path, field in (("/v1/embeddings", "input"), ("/api/embed", "input")):
+        assert (await Client(app).post(path, {field: "x", "dimensions": size}))[0] == 200
+        status, found = await Client(app).post(path, {field: "x", "dimensions": size - 1})
+        assert status == 400 and "dimensions is" in json.dumps(found), found
+    for body in ({}, {"input": []}, {"model": "other", "input": "x"}):
+        status, found = await Client(app).post("/api/embed", body)
+        assert status in (400, 404) and isinstance(found["error"], str), found
     await settle(app)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phases.appendix.protocols.responses import MOST_KEPT, Conversations
+from phases.appendix.protocols.responses import MOST_BYTES, MOST_KEPT, SHARE, Conversations
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
 from tests.servers import Asked, Client
@@ -235,20 +235,31 @@ async def test_a_conversation_goes_on_from_a_response_within_a_bound(make):
 
 
 def test_the_oldest_conversations_go_first():
-    kept = Conversations()
+    kept, said = Conversations(), [{"role": "user", "content": "x"}]
     for number in range(MOST_KEPT + 1):
-        kept.keep(str(number), [{"role": "user", "content": "x"}])
+        kept.keep(str(number), said, f"client {number % (2 * SHARE)}".encode())
     with pytest.raises(ApiError, match="no more"):
         kept.find("0")
     assert kept.find("1")
     kept.keep("large", [{"role": "user", "content": "x" * (40 << 20)}])
-    assert kept.size == 0, "more is kept than the bound"
+    assert kept.size < MOST_BYTES, "more is kept than the bound"
+
+
+def test_one_client_cannot_push_out_the_conversations_of_others():
+    kept, said = Conversations(), [{"role": "user", "content": "x"}]
+    kept.keep("mine", said, b"me")
+    for number in range(3 * MOST_KEPT):
+        kept.keep(str(number), said, b"another")
+    for number in range(40):
+        kept.keep(
+            f"large {number}", [{"role": "user", "content": "x" * (2 << 20)}], b"another"
+        )
+    assert kept.find("mine") == said and kept.size <= MOST_BYTES // SHARE + 100
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a number for a text": ("/v1/responses", {"input": [{"content": 3}]}, "input"),
     "an image": ("/v1/responses", {"input": [{"content": [{"type": "input_image"}]}]}, "input"),
-    "a tool of OpenAI's own": ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools"),
     "several": ("/v1/responses", {"n": 2}, "n"),
     "temperature": ("/v1/responses", {"temperature": -1}, "temperature"),
     "a high temperature": ("/v1/responses", {"temperature": 2.1}, "temperature"),
@@ -261,6 +272,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown tool": ("/v1/messages", {"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     "too many stops": ("/v1/messages", {"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "an image of Ollama's": ("/api/chat", {"messages": [{"role": "user", "images": ["x"]}]}, "messages"),
+    "an effort": ("/v1/responses", {"reasoning": {"effort": 3}}, "reasoning.effort"),
+    "another effort": ("/v1/messages", {"output_config": {"effort": []}}, "output_config.effort"),
+    "an option of another type": ("/api/chat", {"options": {"top_p": "x"}}, "options.top_p"),
     "an option": ("/api/chat", {"options": {"top_p": 7}}, "options.top_p"),
     "a format": ("/api/generate", {"format": "xml"}, "format"),
     "raw text": ("/api/generate", {"raw": True}, "raw"),
@@ -326,11 +340,12 @@ async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
         0
     ] == 404
     key = {"x-api-key": "secret"}
-    running = Client(app).request(path, REQUESTS[path] | {"stream": True}, headers=key)
+    running = Client(app).request(path, REQUESTS[path] | LONG | {"stream": True}, headers=key)
     task = asyncio.ensure_future(running.run())
     while not app.engine.in_flight:
         await asyncio.sleep(0)
     assert (await Client(app).post(path, REQUESTS[path], **headers))[0] == 429
+    running.leave()
     await task
     assert {(path, 200), (path, 401), (path, 413), (path, 404), (path, 429)} <= set(
         metrics(app).answers

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from phases.appendix.api.reasoning import ReasoningReader, opened
+from phases.appendix.api.reasoning import ThinkReader, opened
 from phases.appendix.server import whole_app
 from phases.appendix.tools.described import described, with_system
 from phases.appendix.tools.request import conversation
@@ -42,12 +42,12 @@ CASES = [  # opened by the template; the output; reasoning; what follows
 @pytest.mark.parametrize(("case", "size"), list(product(CASES, (1, 2, 3, 7, 100))))
 def test_reasoning_is_found_however_the_text_is_cut(case, size):
     begun, text, thought, rest = case
-    reader = ReasoningReader(begun, TRIGGER)
+    reader = ThinkReader(begun, TRIGGER)
     pieces = [text[at : at + size] for at in range(0, len(text), size)] or [""]
-    found = [reader.read(piece, False) for piece in pieces[:-1]]
-    found.append(reader.read(pieces[-1], True))
-    assert "".join(one for one, _ in found) == thought
-    assert "".join(one for _, one in found) == rest
+    found = [(reader.read(piece, False), reader.take_reasoning()) for piece in pieces[:-1]]
+    found.append((reader.read(pieces[-1], True), reader.take_reasoning()))
+    assert "".join(one for _, one in found) == thought
+    assert "".join(one for one, _ in found) == rest
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ from forward.generator import Generator
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from phases.appendix.api.answers import spelled
+from phases.appendix.api.logprobs import spelled
 from phases.appendix.guidance.matcher import GuidanceMatcher
 from phases.appendix.guidance.spelling import Spelling
 from phases.appendix.server import whole_app
@@ -318,12 +319,9 @@ def test_tokens_are_spelled_as_the_text_has_them(kit: Kit) -> None:
         stream = Detokenizer(kit.tokenizer, after=prompt)
         begins, data = stream.begins, b""
         text = "".join(map(stream.push, tokens)) + stream.incomplete()
+        choice = SimpleNamespace(begins=begins, tokens=tokens)
         for place, token in enumerate(tokens):
-            data += (
-                b""
-                if token in special
-                else spelled(kit.tokenizer, begins, tokens[:place], token)
-            )
+            data += b"" if token in special else spelled(kit.tokenizer, choice, place, token)
         assert "\ufffd" in text or data.decode() == text
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from serving import alive
-from serving.alive import CannotStart, EngineProcess
+from serving import liveness
+from serving.liveness import EngineProcess, StartupError
 from serving.messages import Ready
 
 
@@ -30,8 +30,8 @@ async def test_what_a_restart_cannot_have_at_the_moment_is_tried_again(
         client._stopping = tries == 2
         raise error
 
-    monkeypatch.setattr(alive, "temporary_folder", no_folder)
-    with pytest.raises(CannotStart, match=re.escape(str(error))):
+    monkeypatch.setattr(liveness, "temporary_folder", no_folder)
+    with pytest.raises(StartupError, match=re.escape(str(error))):
         await client.run()
     client.ready, tries = Ready(1, 1), 0
     await client.run()
@@ -45,6 +45,6 @@ async def test_an_engine_that_cannot_be_started_leaves_no_folder(
     deep = tmp_path / ("d" * 100)  # too long for the address of a socket
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(CannotStart, match="cannot be started"):
+    with pytest.raises(StartupError, match="cannot be started"):
         await EngineProcess(make=object).run()
     assert not list(deep.iterdir())

@@ -23,7 +23,7 @@ from forward.loading import load_model
 from phases import ROOT
 from replicas.gate import GONE, KEY, NAME, Gate, RelayedAnswer
 from replicas.options import MOST_REPLICAS, ReplicaOptions
-from replicas.prefixes import BLOCK, LONGEST, chain, chain_of
+from replicas.prefixes import BLOCK, LONGEST, chain, chain_of, keeper_of
 from replicas.replica import Replica
 from replicas.routing import (
     InFlight,
@@ -33,9 +33,9 @@ from replicas.routing import (
     RoundRobin,
     make_policy,
 )
-from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
+from serving.liveness import StartupError
 from tests.coroutines import asynchronously
 from tests.servers import JSON, Asked, Loopback, tokenizer_for
 
@@ -413,6 +413,44 @@ def test_the_gate_reads_the_body_and_makes_its_chain():
     assert seen[0]["chain"] == chain_of(data) and seen[0]["body"] == data.decode()
 
 
+def test_a_response_s_id_leads_to_the_replica_that_has_it():
+    seen: list[Any] = []
+    data = json.dumps({"input": "x", "previous_response_id": "resp_b7_0123"}).encode()
+    asked(
+        answering([start(), part(b"", more=False)], seen=seen),
+        data=data,
+        **{"x-ladder-replica": "a"},
+    )
+    assert seen[0]["wanted"] == "b7"
+    for none in (
+        b"{}",
+        b"{",
+        b'{"previous_response_id": 3}',
+        b'{"previous_response_id": "other"}',
+    ):
+        assert keeper_of(none) == ""
+
+
+def test_a_reader_that_does_not_read_is_let_go():
+    told: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await answering([start(), part(b"data: 1\n\n"), part(b"", more=False)])(
+                scope, receive, send
+            )
+        except ConnectionError as error:
+            told.append(str(error))
+            raise
+
+    wire = Asked(
+        Gate(app, Limits(slow_seconds=0.05)), "/v1/completions", body("x"), "POST", JSON
+    )
+    wire.reads.clear()
+    asynchronously(wire.run, 30)
+    assert told == ["the reader is too slow"] and len(wire.chunks) == 1
+
+
 def test_no_header_is_there_twice():
     sent: list[Any] = []
 
@@ -483,6 +521,14 @@ def test_bodies_have_limits_before_any_replica_hears_of_them():
     app = answering()
     assert asked(app, data=body("x" * 2000), limits=Limits(max_body_bytes=1000)).status == 413
     assert asked(app, data=b"{}", **{"content-type": "text/plain"}).status == 415
+    for kind in (
+        "",
+        "application/x-www-form-urlencoded",
+    ):  # as `curl -d` sends one: the replica decides
+        wire = asked(
+            answering([start(), part(b"ok", more=False)]), data=b"{}", **{"content-type": kind}
+        )
+        assert wire.status == 200, kind
     long = asked(
         app, data=body("x"), limits=Limits(max_header_bytes=1000), **{"x-long": "x" * 1000}
     )
@@ -593,7 +639,7 @@ def test_a_replica_that_is_stopped_does_not_end_as_one_whose_engine_has_died(tmp
     assert not ended, f"an orderly end is told to Ray as status {ended}"
 
 
-@pytest.mark.parametrize("kind", [UserError, CannotStart])
+@pytest.mark.parametrize("kind", [UserError, StartupError])
 def test_a_replica_that_cannot_be_made_says_why(tmp_path, kind):
     engine, app = served(tmp_path)
 

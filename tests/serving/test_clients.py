@@ -249,6 +249,13 @@ def test_ollama(server):
     formed = client.chat(model=model, messages=HELLO, format=ADD, options={"num_predict": 300})
     assert set(json.loads(formed.message.content)) == {"a", "b"}
     assert client.generate(model=model, prompt="abc", options=few).response
+    assert [one.model for one in client.ps().models] == [model]
+    assert len(client.embed(model=model, input=["a", "b"]).embeddings) == 2
+    assert client.embeddings(model=model, prompt="a").embedding
+    assert client.generate(model=model, keep_alive=0).done_reason == "unload"
+    with pytest.raises(ollama.ResponseError) as missing:
+        client.pull("other")
+    assert "there is no" in missing.value.error, "the error is no text"
     with pytest.raises(ollama.ResponseError, match=r"options\.top_p") as error:
         client.chat(model=model, messages=HELLO, options={"top_p": 7})
     assert error.value.status_code == 400

@@ -51,7 +51,7 @@ def test_every_limit_is_listed_with_its_default():
 
 
 def test_every_flag_exists():
-    known = options_of("serve") | options_of("load") | engine_options()
+    known = options_of("serve") | options_of("load") | options_of("run") | engine_options()
     ours = "\n".join(line for line in PAGE.splitlines() if "python -m " not in line)
     said = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
     assert said <= known, f"there is no {sorted(said - known)}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from phases.appendix.observability.live import whole_page
+from phases.appendix.observability.live import PAGE, whole_page
 from tests.servers import Running
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -42,6 +43,83 @@ def test_it_asks_nobody_else():
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", text), (
         "what a model says would be read as HTML"
     )
+
+
+NODE = """
+const nodes = [];
+const make = (tag, name = "", text = "") => {
+  const made = { tag, parts: [], append(...more) { this.parts.push(...more); }, addEventListener() {} };
+  if (text) made.parts.push(text);
+  return made;
+};
+const document = { createDocumentFragment: () => make("") };
+const button = () => make("button"), copy = () => {};
+const inner = (node) => node.parts.map(written).join("");
+const written = (node) => typeof node === "string" ? node : `<${node.tag}>${inner(node)}</>`;
+const lines = (text) => { let at = 0; return text.split("\\n").map((text) => ({ text, at: at++ })); };
+const leaf = (text) => text ? [text] : [];
+for (const text of JSON.parse(require("fs").readFileSync(0))) {
+  const started = performance.now(), made = written(markdown(lines(text), leaf));
+  console.log(JSON.stringify([performance.now() - started, made]));
+}
+"""
+
+
+def drawn(texts: list[str]) -> list[tuple[float, str]]:
+    """Milliseconds and nodes of texts as Markdown, without a browser."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node")
+    source = (PAGE / "markdown.js").read_text(encoding="utf-8") + NODE
+    found = subprocess.run(
+        [node, "-e", source],
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not found.stderr, found.stderr
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+def test_markdown_takes_time_in_proportion_to_its_text():
+    """A model in a loop writes such lines, and an answer is drawn ten times a second."""
+    kinds = [
+        "[",
+        "*",
+        "_",
+        "`",
+        "- ",
+        "> ",
+        "|",
+        "[a](",
+        "**a ",
+        "_a ",
+        "`a ",
+        " ",
+        "- a\n\n",
+        "\\",
+    ]
+    texts = [kind * 16_000 for kind in kinds] + [
+        "a | b\n" + "-" * 16_000,
+        "- a" + "\n" * 16_000 + "  b",
+    ]
+    texts.append("|" + " " * 16_000 + "|\n|-|\n|" + "x " * 8_000 + "|")
+    for text, (took, _) in zip(texts, drawn(texts), strict=True):
+        assert took < 400, f"{text[:12]!r}... of {len(text)} characters takes {took:.0f} ms"
+
+
+def test_markdown_is_read():
+    bold, code, link, table, items = (nodes for _, nodes in drawn([
+        "a **b *c*** d", "`` x`y `` and `z`", "[x](https://example.org/y) [z", "a|b\n-|:-:\n1|**2**",
+        "- a\n\n- b\n  - c"]))  # fmt: skip
+    assert bold == "<><p>a <strong>b <em>c</></> d</></>" or "<strong>b " in bold
+    assert code == "<><p><code> x`y </> and <code>z</></></>"
+    assert link == "<><p><a>x</> [z</></>"
+    assert table.startswith(
+        "<><table><tr><th>a</><th>b</></><tr><td>1</><td><strong>2</></></>"
+    )
+    assert items.count("<li>") == 3 and items.count("<ul>") == 2
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from functools import partial
 import psutil
 import pytest
 
-from serving.alive import EngineProcess
+from serving.liveness import EngineProcess
 from tests.servers import Running, in_turns, wait_until
 
 pytestmark = pytest.mark.slow  # real processes

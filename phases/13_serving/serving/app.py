@@ -6,43 +6,31 @@ of them, and there is one for every token.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
-from common.text.tokenizer import Tokenizer
+from common.errors import UserError
+from common.json_text import FieldError, decode_object
+from common.text.tokenizer import LONG, Tokenizer
 from serving.client import EngineClient
 from serving.completion import ChoiceGroup
-from serving.endpoints import Endpoint, Prompts
-from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
+from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
+from serving.http.errors import ApiError, wrong
 from serving.http.limits import Limits
-from serving.http.schema import Body, Generation, decode
+from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready, StepReport
+from serving.parsed import FieldHandler, ParsedRequest
 from serving.service import Service
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Exchange], Awaitable[None]]
-
-
-class Extension:
-    """Something that the appendix adds to an application; each method does nothing here."""
-
-    def install(self, app: App) -> None:
-        """Add routes, or take others' place."""
-
-    async def before(self, exchange: Exchange) -> bool:
-        """Look at a request before its route is, and tell if it is answered already."""
-        return False
-
-    async def read(self, exchange: Exchange, kind: type, body: bytes) -> None:
-        """Look at the body of a request of this kind before it is decoded. Raises `ApiError`."""
-
-    def stepped(self, step: StepReport) -> None:
-        """Read the report of a step."""
-
-    def ended(self, exchange: Exchange) -> None:
-        """Look at a request that has its answer, or has left."""
+Route = Callable[[HttpRequest], Awaitable[None]]
+T = TypeVar("T")
 
 
 class App:
@@ -50,10 +38,14 @@ class App:
 
     Args:
         model: the name that clients know it by.
-        extensions: of the appendix.
         defaults: settings of requests that do not say; see `sampling_defaults`.
 
-    bodies: the fields of requests, by route.
+        completion_handlers, chat_handlers: read further fields of their requests.
+
+    routes: what answers a path, by method.
+    endpoints: the routes for tokens; their fields are known.
+    before: hooks that look at a request before its route does, and tell if they have answered it.
+    on_step, on_end: hooks that hear of a step's report, and of a request that has its answer or has left.
     closing: the server ends, and so must streams that have no end.
     """
 
@@ -64,103 +56,168 @@ class App:
         model: str,
         *,
         limits: Limits | None = None,
-        extensions: Sequence[Extension] = (),
         defaults: Mapping[str, float] | None = None,
+        completion_handlers: Sequence[FieldHandler] = (),
+        chat_handlers: Sequence[FieldHandler] = (),
     ) -> None:
         self.engine = engine
-        self.model = model
         self.limits = limits or Limits()
-        self.prompts = Prompts(tokenizer, defaults or {})
+        self.model = ServedModel(model, tokenizer, self.limits, defaults or {})
         self.service = Service(engine, tokenizer, self.limits)
-        self.exchanges: set[Exchange] = set()
+        self.requests: set[HttpRequest] = set()
         self.closing = False
-        self.extensions = extensions
+        self.before: list[Callable[[HttpRequest], Awaitable[bool]]] = []
+        self.on_step: list[Callable[[StepReport], None]] = []
+        self.on_end: list[Callable[[HttpRequest], None]] = []
         engine.on_step = self._stepped
-        self.bodies: dict[str, type[Generation]] = {}
-        self.routes: dict[str, dict[str, Handler]] = {
-            "/health": {"GET": lambda exchange: exchange.json({"status": "alive"})},
+        self.created = int(time.time())
+        self.endpoints: dict[str, Endpoint] = {}
+        self.routes: dict[str, dict[str, Route]] = {
+            "/health": {"GET": lambda http: http.json({"status": "alive"})},
             "/ready": {"GET": self._ready},
+            "/v1/models": {"GET": self._models},
+            f"/v1/models/{model}": {"GET": self._models},
         }
-        self.add("/v1/completions", Endpoint(self.prompts, model, self.limits))
-        for extension in extensions:
-            extension.install(self)
+        self.add("/v1/completions", CompletionEndpoint(self.model, completion_handlers))
+        self.chat = ChatEndpoint(self.model, chat_handlers)
+        self.add("/v1/chat/completions", self.chat)
+        self._threads = ThreadPoolExecutor(2, "parse")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
-        exchange = Exchange(scope, receive, send, self.limits)
-        self.exchanges.add(exchange)
+        http = HttpRequest(scope, receive, send, self.limits)
+        self.requests.add(http)
         try:
             try:
-                await self._answer(exchange)
+                await self._answer(http)
             except ApiError as error:
                 if not error.close:
-                    await exchange.drain()
-                await exchange.fail(error)
-        except Gone:
-            exchange.status = exchange.status or 499
+                    await http.drain()
+                await http.fail(error)
+        except ClientDisconnected:
+            http.status = http.status or 499
         except Exception as error:
-            log.error("request %s failed", exchange.id, exc_info=error)
-            await exchange.fail(
+            log.error("request %s failed", http.id, exc_info=error)
+            await http.fail(
                 ApiError(500, "the server has failed at this request; its log says why")
             )
         finally:
-            self.exchanges.discard(exchange)
-            for extension in self.extensions:
-                extension.ended(exchange)
+            self.requests.discard(http)
+            for hook in self.on_end:
+                hook(http)
 
     @property
     def groups(self) -> list[ChoiceGroup]:
         """Requests for tokens that are being answered."""
-        return [exchange.group for exchange in self.exchanges if exchange.group is not None]
+        return [http.group for http in self.requests if http.group is not None]
 
-    async def _answer(self, exchange: Exchange) -> None:
-        for extension in self.extensions:
-            if await extension.before(exchange):
+    async def _answer(self, http: HttpRequest) -> None:
+        for hook in self.before:
+            if await hook(http):
                 return
-        handlers = self.handlers(exchange.path)
-        if exchange.method not in handlers:
-            takes = ", ".join(handlers)
-            exchange.extra.append((b"allow", takes.encode()))
-            raise ApiError(405, f"{exchange.path} takes {takes}, not {exchange.method}")
-        await handlers[exchange.method](exchange)
+        methods = self.methods(http.path)
+        if http.method not in methods:
+            takes = ", ".join(methods)
+            http.extra.append((b"allow", takes.encode()))
+            raise ApiError(405, f"{http.path} takes {takes}, not {http.method}")
+        await methods[http.method](http)
 
-    def handlers(self, path: str) -> dict[str, Handler]:
-        """Return the handlers of a path by their methods. Raises `ApiError` if there is no such path."""
+    def methods(self, path: str) -> dict[str, Route]:
+        """Return what answers a path, by method. Raises `ApiError` if there is no such path."""
         if path not in self.routes:
-            raise ApiError(404, f"there is no {path[:200]!r} here", code="not_found")
+            raise ApiError(404, f"there is no {path[:100]!r} here", code="not_found")
         found = self.routes[path]
         return found | {"HEAD": found["GET"]} if "GET" in found else found
 
     # Requests for tokens.
 
     def add(self, path: str, endpoint: Endpoint) -> None:
-        """Serve an endpoint at a path, in the place of any other."""
+        """Serve an endpoint at a path."""
+        self.endpoints[path] = endpoint
+        self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
-        async def handle(exchange: Exchange) -> None:
-            exchange.form = endpoint.form
-            request, _ = await self.begin(exchange, endpoint.body)
-            await self.service.serve(exchange, endpoint.of(request), request)
+    async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
+        http.form = endpoint.form
+        parse = partial(self.parse, endpoint, http)
+        request, ready = await self.read(
+            http, parse, threaded=endpoint.threaded, source=endpoint.source
+        )
+        await self.generate(http, request, ready)
 
-        self.routes[path], self.bodies[path] = {"POST": handle}, endpoint.body
+    def parse(
+        self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
+    ) -> ParsedRequest:
+        """Read a request for tokens. Raises `ApiError`."""
+        request = endpoint.parse(http, fields, ready)
+        known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
+        request.ignored += sorted(fields.keys() - known)
+        return request
 
-    async def begin(self, exchange: Exchange, kind: type[Body]) -> tuple[Body, Ready]:
-        """Read a request; raise `ApiError` if it cannot be taken now, or never."""
+    async def generate(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
+        """Answer a request for tokens; what it says in vain is named in a header."""
+        http.extra += request.headers
+        if request.ignored:
+            http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
+        await self.service.serve(http, request, ready)
+
+    async def read(
+        self,
+        http: HttpRequest,
+        parse: Callable[[dict[str, Any], Ready], T],
+        *,
+        threaded: bool = False,
+        source: str | None = None,
+    ) -> tuple[T, Ready]:
+        """Decode and parse a body; a thread does it unless it is short, so that no stream waits.
+
+        source: the field that an error is about unless it names one.
+
+        Raises:
+            ApiError: the request cannot be taken now, or never.
+        """
         ready = self.service.ready()
-        body = await exchange.body()
-        for extension in self.extensions:
-            await extension.read(exchange, kind, body)
-        request = decode(kind, body)
-        if request.model is not None and request.model != self.model:
-            words = f"model is {request.model!r}, but this is {self.model!r}"
-            raise ApiError(404, words, param="model", code="model_not_found")
-        return request, ready
+        body = await http.body()
+
+        def make() -> T:
+            try:
+                fields = decode_object(body, self.limits.max_parts)
+                return parse(fields, ready)
+            except FieldError as error:
+                raise wrong(error.field, str(error)) from None
+            except UserError as error:
+                raise wrong(source, str(error)) from None
+
+        if len(body) <= LONG and not threaded:
+            return make(), ready
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make), ready
 
     def _stepped(self, step: StepReport) -> None:
-        for extension in self.extensions:
-            extension.stepped(step)
+        for hook in self.on_step:
+            hook(step)
 
     # Everything else.
 
-    async def _ready(self, exchange: Exchange) -> None:
+    async def _ready(self, http: HttpRequest) -> None:
         state = self.service.state
-        await exchange.json({"status": state}, 200 if state == "ready" else 503)
+        await http.json({"status": state}, 200 if state == "ready" else 503)
+
+    async def _models(self, http: HttpRequest) -> None:
+        """Answer with the model, alone or in a list of one, once it takes requests."""
+        ready = self.service.ready()
+        card = {
+            "id": self.model.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "inference-ladder",
+            "max_model_len": ready.max_len,
+        }
+        if self.model.defaults:
+            card["default_sampling_params"] = dict(self.model.defaults)
+        alone = http.path != "/v1/models"
+        await http.json(card if alone else {"object": "list", "data": [card]})
+
+
+def listed(names: list[str]) -> bytes:
+    """Return the first names of a list as the value of a header."""
+    text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
+    return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 from common.events import Logprob
 from common.sampling.params import SamplingParams
 from serving.messages import (
-    AbortCompletions,
-    AddPrompt,
+    AbortRequests,
+    AddRequest,
     Command,
     Ready,
     StepReport,
@@ -97,14 +97,14 @@ class EngineClient:
         if not self._sinks:
             self._heard = time.monotonic()  # it had no reason to speak before
         self._sinks.update(zip(numbers, sinks, strict=True))
-        self.tell(AddPrompt(numbers.start, prompt, params, priority, salt, [*wanted]))
+        self.tell(AddRequest(numbers.start, prompt, params, priority, salt, [*wanted]))
         return numbers
 
     def abort(self, numbers: Iterable[int]) -> None:
         """End these completions: their sinks are not called again."""
         mine = [number for number in numbers if self._sinks.pop(number, None) is not None]
         if mine:
-            self.tell(AbortCompletions(mine))
+            self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
         """Send a command. All that is said in one turn of the event loop travels in one message."""
@@ -116,6 +116,8 @@ class EngineClient:
         outbox, self._outbox = self._outbox, []
         if self.state in ("ready", "stopped"):
             self.transmit(encode(outbox))
+        elif self._sinks:  # the engine has gone since they were admitted
+            self._lose()
 
     # What the engine says.
 
@@ -149,7 +151,6 @@ class EngineClient:
         if self.state != "stopped":
             self.state = "restarting"
         lost = list(self._sinks.values())
-        self._sinks = {}
-        self._outbox = []
+        self._sinks, self._outbox = {}, []
         for sink in lost:
             sink.end("died", DIED)

@@ -5,34 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
 from common.events import FinishReason, Logprob, TextStream
-from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
+from serving.parsed import Delta, ParsedRequest
 
 Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
 took too long, its reader took too long, its reader left."""
-
-
-@dataclass
-class Order:
-    """A prompt as it goes to the engine.
-
-    shown: special tokens that belong to the text of its completions.
-    wanted: kinds of notes about its completions that are read; see `serving.messages`.
-    notes: those that have come, by their kind.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    shown: frozenset[int] = frozenset()
-    wanted: tuple[str, ...] = ()
-    notes: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Piece(NamedTuple):
@@ -48,6 +31,7 @@ class Choice:
 
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
     times, logprobs: when each came, and of each if they were asked for.
+    notes: what the engine has noted of it, by kind.
     sent: how many of the texts a reader has taken.
     stream: makes the text.
     begins: whether its first token begins a text.
@@ -55,19 +39,29 @@ class Choice:
     """
 
     def __init__(
-        self, group: ChoiceGroup, index: int, order: Order, tokenizer: Tokenizer
+        self,
+        group: ChoiceGroup,
+        index: int,
+        prompt: list[int],
+        request: ParsedRequest,
+        tokenizer: Tokenizer,
     ) -> None:
         self.group = group
         self.index = index
-        self.order = order
+        self.prompt = prompt
+        self.request = request
         self.number = -1
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[Logprob] = []
         self.times: list[float] = []
+        self.notes: dict[str, list[Any]] = defaultdict(list)
         self.sent = 0
         self.reason: str | None = None
-        self.stream = TextStream(tokenizer, order.params, order.prompt, order.shown)
+        self.reasoning = None if request.reasoning is None else request.reasoning()
+        self.calls = None if request.calls is None else request.calls()
+        answer = None if self.reasoning is None else self.reasoning.read
+        self.stream = TextStream(tokenizer, request.params, prompt, request.shown, answer)
         self.begins = self.stream.begins
 
     @property
@@ -75,9 +69,15 @@ class Choice:
         """All of it so far."""
         return "".join(self.texts)
 
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended, as clients are told."""
+        called = self.calls is not None and self.calls.complete and self.reason == "stop"
+        return "tool_calls" if called else self.reason
+
     def note(self, kind: str, values: list[Any]) -> None:
         """See `Sink`."""
-        self.order.notes[kind].extend(values)
+        self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
         """See `Sink`. A stop string ends it here, so the engine is told to abort it.
@@ -115,6 +115,17 @@ class Choice:
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start:]), start, self.sent)
 
+    def deltas(self, text: str, last: bool) -> list[Delta]:
+        """Return what the next text adds to a message: reasoning that came with it, text, calls."""
+        deltas = list[Delta]()
+        if self.reasoning is not None and (thought := self.reasoning.take_reasoning()):
+            deltas.append({"reasoning_content": thought})
+        if self.calls is not None:
+            return deltas + self.calls.read(text, last)
+        if text:
+            deltas.append({"content": text})
+        return deltas
+
 
 class ChoiceGroup:
     """The completions of one HTTP request.
@@ -127,33 +138,38 @@ class ChoiceGroup:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        orders: Sequence[Order],
-        streamed: bool,
-        unsent: int,
+        request: ParsedRequest,
+        most_unsent: int,
     ) -> None:
         self.engine = engine
-        self.orders = orders
-        self.streamed = streamed
-        self.most_unsent = unsent
+        self.request = request
+        self.streamed = bool(request.generation.stream)
+        self.most_unsent = most_unsent
         self.arrived = time.perf_counter()
         self.trouble: tuple[Trouble, str] | None = None
-        samples = [order for order in orders for _ in range(order.params.n)]
+        samples = [prompt for prompt in request.prompts for _ in range(request.params.n)]
         self.choices = [
-            Choice(self, index, order, tokenizer) for index, order in enumerate(samples)
+            Choice(self, index, prompt, request, tokenizer)
+            for index, prompt in enumerate(samples)
         ]
         self.left = len(self.choices)
         self.first_token: float | None = None
         self._news = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 
-    def send(self, *, priority: int, salt: str, seconds: float) -> None:
+    def submit(self, seconds: float) -> None:
         """Hand all to the engine but the stop strings, which are looked for here. It has so many seconds."""
-        rest = iter(self.choices)
-        for order in self.orders:
-            mine = [next(rest) for _ in range(order.params.n)]
-            params = replace(order.params, stop=()) if order.params.stop else order.params
+        request, generation = self.request, self.request.generation
+        params = replace(request.params, stop=()) if request.params.stop else request.params
+        for place, prompt in enumerate(request.prompts):
+            mine = self.choices[place * params.n : (place + 1) * params.n]
             numbers = self.engine.submit(
-                order.prompt, params, mine, priority=priority, salt=salt, wanted=order.wanted
+                prompt,
+                params,
+                mine,
+                priority=generation.priority or 0,
+                salt=generation.cache_salt or "",
+                wanted=request.wanted,
             )
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
@@ -190,9 +206,13 @@ class ChoiceGroup:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(len(order.prompt) for order in self.orders)
+        return sum(map(len, self.request.prompts))
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return sum(len(choice.tokens) for choice in self.choices)
+        """Tokens generated so far, but for those that no client sees."""
+        return (
+            0
+            if self.request.prompt_only
+            else sum(len(choice.tokens) for choice in self.choices)
+        )

@@ -1,27 +1,28 @@
-"""Routes for tokens: from the fields of a request to orders for the engine, and to the answer's shape."""
+"""Routes for tokens: from the fields of a request to prompts and settings for the engine."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from msgspec import Struct
 
 from common.errors import UserError
+from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
-from common.text.tokenizer import LONG, Tokenizer
-from serving.completion import Order
-from serving.http.answers import Answer
+from common.text.tokenizer import Tokenizer
+from common.text.turns import characters, join_turns
+from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
-from serving.http.exchange import Exchange
 from serving.http.limits import Limits
-from serving.http.schema import CompletionBody, Generation
+from serving.http.request import HttpRequest
+from serving.http.schema import ChatFields, CompletionFields, GenerationFields
 from serving.messages import Ready
+from serving.parsed import FieldHandler, ParsedRequest
 
-USUAL_TOKENS = 16
+DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 COPIED = (
     *(
@@ -44,142 +45,240 @@ COPIED = (
         "logit_bias",
     ),
 )
-T = TypeVar("T")
+MOST_TEMPERATURE = 2.0
+"""Of OpenAI's routes; an engine takes more."""
+RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
+"""Variables of a template that are not a client's."""
 
 
-class Prompts:
-    """Encodes for one model: what is short at once, what is long in a thread.
+class Endpoint(Protocol):
+    """A route for tokens.
 
-    defaults: settings of the model for requests that do not say; see `sampling_defaults`.
+    kinds: structs that declare the fields of its requests.
+    source: the field of the prompt.
+    form: of errors.
+    threaded: whether a thread reads its requests, however short they are.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, defaults: Mapping[str, float] = MappingProxyType({})
-    ) -> None:
-        self.tokenizer, self.defaults = tokenizer, defaults
-        self._threads = ThreadPoolExecutor(2, "tokenize")
+    kinds: Sequence[type[Struct]]
+    source: str
+    form: ErrorForm
+    threaded: bool
 
-    async def encode(self, text: str, special: bool, ready: Ready) -> list[int]:
-        """Return the token ids of a text, which has to fit the context. Raises `ApiError`."""
-        self.fits(len(text), ready, "prompt")
-        return await self.make(
-            len(text) > LONG, lambda: self.tokenizer.encode(text, special), "prompt"
-        )
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
+        """Read a request.
 
-    def fits(self, characters: int, ready: Ready, param: str) -> None:
+        Raises:
+            ApiError: it could never be served.
+            UserError: the same, because of the prompt.
+        """
+
+
+@dataclass
+class ServedModel:
+    """The model that requests are for.
+
+    name: that clients know it by.
+    defaults: settings of requests that do not say; see `sampling_defaults`.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    limits: Limits
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, name: str | None) -> None:
+        """Raise `ApiError` if a client asks for another model."""
+        if name is not None and name != self.name:
+            words = f"model is {name[:100]!r}, but this is {self.name!r}"
+            raise ApiError(404, words, param="model", code="model_not_found")
+
+    def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
+        """Read the fields that all requests for tokens may have. source: the field of the prompt."""
+        generation = convert_fields(GenerationFields, fields)
+        self.check(generation.model)
+        if generation.stream_options is not None and not generation.stream:
+            raise wrong("stream_options", "stream_options needs stream to be true")
+        bounds = {
+            "stop": (self.limits.max_stops, "strings"),
+            "logit_bias": (self.limits.max_bias, "entries"),
+        }
+        sampling = {name: getattr(generation, name) for name in COPIED}
+        for name, (most, what) in bounds.items():
+            value = sampling[name]
+            if isinstance(value, list | dict) and len(value) > most:
+                raise too_many(name, len(value), most, what)
+        said = {name: value for name, value in sampling.items() if value is not None}
+        return ParsedRequest(generation, fields, said, source)
+
+    def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
         most = self.tokenizer.most_characters(ready.max_len)
         if most is not None and characters > most:
             context = f"more than a context of {ready.max_len} tokens holds"
             raise wrong(param, f"{param} has {characters:,} characters, {context}")
 
-    async def make(self, long: bool, make: Callable[[], T], param: str) -> T:
-        """Run `make` in a thread if it is long: 10 KB take a millisecond, and others would wait."""
-        try:
-            if not long:
-                return make()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
-        except UserError as error:
-            raise wrong(param, str(error)) from None
-
-
-class Endpoint:
-    """A route for tokens: `/v1/completions`, one prompt or several, as text or token ids.
-
-    body: the fields of its requests.
-    answers, prefix: how its answers look, and how their ids begin.
-    source: the field that the prompt is made of.
-    form: of errors.
-    most_temperature: of the API that it speaks; an engine takes more.
-    """
-
-    body: type[Generation] = CompletionBody
-    answers = Answer
-    prefix, source = "cmpl", "prompt"
-    form = ErrorForm()
-    most_temperature = 2.0
-
-    def __init__(self, prompts: Prompts, model: str, limits: Limits) -> None:
-        self.prompts = prompts
-        self.model = model
-        self.limits = limits
-
-    def of(self, request: Any) -> Endpoint:
-        """Return the endpoint of one request: this one, or one that is made for it. Raises `ApiError`."""
-        heat = request.temperature
-        if heat is not None and heat > self.most_temperature:
-            limit = f"between 0 and {self.most_temperature:g}"
-            raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
-        return self
-
-    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
-        """Make one order a prompt. Raises `ApiError`."""
-        prompts = await self.encoded(request.prompt, ready)
-        return [Order(ids, self.params(request, ids, ready, USUAL_TOKENS)) for ids in prompts]
-
-    async def encoded(self, given: Any, ready: Ready, special: bool = True) -> list[list[int]]:
+    def prompts(
+        self, given: Any, ready: Ready, param: str = "prompt", special: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of each prompt of a text, token ids, or a list of these. Raises `ApiError`."""
         given = [given] if isinstance(given, str) else given
         if not given:
-            raise wrong("prompt", "prompt is empty, but must have at least 1 token")
+            raise wrong(param, f"the {param} is empty, but must have at least 1 token")
         kind, most = type(given[0]), self.limits.max_prompts
         most = max(ready.max_len, most) if kind is int else most
         if len(given) > most:  # it need not be looked through to be refused
-            raise too_many("prompt", len(given), most, "tokens" if kind is int else "prompts")
+            raise too_many(param, len(given), most, "tokens" if kind is int else "prompts")
         if {type(item) for item in given} != {kind}:
-            mixed = "prompt is a mixed list, but must hold only texts, only token ids, or only lists"
-            raise wrong("prompt", mixed)
-        if kind is str:
-            return [await self.prompts.encode(text, special, ready) for text in given]
-        return [given] if kind is int else given
+            words = "is a mixed list, but must hold only texts, only token ids, or only lists"
+            raise wrong(param, f"{param} {words}")
+        if kind is not str:
+            return [given] if kind is int else given
+        self.check_length(max(map(len, given)), ready, param)
+        return [self.tokenizer.encode(text, special) for text in given]
 
-    def answer(self, exchange: Exchange, request: Generation) -> Answer:
-        """Make what shapes the answer. Raises `ApiError`."""
-        if request.stream_options is not None and not request.stream:
-            raise wrong("stream_options", "stream_options needs stream to be true")
-        made = f"{self.prefix}-{exchange.id.removeprefix('req-')}"
-        return self.answers(made, self.model, self.prompts.tokenizer, request)
-
-    def params(
-        self, request: Generation, ids: list[int], ready: Ready, usual: int | None, **more: Any
-    ) -> SamplingParams:
-        """Return the settings of a prompt. Raises `ApiError` for what could never be served.
+    def finish(self, request: ParsedRequest, ready: Ready, usual: int | None) -> None:
+        """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
 
         usual: `max_tokens` where the request does not say; None: as many as there is room for.
-        more: settings that are not fields of their name.
         """
-        bounds = {
-            "stop": (self.limits.max_stops, "strings"),
-            "logit_bias": (self.limits.max_bias, "entries"),
-        }
-        for field, (most, what) in bounds.items():
-            value = getattr(request, field)
-            if isinstance(value, list | dict) and len(value) > most:
-                raise too_many(field, len(value), most, what)
-        fields = [(name, getattr(request, name)) for name in COPIED]
-        said = {name: value for name, value in (*fields, *more.items()) if value is not None}
-        given: dict[str, Any] = {"temperature": 1.0, **self.prompts.defaults, **said}
+        for call in request.on_prompt:
+            call()
+        given: dict[str, Any] = {"temperature": 1.0, **self.defaults, **request.sampling}
         if "max_tokens" not in given:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
-            room = max(1, min(ready.max_len, cache) - len(ids))
+            room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
             given["max_tokens"] = max(
                 room if usual is None else usual, given.get("min_tokens", 0)
             )
         try:
-            params = SamplingParams(**given)
-            check_prompt(ids, ready.vocab_size, ready.max_len, params, continuous=True)
+            request.params = SamplingParams(**given)
+            for prompt in request.prompts:
+                check_prompt(
+                    prompt, ready.vocab_size, ready.max_len, request.params, continuous=True
+                )
         except UserError as error:
-            raise self.refusal(str(error), request) from None
-        return params
+            raise request.refusal(str(error)) from None
 
-    def refusal(
-        self, message: str, request: Generation, order: Order | None = None
-    ) -> ApiError:
-        """Return the error about a setting, whose name its message begins with, or about the prompt."""
-        field, error = re.split(r"\W", message, maxsplit=1)[0], wrong(None, message)
-        if field in type(request).__struct_fields__:
-            error.param = field
-        elif "the prompt " in message:
-            error.param = self.source
-            error.code = "context_length_exceeded" if "must have at most" in message else None
-        return error
+
+def check_temperature(request: ParsedRequest) -> None:
+    """Raise `ApiError` for a temperature that OpenAI's routes do not take."""
+    heat = request.generation.temperature
+    if heat is not None and heat > MOST_TEMPERATURE:
+        limit = f"between 0 and {MOST_TEMPERATURE:g}"
+        raise wrong("temperature", f"temperature is {heat}, but must be {limit}")
+
+
+class TextEndpoint:
+    """An `Endpoint` of text: what completions and chats have in common.
+
+    kind: the struct of its own fields.
+    prefix: of the answers' ids.
+    usual: `max_tokens` where a request does not say; None: as many as there is room for.
+    """
+
+    kind: type[Struct]
+    source: str
+    prefix: str
+    usual: int | None = None
+    formatter: type[ResponseFormatter]
+    form = ErrorForm()
+    threaded = False
+
+    def __init__(self, model: ServedModel, handlers: Sequence[FieldHandler]) -> None:
+        self.model = model
+        self.handlers = handlers
+        others = [handler.fields for handler in handlers]
+        self.kinds: Sequence[type[Struct]] = [GenerationFields, self.kind, *others]
+
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
+        """See `Endpoint`."""
+        request = self.read(fields, ready)
+        check_temperature(request)
+        self.model.finish(request, ready, self.usual)
+        request.formatter = self.formatter(
+            f"{self.prefix}-{http.short_id}", self.model.name, request
+        )
+        return request
+
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """Read a request up to its prompts. Raises as `Endpoint.parse` does."""
+        raise NotImplementedError
+
+    def read_fields(self, request: ParsedRequest) -> None:
+        """Let handlers read their fields; most have none in a request. Raises `ApiError`."""
+        names = request.fields.keys()
+        for handler in self.handlers:
+            if handler.always or not names.isdisjoint(handler.fields.__struct_fields__):
+                handler.read(convert_fields(handler.fields, request.fields), request)
+
+
+class CompletionEndpoint(TextEndpoint):
+    """`/v1/completions`: one prompt or several, as text or token ids."""
+
+    kind = CompletionFields
+    source, prefix = "prompt", "cmpl"
+    usual = DEFAULT_TOKENS
+    formatter = ResponseFormatter
+
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `TextEndpoint`."""
+        request = self.model.begin(fields, self.source)
+        given = convert_fields(CompletionFields, fields)
+        self.read_fields(request)
+        special = request.generation.add_special_tokens is not False
+        request.prompts = self.model.prompts(given.prompt, ready, special=special)
+        return request
+
+
+class ChatEndpoint(TextEndpoint):
+    """`/v1/chat/completions`: a conversation in the form that the model was trained on."""
+
+    kind = ChatFields
+    source, prefix = "messages", "chatcmpl"
+    formatter = ChatFormatter
+
+    def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
+        """See `TextEndpoint`."""
+        request = self.model.begin(fields, self.source)
+        given = convert_fields(ChatFields, fields)
+        request.messages = [
+            message | {"role": "system"} if message.get("role") == "developer" else message
+            for message in given.messages  # OpenAI's newer name, which templates do not know
+        ]
+        request.variables = dict(given.chat_template_kwargs or {})
+        if reserved := RESERVED & request.variables.keys():
+            raise wrong(
+                "chat_template_kwargs", f"chat_template_kwargs may not hold {min(reserved)!r}"
+            )
+        if given.max_completion_tokens is not None:
+            request.sampling["max_tokens"] = given.max_completion_tokens
+            request.names["max_tokens"] = "max_completion_tokens"
+        request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
+        request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
+        self.model.check_length(characters(given.messages), ready, self.source)
+        self.read_fields(request)
+        self._render(request)
+        return request
+
+    def _render(self, request: ParsedRequest) -> None:
+        """Make the prompt. Turns of one role are joined where the template does not take them in a row."""
+        tokenizer, messages = self.model.tokenizer, request.messages
+        try:
+            ids = tokenizer.chat(messages, **request.variables)
+        except UserError:
+            joined = join_turns(messages)
+            if joined == messages:
+                raise
+            ids = tokenizer.chat(joined, **request.variables)
+        request.prompts = [ids]
+        template = (
+            tokenizer.tool_template
+            if request.variables.get("tools")
+            else tokenizer.chat_template
+        )
+        request.ignored += [f"messages.{name}" for name in sorted(template.ignored(messages))]

@@ -21,7 +21,7 @@ CACHED = "cached"
 """A kind of notes about a completion: how many tokens of its prompt the prefix cache had."""
 
 
-class AddPrompt(Struct, array_like=True, tag="add"):
+class AddRequest(Struct, array_like=True, tag="add"):
     """Put the `params.n` completions of a prompt in line, under the numbers `first .. first + n - 1`.
 
     wanted: kinds of notes that the observer writes.
@@ -35,7 +35,7 @@ class AddPrompt(Struct, array_like=True, tag="add"):
     wanted: list[str] = field(default_factory=list)
 
 
-class AbortCompletions(Struct, array_like=True, tag="abort"):
+class AbortRequests(Struct, array_like=True, tag="abort"):
     """End these completions; no client wants them any more. Unknown numbers have ended already."""
 
     numbers: list[int]
@@ -49,7 +49,7 @@ class Stop(Struct, array_like=True, tag="stop"):
     """End the process."""
 
 
-Command = AddPrompt | AbortCompletions | DrawEngine | Stop
+Command = AddRequest | AbortRequests | DrawEngine | Stop
 
 
 class Ready(Struct, array_like=True, tag="ready"):

@@ -17,7 +17,7 @@ from common.errors import UserError
 from continuous.engine import Engine
 from paged_cache import PagedCache
 from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.worker import Observer, Observing, Worker
+from serving.worker import NullObserver, Observing, Worker
 
 
 def ready(engine: Engine, vocab_size: int) -> Ready:
@@ -52,7 +52,7 @@ class Pipe:
         self._socket.send(encode(report))
 
 
-def main(make: Callable[[], Any], address: str, observer: Observing = Observer) -> None:
+def main(make: Callable[[], Any], address: str, observer: Observing = NullObserver) -> None:
     """The whole life of the engine process.
 
     Args:

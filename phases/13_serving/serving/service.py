@@ -1,4 +1,4 @@
-"""The life of a request for tokens, from its order to its last byte."""
+"""The life of a request for tokens, from its admission to its last byte."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.completion import ChoiceGroup, Order
-from serving.endpoints import Endpoint
-from serving.http.answers import Answer
+from serving.completion import ChoiceGroup
 from serving.http.errors import STATUS, ApiError, too_many, wrong
-from serving.http.exchange import Exchange, Gone
 from serving.http.limits import Limits
-from serving.http.schema import Generation
+from serving.http.request import ClientDisconnected, HttpRequest
 from serving.messages import Ready
+from serving.parsed import Formatter, ParsedRequest
 
 RETRY_SECONDS = 1
+LONG_ANSWER = 250
+"""Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
 
 class Service:
@@ -47,42 +47,46 @@ class Service:
             raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
         return self.engine.ready
 
-    async def serve(self, exchange: Exchange, endpoint: Endpoint, request: Generation) -> None:
-        """The life of a request for tokens, from its order to its last byte.
+    async def serve(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
+        """The life of a request for tokens, from its admission to its last byte.
 
         However this function is left, the engine has been told to drop what is not finished.
         """
-        orders = await endpoint.orders(exchange, request, self.ready())
-        answer, ready = (
-            endpoint.answer(exchange, request),
-            self.ready(),
-        )  # it may have changed meanwhile
-        stream, priority = bool(request.stream), request.priority or 0
-        self._admit(sum(order.params.n for order in orders), priority, ready)
-        group = ChoiceGroup(
-            self.engine, self.tokenizer, orders, stream, self.limits.max_unsent
-        )
-        seconds = self._deadline(request, exchange.started)
-        leaving = asyncio.ensure_future(exchange.gone())
+        self._admit(request, ready)
+        group = ChoiceGroup(self.engine, self.tokenizer, request, self.limits.max_unsent)
+        formatter = request.formatter
+        leaving = asyncio.ensure_future(http.disconnected())
         leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
-        exchange.group = group
+        http.group = group
         try:
-            salt = request.cache_salt or ""
-            group.send(priority=priority, salt=salt, seconds=seconds)
-            if stream:
-                await self._stream(exchange, group, answer)
+            group.submit(self._seconds(request, http.started))
+            if group.streamed:
+                await self._stream(http, group, formatter)
             else:
-                while group.left and group.trouble is None:
-                    await group.news()
-                if group.trouble is None:
-                    await exchange.answer(200, await answer.body(group))
+                await self._answer(http, group, formatter)
             if group.trouble is not None:
-                raise self._error(*group.trouble, endpoint, request, orders[0])
+                raise self._error(*group.trouble, request)
         finally:
             leaving.cancel()
             group.close()
 
-    async def _stream(self, exchange: Exchange, group: ChoiceGroup, answer: Answer) -> None:
+    async def _answer(
+        self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
+    ) -> None:
+        """Send a whole answer when all of it has come."""
+        while group.left and group.trouble is None:
+            await group.news()
+        if group.trouble is not None:
+            return
+        if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
+            body = await asyncio.to_thread(formatter.body, group)
+        else:
+            body = formatter.body(group)
+        await http.answer(200, body)
+
+    async def _stream(
+        self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
+    ) -> None:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = group.choices
         while waiting:
@@ -93,31 +97,32 @@ class Service:
             for choice in waiting:
                 if len(choice.texts) > choice.sent or choice.reason is not None:
                     events.append(
-                        answer.chunk(choice, choice.take(), choice.reason is not None)
+                        formatter.chunk(choice, choice.take(), choice.reason is not None)
                     )
             waiting = [choice for choice in waiting if choice.reason is None]
             if not waiting:
-                events.append(answer.end(group))
+                events.append(formatter.end(group))
             data = b"".join(events)
-            if data and not exchange.status:
-                await exchange.start(200, answer.headers)
+            if data and not http.status:
+                await http.start(200, formatter.headers)
             if data:
-                await exchange.write(data, more=bool(waiting))
+                await http.write(data, more=bool(waiting))
 
     def _error(
-        self, kind: str, message: str, endpoint: Endpoint, request: Generation, order: Order
-    ) -> ApiError | Gone:
+        self, kind: str, message: str, request: ParsedRequest
+    ) -> ApiError | ClientDisconnected:
         """Return what a request in trouble ends with."""
         if kind in ("left", "slow"):
-            return Gone()
+            return ClientDisconnected()
         if kind == "refused":
-            return endpoint.refusal(message, request, order)
+            return request.refusal(message)
         return ApiError(
             STATUS[kind], message, retry=RETRY_SECONDS if kind == "died" else None, code=kind
         )
 
-    def _admit(self, more: int, priority: int, ready: Ready) -> None:
-        """Raise `ApiError` where so many more completions are too many."""
+    def _admit(self, request: ParsedRequest, ready: Ready) -> None:
+        """Raise `ApiError` where the completions of one more request are too many."""
+        priority, more = request.generation.priority, len(request.prompts) * request.params.n
         if priority and ready.policy != "priority":
             words = (
                 f"priority is {priority}, but must be 0: the server's policy is {ready.policy}"
@@ -134,9 +139,10 @@ class Service:
             words = f"{now} completions are in flight, and the server takes at most {most}"
             raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
 
-    def _deadline(self, request: Generation, started: float) -> float:
+    def _seconds(self, request: ParsedRequest, started: float) -> float:
         """Seconds that are left: the client's count from the beginning of the request."""
-        if request.deadline_ms is None:
+        deadline = request.generation.deadline_ms
+        if deadline is None:
             return self.limits.max_seconds
-        left = request.deadline_ms / 1e3 - (time.perf_counter() - started)
+        left = deadline / 1e3 - (time.perf_counter() - started)
         return min(max(0.0, left), self.limits.max_seconds)

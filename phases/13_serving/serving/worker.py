@@ -18,8 +18,8 @@ from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from serving import messages
 from serving.messages import (
-    AbortCompletions,
-    AddPrompt,
+    AbortRequests,
+    AddRequest,
     Command,
     DrawEngine,
     StepReport,
@@ -43,14 +43,12 @@ class Channel(Protocol):
         """Hand over a report."""
 
 
-class Observer:
-    """Reads along in the engine's process; this one does nothing, and the appendix has one that draws."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+class Observer(Protocol):
+    """Reads along in the engine's process."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """Note a command, and the requests that it has added."""
+        return
 
     def due(self) -> bool:
         """Tell if there is something to report though no step was run."""
@@ -58,6 +56,14 @@ class Observer:
 
     def write(self, step: StepReport, now: float) -> None:
         """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
+        return
+
+
+class NullObserver(Observer):
+    """Does nothing; the appendix has one that draws."""
+
+    def __init__(self, engine: Engine) -> None:
+        pass
 
 
 Observing = Callable[[Engine], Observer]
@@ -75,7 +81,7 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.channel = channel
-        self.observer = observer or Observer(engine)
+        self.observer = observer or NullObserver(engine)
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = (
             set()
@@ -105,9 +111,9 @@ class Worker:
     def obey(self, command: Command) -> None:
         """Carry out one command. What is wrong with a request is told to its sender and harms no other."""
         match command:
-            case AddPrompt():
+            case AddRequest():
                 self._add(command)
-            case AbortCompletions():
+            case AbortRequests():
                 for number in command.numbers:
                     if number in self.live:
                         self.engine.abort(self.live[number])
@@ -116,7 +122,7 @@ class Worker:
             case Stop():
                 self._stopped = True
 
-    def _add(self, command: AddPrompt) -> None:
+    def _add(self, command: AddRequest) -> None:
         first, params = command.first, command.params
         numbers = range(first, first + params.n)
         try:

@@ -24,10 +24,10 @@ from common.sockets import listen
 from replicas.gate import LIMITS
 from replicas.options import ReplicaOptions
 from replicas.replica import Replica
-from serving.alive import CannotStart
 from serving.app import App
 from serving.http.limits import Limits
 from serving.http.server import TERMINATED
+from serving.liveness import StartupError
 
 try:
     import ray
@@ -42,11 +42,13 @@ OBJECT_STORE_BYTES = 100 << 20
 """Ray's memory for large objects. Requests and tokens are small ones and never get there."""
 START_SECONDS = 900.0
 """Most seconds until a replica is ready, long enough to load a large model."""
+HEALTH_SECONDS = 5.0
+"""Seconds without a reply after which a replica is asked again; after three times Ray ends it."""
 END_SECONDS = 30.0
 """Most seconds until Ray has ended after the last stream."""
 TRIES = 2
 """Attempts to start a replica before the server gives up."""
-REASON = re.compile(r"\b(UserError|CannotStart): (.+)")
+REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 """Finds the error that a replica has raised in Ray's message, which is a traceback."""
 
 
@@ -88,7 +90,7 @@ class Cluster:
         The first signal lets streams finish, within the grace period; the second does not wait.
 
         Raises:
-            CannotStart: not every replica takes requests in time.
+            StartupError: not every replica takes requests in time.
             UserError: there is no such cluster, or no replica can be made with these options.
         """
         try:
@@ -153,7 +155,7 @@ class Cluster:
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
         except Exception as error:  # of many kinds, none of them documented
-            raise CannotStart(f"Ray Serve's proxy: {error}") from error
+            raise StartupError(f"Ray Serve's proxy: {error}") from error
 
     def _hear(self, number: int, frame: object) -> None:
         if self.signalled.is_set():
@@ -196,9 +198,9 @@ class Cluster:
         if state == "DEPLOY_FAILED":
             found = REASON.findall(message)
             kind, reason = found[-1] if found else ("", message[-600:])
-            raise UserError(reason) if kind == "UserError" else CannotStart(reason)
+            raise UserError(reason) if kind == "UserError" else StartupError(reason)
         if state != "RUNNING":
-            raise CannotStart(f"not ready after {START_SECONDS:g} s: {message or state}")
+            raise StartupError(f"not ready after {START_SECONDS:g} s: {message or state}")
 
     def _state(self) -> tuple[str, str]:
         """Return the status of Ray's application, and the messages of its deployments."""
@@ -254,6 +256,7 @@ class Cluster:
                 request_router_kwargs={"route": options.route, "imbalance": options.imbalance},
             ),
             health_check_period_s=1.0,
+            health_check_timeout_s=HEALTH_SECONDS,
             graceful_shutdown_timeout_s=self.limits.grace_seconds,
             graceful_shutdown_wait_loop_s=0.2,
             max_constructor_retry_count=TRIES,

@@ -8,18 +8,24 @@ saved.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 from collections.abc import MutableMapping
 from typing import Any
 
-import msgspec
-
-from replicas.prefixes import chain_of
-from serving.http.errors import ApiError
-from serving.http.exchange import Exchange, Gone, Receive, Scope, Send
+from replicas.prefixes import chain_of, keeper_of
+from serving.http.errors import ApiError, ErrorForm
 from serving.http.limits import Limits
+from serving.http.request import (
+    ClientDisconnected,
+    HttpRequest,
+    Receive,
+    Scope,
+    Send,
+    encode_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +37,8 @@ LIMITS = "LADDER_LIMITS"
 """Environment: the limits, as JSON; a proxy is started by Ray and has no other way to learn them."""
 GONE = b"x-ladder-gone"
 """Header of a replica whose engine has died: nothing of its answer has gone out, so another may be asked."""
+UNTYPED = (b"", b"application/x-www-form-urlencoded")
+"""Types of bodies that a client sends which says none, such as `curl -d`."""
 LOST = "the replica has ended; try again"
 TRIES = 3
 """Replicas that a request is given to, one after the other, while nothing of an answer has come."""
@@ -47,30 +55,45 @@ class Gate:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own
             await self.app(scope, receive, send)
             return
-        exchange = Exchange(scope, receive, send, self.limits)
+        http, leaving = HttpRequest(scope, receive, send, self.limits), Leaving(receive)
+
+        async def timed(message: MutableMapping[str, Any]) -> None:
+            """Send a message; a reader that is too slow for it has left."""
+            try:
+                async with asyncio.timeout(self.limits.slow_seconds):
+                    await send(message)
+            except TimeoutError:
+                leaving.gone = True
+                raise ConnectionError("the reader is too slow") from None
+
         said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
         try:
             most = self.limits.max_header_bytes  # Ray's server has no limit of its own
             if head_bytes(scope) > most:
                 raise ApiError(431, f"address and headers have more than {most:,} bytes")
-            if exchange.method == "POST":
-                said["body"] = body = await exchange.body()
+            if (
+                http.headers.get(b"content-type", b"") in UNTYPED
+            ):  # the replica looks at it again
+                http.headers[b"content-type"] = b"application/json"
+            if http.method == "POST":
+                said["body"] = body = await http.body()
                 said["chain"] = chain_of(body)
+                said["wanted"] = keeper_of(body)
             else:
-                said["wanted"] = exchange.headers.get(NAME, b"").decode("latin-1")
-            await self._answer(exchange, said, Leaving(receive), send)
+                said["wanted"] = http.headers.get(NAME, b"").decode("latin-1")
+            await self._answer(http, said, leaving, timed)
         except ApiError as error:
-            await exchange.fail(error)
-        except Gone:
+            await http.fail(error)
+        except ClientDisconnected:
             return
 
     async def _answer(
-        self, exchange: Exchange, said: dict[str, Any], leaving: Leaving, send: Send
+        self, http: HttpRequest, said: dict[str, Any], leaving: Leaving, send: Send
     ) -> None:
         """Ask one replica after the other, up to `TRIES` of them, until one has answered.
 
         Each answers into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status is
-        then that of `exchange`. All is done when the answer is complete, or the client has left. Another
+        then that of `http`. All is done when the answer is complete, or the client has left. Another
         replica is asked only while nothing of an answer has gone out, and Ray has said nothing itself. Then
         `gone` of the one that was asked is added to what `said` avoids.
 
@@ -81,8 +104,8 @@ class Gate:
         """
         for _ in range(TRIES):
             answer = RelayedAnswer(send)
-            await answer.of(self.app, dict(exchange.scope) | {KEY: said}, leaving)
-            exchange.status = answer.status
+            await answer.of(self.app, dict(http.scope) | {KEY: said}, leaving)
+            http.status = answer.status
             if answer.complete or leaving.gone:
                 return
             if answer.status or answer.foreign:
@@ -92,7 +115,7 @@ class Gate:
             raise answer.error()
         if not answer.events:
             raise ConnectionError(LOST)  # the server around us cuts the connection
-        data = b"data: " + msgspec.json.encode(answer.error().body) + b"\n\n"
+        data = b"data: " + encode_json(ErrorForm().body(answer.error())) + b"\n\n"
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
 

@@ -7,6 +7,8 @@ neither tokenizer nor template, and a request costs it microseconds.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import xxhash
 from msgspec import Raw, Struct
@@ -26,7 +28,29 @@ class PromptFields(Struct):
     cache_salt: Raw = Raw(b"")
 
 
+class PreviousResponse(Struct):
+    """The field of a request that goes on from a stored conversation."""
+
+    previous_response_id: str = ""
+
+
 _decoder = msgspec.json.Decoder(PromptFields)
+_previous = msgspec.json.Decoder(PreviousResponse)
+_KEEPER = re.compile(r"resp_([^_]+)_")
+
+
+def keeper_of(body: bytes) -> str:
+    """Return the replica that keeps the conversation from which a request goes on; empty for none.
+
+    A response's id begins with the name of the replica that has made it.
+    """
+    if b"previous_response_id" not in body:
+        return ""
+    try:
+        found = _KEEPER.match(_previous.decode(body).previous_response_id)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return found[1] if found else ""
 
 
 def chain_of(body: bytes) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from replicas.gate import GONE, KEY, NAME
 from serving.app import App
-from serving.http.exchange import Receive, Scope, Send
+from serving.http.request import Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Replica:
         application responds; its start message gets the header `NAME` behind its own, and then `GONE` if it
         is a 503 and the engine has died meanwhile, since no part of a response has been sent. What the
         proxy has put under `KEY` is removed from the scope; if there is some, its `body` is received first
-        (`BufferedBody`).
+        (`BufferedBody`). The application finds this replica's name in the scope, under `replica`.
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
@@ -57,6 +57,7 @@ class Replica:
             await send({"type": "http.response.body", "body": b""})
             return
         said = scope.pop(KEY, None)
+        scope["replica"] = self.name
 
         async def named(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -81,7 +82,7 @@ class Replica:
         """Start the engine, and return when it is ready.
 
         Raises:
-            CannotStart: it cannot be made.
+            StartupError: it cannot be made.
             UserError: the same, and a user can correct it.
         """
         running = asyncio.ensure_future(self.app.engine.run())
@@ -114,7 +115,7 @@ class Replica:
             await asyncio.sleep(LOOK_SECONDS)
         log.error("the engine has ended, and so does this replica")
         rounds = int(ERROR_SECONDS / LOOK_SECONDS)
-        while self.app.exchanges and rounds:
+        while self.app.requests and rounds:
             await asyncio.sleep(LOOK_SECONDS)
             rounds -= 1
         await asyncio.sleep(LOOK_SECONDS)  # what is said has to leave this process

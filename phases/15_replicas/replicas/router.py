@@ -45,6 +45,9 @@ class Router(RequestRouter):  # type: ignore[misc]
             name: by_name[name] for name in by_name.keys() - set(said["avoid"])
         } or by_name
         if said["wanted"] in by_name:
+            if said["chain"]:  # it goes on from a conversation that this replica has
+                self._give(pending_request, said["chain"], said["wanted"])
+                self._unsent[id_of(pending_request)] = pending_request
             return [[by_name[said["wanted"]]]]
         self._forget_cancelled()
         loads = {name: self.load(name, replica) for name, replica in by_name.items()}

@@ -21,9 +21,9 @@ import socket
 from contextlib import suppress
 
 from common.errors import UserError
-from serving.app import App, Extension
+from serving.app import App
 from serving.http.errors import ApiError
-from serving.http.exchange import Exchange
+from serving.http.request import HttpRequest
 
 ANY = "*"
 HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
@@ -74,7 +74,7 @@ WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer
 """Headers of which a browser sends one with the body of a page, which may be another site's."""
 
 
-class Doors(Extension):
+class Doors:
     """Refuses requests that may not come in.
 
     hosts: see `names_of`.
@@ -90,28 +90,32 @@ class Doors(Extension):
         self.keys = [key.encode() for key in keys]
 
     def install(self, app: App) -> None:
-        """Learn the routes."""
+        """Stand before all routes."""
         self.app = app
+        app.before.append(self.before)
 
-    async def before(self, exchange: Exchange) -> bool:
-        """See `Extension`. A browser asks before it sends a request, and without a key."""
-        self.check_host(exchange)
-        if self.origins and self.asks(exchange):
-            await exchange.start(204, [])
-            await exchange.write(b"", more=False)
+    async def before(self, http: HttpRequest) -> bool:
+        """Tell if a request is answered. A browser asks before it sends one, and without a key.
+
+        Raises:
+            ApiError: the request may not come in.
+        """
+        self.check_host(http)
+        if self.origins and self.asks(http):
+            await http.start(204, [])
+            await http.write(b"", more=False)
             return True
-        if self.keys and exchange.path not in OPEN:
-            self.check_key(exchange)
-        kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind in FORMS and WEB_PAGE.isdisjoint(
-            exchange.headers
-        ):  # a form, and no web page sends it
-            exchange.headers[b"content-type"] = b"application/json"
+        if self.keys and http.path not in OPEN:
+            self.check_key(http)
+        kind = http.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        loose = kind in FORMS or http.path.startswith("/api/")  # Ollama's clients send any
+        if loose and WEB_PAGE.isdisjoint(http.headers):  # a form, and no web page sends it
+            http.headers[b"content-type"] = b"application/json"
         return False
 
-    def check_host(self, exchange: Exchange) -> None:
+    def check_host(self, http: HttpRequest) -> None:
         """Refuse a request to another name; one without a name does not come from a browser."""
-        given = exchange.headers.get(b"host", b"").decode("latin-1").strip().lower()
+        given = http.headers.get(b"host", b"").decode("latin-1").strip().lower()
         name = re.sub(r":\d*$", "", given)
         if ANY in self.hosts or not given or name in self.hosts or name.endswith(".localhost"):
             return
@@ -123,17 +127,16 @@ class Doors(Extension):
         )
         raise ApiError(421, words, code="host")
 
-    def asks(self, exchange: Exchange) -> bool:
+    def asks(self, http: HttpRequest) -> bool:
         """Let pages of the allowed origins read the answer; tell if it is about a request to come.
 
         Such a question is which methods and headers that may have.
         """
-        headers = exchange.headers
-        extra = exchange.extra
+        headers, extra = http.headers, http.extra
         any_page = ANY in self.origins
         origin = headers.get(b"origin", b"")
         asks = (
-            exchange.method == "OPTIONS"
+            http.method == "OPTIONS"
             and origin != b""
             and b"access-control-request-method" in headers
         )
@@ -149,7 +152,7 @@ class Doors(Extension):
             words = f"pages of {shown[:100]!r} may not ask here: see --allowed-origins"
             raise ApiError(403, words, code="origin")
         if asks:
-            methods = ", ".join(self.app.handlers(exchange.path)).encode()
+            methods = ", ".join(self.app.methods(http.path)).encode()
             extra += [
                 (b"access-control-allow-methods", methods),
                 (b"access-control-max-age", SECONDS),
@@ -158,15 +161,15 @@ class Doors(Extension):
                 extra.append((b"access-control-allow-headers", wanted))
         return asks
 
-    def check_key(self, exchange: Exchange) -> None:
+    def check_key(self, http: HttpRequest) -> None:
         """Refuse a request without one of the keys; all are compared."""
-        other = b"bearer " + exchange.headers.get(
+        other = b"bearer " + http.headers.get(
             b"x-api-key", b""
-        )  # as Anthropic's clients send it
-        given = exchange.headers.get(b"authorization") or other
+        )  # as older clients of Anthropic send it
+        given = http.headers.get(b"authorization") or other
         scheme, _, value = given.partition(b" ")
         if scheme.lower() != b"bearer":
             value = b""
         if not sum(hmac.compare_digest(value.strip(), key) for key in self.keys):
-            exchange.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
+            http.extra.append((b"www-authenticate", b'Bearer realm="ladder"'))
             raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")

@@ -1,9 +1,8 @@
-"""The extension that installs the whole API, with a document that is made of the structs of its requests."""
+"""The rest of the API: handlers of fields, and a document that is made of the structs that declare them."""
 
 from __future__ import annotations
 
 import inspect
-import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -12,94 +11,92 @@ from typing import Any
 import msgspec
 
 from common.errors import UserError
-from phases.appendix.api.endpoints import WideChat, WideCompletions, ignore
+from common.text.tokenizer import Tokenizer
+from phases.appendix.api.grammars import GrammarHandler
+from phases.appendix.api.logprobs import ChatLogprobs, CompletionLogprobs, TokenIds
+from phases.appendix.api.prefill import Prefill
+from phases.appendix.api.reasoning import Reasoning
 from phases.appendix.observability.live import HTML
-from serving.app import App, Extension
-from serving.http.exchange import Exchange
-
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
+from phases.appendix.tools.request import ToolHandler
+from serving.app import App
+from serving.http.limits import Limits
+from serving.parsed import FieldHandler
 
 DOCS = Path(__file__).parent / "docs.html"
+REFERENCES = "#/components/schemas/{name}"
 
 
-class Api(Extension):
-    """Takes the place of the route for tokens, and adds chats, models, and the document.
+def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
+    """Return the handlers of all further fields of completions."""
+    return [GrammarHandler(limits), CompletionLogprobs(tokenizer), TokenIds()]
+
+
+def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
+    """Return the handlers of all further fields of chats, in the order in which they read a request."""
+    with suppress(
+        UserError
+    ):  # where there is a template it is compiled now, not while others stream
+        _ = tokenizer.chat_template
+    first: list[FieldHandler] = [
+        Prefill(tokenizer),
+        GrammarHandler(limits),
+        ToolHandler(tokenizer, limits),
+    ]
+    return [*first, ChatLogprobs(tokenizer), TokenIds(), Reasoning(tokenizer)]
+
+
+class Document:
+    """The API as a document of OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0), and a page of it.
 
     version: of the server.
     """
 
-    def __init__(self, version: str) -> None:
-        self.version, self.created = version, int(time.time())
-
-    def install(self, app: App) -> None:
-        """See `Extension`."""
+    def __init__(self, app: App, version: str) -> None:
         self.app = app
-        with suppress(
-            UserError
-        ):  # where there is a template it is compiled now, not while others stream
-            _ = app.prompts.tokenizer.chat_template
-        app.add("/v1/completions", WideCompletions(app.prompts, app.model, app.limits))
-        app.add("/v1/chat/completions", WideChat(app.prompts, app.model, app.limits))
+        self.version = version
         app.routes |= {
-            "/v1/models": {"GET": self.models},
-            f"/v1/models/{app.model}": {"GET": self.models},
-            "/version": {"GET": lambda exchange: exchange.json({"version": self.version})},
-            "/openapi.json": {"GET": lambda exchange: exchange.json(self.document)},
-            "/docs": {"GET": lambda exchange: exchange.answer(200, DOCS.read_bytes(), HTML)},
+            "/version": {"GET": lambda http: http.json({"version": self.version})},
+            "/openapi.json": {"GET": lambda http: http.json(self.document)},
+            "/docs": {"GET": lambda http: http.answer(200, DOCS.read_bytes(), HTML)},
             "/ping": app.routes["/health"],
         }
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The API as a document of OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0)."""
-        routes, kinds = self.app.routes, self.app.bodies
-        bodies, components = msgspec.json.schema_components(
-            kinds.values(), ref_template="#/components/schemas/{name}"
-        )
+        """The document: of each route for tokens one schema, of all structs that declare its fields."""
         answers = {
             "default": {
                 "description": "the answer, or an object with what is wrong as `error`"
             }
         }
         paths: dict[str, Any] = {
-            path: {"get": {"responses": answers}} for path in routes if "GET" in routes[path]
+            path: {method.lower(): {"responses": answers} for method in methods}
+            for path, methods in self.app.routes.items()
         }
-        for (path, kind), body in zip(kinds.items(), bodies, strict=True):
-            paths[path] = {
-                "post": {
-                    "summary": (inspect.getdoc(kind) or "").split("\n")[0],
-                    "requestBody": {
-                        "required": True,
-                        "content": {"application/json": {"schema": body}},
-                    },
-                    "responses": answers,
-                }
+        schemas: dict[str, Any] = {}
+        for path, endpoint in self.app.endpoints.items():
+            _, components = msgspec.json.schema_components(
+                endpoint.kinds, ref_template=REFERENCES
+            )
+            schemas |= components
+            parts = [components[kind.__name__] for kind in reversed(endpoint.kinds)]
+            own = [kind for kind in endpoint.kinds if kind is not endpoint.kinds[0]]
+            schemas[path] = {
+                "type": "object",
+                "properties": {
+                    name: of for part in parts for name, of in part["properties"].items()
+                },
+                "required": [name for part in parts for name in part.get("required", [])],
+            }
+            body = {"schema": {"$ref": REFERENCES.format(name=path.replace("/", "~1"))}}
+            paths[path]["post"] |= {
+                "summary": (inspect.getdoc(own[0]) or "").split("\n")[0],
+                "requestBody": {"required": True, "content": {"application/json": body}},
             }
         info = {"title": "Inference Ladder", "version": self.version}
         return {
             "openapi": "3.1.0",
             "info": info,
             "paths": paths,
-            "components": {"schemas": components},
+            "components": {"schemas": schemas},
         }
-
-    async def read(self, exchange: Exchange, kind: Any, body: bytes) -> None:
-        """Find the fields of a body that its kind has not; what is no object is refused later."""
-        with suppress(ValueError, RecursionError):
-            ignore(exchange, sorted(_fields.decode(body).keys() - set(kind.__struct_fields__)))
-
-    async def models(self, exchange: Exchange) -> None:
-        """Answer with the model, alone or in a list of one."""
-        card = {
-            "id": self.app.model,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "inference-ladder",
-        }
-        if self.app.prompts.defaults:
-            card["default_sampling_params"] = dict(self.app.prompts.defaults)
-        if self.app.engine.ready is not None:
-            card["max_model_len"] = self.app.engine.ready.max_len
-        alone = exchange.path != "/v1/models"
-        await exchange.json(card if alone else {"object": "list", "data": [card]})

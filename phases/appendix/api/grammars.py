@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from common.errors import UserError
 from common.sampling.grammar import Grammar
-from phases.appendix.api.schema import Wide
 from phases.appendix.guidance.exact import exact
+from serving.app import listed
 from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
+from serving.parsed import ParsedRequest
 
 MAKERS = {
     "json": Grammar.json_schema,
@@ -23,45 +25,81 @@ MAKERS = {
     "grammar": Grammar.lark,
 }
 """Of each kind of constraint: `structured_outputs` names it so, and `guided_` before it is a field."""
+OPTIONS = {
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "disable_fallback",
+    "whitespace_pattern",
+}
+"""Keys of `structured_outputs` that only say how a grammar is to be made; vLLM's."""
 
 
-def grammar_of(request: Wide, limits: Limits) -> tuple[Grammar | None, str, list[str]]:
-    """Return the grammar, the field that asked for it, and keywords of its schema that it does without.
+class GrammarFields(Struct, kw_only=True):
+    """Fields that constrain the output."""
 
-    Raises:
-        ApiError: it is asked for twice, in no known form, too large, or no grammar.
-    """
-    asked = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in MAKERS]
-    asked += [
-        ("structured_outputs", *one) for one in (request.structured_outputs or {}).items()
-    ]
-    asked.append(("response_format", "json", schema_of(request)))
-    found = [one for one in asked if one[2] is not None]
-    if not found:
-        return None, "", []
-    field, kind, definition = found[0]
-    if len(found) > 1:
-        both = " and ".join(f"{name} ({kind})" for name, kind, _ in found[:2])
-        raise wrong(field, f"{both} both constrain the output, but only one may")
-    if kind not in MAKERS:
-        raise wrong(field, f"{field} has {kind[:100]!r}, but may have {', '.join(MAKERS)}")
-    size, loosened = len(msgspec.json.encode(definition)), list[str]()
-    if size > limits.max_schema_bytes:
-        raise too_many(field, size, limits.max_schema_bytes, "bytes")
-    form = (request.response_format or {}).get("json_schema")
-    if field == "response_format" and isinstance(form, dict) and form.get("strict") is False:
-        definition = exact(
-            definition, left=loosened
-        )  # a hint, which is left where it cannot be followed
-    try:
-        return MAKERS[kind](definition), field, loosened
-    except UserError as error:
-        raise wrong(field, f"{field}: {error}") from None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
 
 
-def schema_of(request: Wide) -> dict[str, Any] | None:
+class GrammarHandler:
+    """Makes the grammar that a request asks for."""
+
+    fields = GrammarFields
+    always = False
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def read(self, given: GrammarFields, request: ParsedRequest) -> None:
+        """See `FieldHandler`. Raises `ApiError` for two, and for one in no known form, or too large."""
+        asked = [(f"guided_{kind}", kind, getattr(given, f"guided_{kind}")) for kind in MAKERS]
+        asked.append(("response_format", "json", schema_of(given.response_format)))
+        for kind, value in (given.structured_outputs or {}).items():
+            if kind in OPTIONS and value is not None:
+                request.ignored.append(f"structured_outputs.{kind}")
+            elif kind not in OPTIONS:
+                asked.append(("structured_outputs", kind, value))
+        found = [one for one in asked if one[2] is not None]
+        if not found:
+            return
+        field, kind, definition = found[0]
+        if len(found) > 1:
+            both = " and ".join(f"{name} ({kind[:100]})" for name, kind, _ in found[:2])
+            raise wrong(field, f"{both} both constrain the output, but only one may")
+        if kind not in MAKERS:
+            raise wrong(field, f"{field} has {kind[:100]!r}, but may have {', '.join(MAKERS)}")
+        size = len(msgspec.json.encode(definition))
+        if size > self.limits.max_schema_bytes:
+            raise too_many(field, size, self.limits.max_schema_bytes, "bytes")
+        form = (given.response_format or {}).get("json_schema")
+        if (
+            field == "response_format"
+            and isinstance(form, dict)
+            and form.get("strict") is False
+        ):
+            left = list[str]()  # a hint, which is left where it cannot be followed
+            definition = exact(definition, left=left)
+            loosen(request, left)
+        try:
+            request.sampling["grammar"] = MAKERS[kind](definition)
+        except UserError as error:
+            raise wrong(field, f"{field}: {error}") from None
+        request.names["grammar"] = field
+        request.constrained = True
+
+
+def loosen(request: ParsedRequest, keywords: list[str]) -> None:
+    """Name keywords of schemas that the output need not follow in a header."""
+    if keywords:
+        request.headers.append((b"x-ladder-loosened", listed(keywords)))
+
+
+def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the schema of `response_format`: OpenAI's, or the flat form with the schema beside the type."""
-    form = request.response_format
     if form is None or form.get("type") == "text":
         return None
     kind, nested = form.get("type"), form.get("json_schema")

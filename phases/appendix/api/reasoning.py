@@ -1,15 +1,87 @@
-"""Reasoning, which some models write between `<think>` and `</think>` before their answer."""
+"""Reasoning: switched and measured by a request's fields, and parted from the answer as the text comes.
+
+Some models write it between `<think>` and `</think>` before their answer, gpt-oss in a channel of its own.
+"""
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_left, bisect_right
+from functools import partial
 from typing import Literal
 
+from msgspec import Struct
+
 from common.text.tokenizer import Tokenizer
-from phases.appendix.tools.reader import settled
+from phases.appendix.tools.formats import HERMES, OPENING
+from phases.appendix.tools.reader import decided_length, settled
+from serving.parsed import ParsedRequest
 
 BEGIN, END = "<think>", "</think>"
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+"""Marks of gpt-oss's format behind a message: https://github.com/openai/harmony."""
 TAIL = 8
 """Tokens at the end of a prompt in which a template may have opened the reasoning."""
+
+
+class ReasoningFields(Struct, kw_only=True):
+    """Fields about reasoning."""
+
+    reasoning_effort: str | None = None
+    separate_reasoning: bool | None = True
+
+
+class Reasoning:
+    """Tells the template how much to reason, and parts the reasoning from the answer."""
+
+    fields = ReasoningFields
+    always = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def read(self, given: ReasoningFields, request: ParsedRequest) -> None:
+        """See `FieldHandler`."""
+        if given.reasoning_effort is not None:
+            self._effort(given.reasoning_effort, request)
+        if not request.constrained and given.separate_reasoning is not False:
+            request.on_prompt.append(partial(self._part, request))
+
+    def _effort(self, effort: str, request: ParsedRequest) -> None:
+        """Set the template's variables; a template that knows none of them is named in a header."""
+        known = self.tokenizer.chat_template.variables
+        if effort == "none":
+            request.variables.setdefault("enable_thinking", False)
+        else:
+            request.variables.setdefault("reasoning_effort", effort)
+        if not known & {
+            "reasoning_effort",
+            *({"enable_thinking"} if effort == "none" else ()),
+        }:
+            request.ignored.append("reasoning_effort")
+
+    def _part(self, request: ParsedRequest) -> None:
+        tokenizer = self.tokenizer
+        if has_channels(tokenizer):
+            has_calls = request.calls is not None
+            request.reasoning = lambda: ChannelReader(has_calls)
+            marks = [CHANNEL, MESSAGE, *ENDS]
+        else:
+            within = opened(tokenizer, request.prompts[0])
+            if within is None:
+                return
+            trigger = "" if request.calls is None else HERMES.trigger
+            request.reasoning = partial(ThinkReader, within, trigger)
+            marks = [BEGIN, END]
+        ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
+        request.shown |= tokenizer.special_ids & ids
+
+
+def has_channels(tokenizer: Tokenizer) -> bool:
+    """Return True if the model writes gpt-oss's format."""
+    source = tokenizer.chat_template.source
+    return CHANNEL in source and MESSAGE in source
 
 
 def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
@@ -22,14 +94,8 @@ def opened(tokenizer: Tokenizer, prompt: list[int]) -> bool | None:
     return tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip().endswith(BEGIN)
 
 
-def marks(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the marks that are special tokens, which belong to the text then."""
-    ids = {tokenizer.backend.token_to_id(mark) for mark in (BEGIN, END)}
-    return tokenizer.special_ids & ids
-
-
-class ReasoningReader:
-    """Parts one output, piece by piece, into its reasoning and what follows.
+class ThinkReader:
+    """A `ReasoningSplitter` for what stands between `<think>` and `</think>` where the output begins.
 
     opened: see the function.
     trigger: of calls, which end the reasoning, too; empty for none.
@@ -40,29 +106,57 @@ class ReasoningReader:
             "within" if opened else "start"
         )
         self._ends = [END, trigger] if trigger else [END]
-        self._rest, self._begun = "", False
+        self._rest = ""
+        self._thought: list[str] = []
+        self._offsets: list[int] = []  # where the text of each token ends
+        self._begin = 0
+        self._stop: int | None = None if opened else 0  # where the reasoning ends
+        self._thought_begun = False
 
-    def read(self, text: str, last: bool) -> tuple[str, str]:
-        """Take in what comes next, and whether it is the last of it; return reasoning and text."""
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far that have some reasoning in their text."""
+        offsets, count = self._offsets, len(self._offsets)
+        if not count or self._stop == 0:
+            return 0
+        stop = offsets[-1] if self._stop is None else self._stop
+        return max(
+            0, min(bisect_left(offsets, stop) + 1, count) - bisect_right(offsets, self._begin)
+        )
+
+    def take_reasoning(self) -> str:
+        """See `ReasoningSplitter`."""
+        thought, self._thought = "".join(self._thought), []
+        return thought
+
+    def read(self, text: str, last: bool) -> str:
+        """See `ReasoningSplitter`."""
+        if self._state == "text":
+            return text
+        total = (self._offsets[-1] if self._offsets else 0) + len(text)
+        if text or not last:
+            self._offsets.append(total)
         self._rest += text
         if self._state == "start":
             begun = self._rest.lstrip()
             if begun.startswith(BEGIN):
                 self._rest, self._state = begun.removeprefix(BEGIN), "within"
+                self._begin, self._stop = total - len(self._rest), None
             elif last or not BEGIN.startswith(begun):
                 self._state = "text"
-        thought = self._thought(last) if self._state == "within" else ""
+        if self._state == "within":
+            self._think(total, last)
         if self._state == "behind":
             self._rest = self._rest.lstrip()
             self._state = "text" if self._rest or last else "behind"
         if self._state != "text":
-            return thought, ""
+            return ""
         text, self._rest = self._rest, ""
-        return thought, text
+        return text
 
-    def _thought(self, last: bool) -> str:
-        """Return what is known to be reasoning."""
-        if not self._begun:
+    def _think(self, total: int, last: bool) -> None:
+        """Take in what is known to be reasoning."""
+        if not self._thought_begun:
             self._rest = self._rest.lstrip()
         places = [place for end in self._ends if (place := self._rest.find(end)) >= 0]
         size = (
@@ -72,10 +166,89 @@ class ReasoningReader:
             if last
             else settled(self._rest, *self._ends)
         )
-        thought, self._rest = self._rest[:size], self._rest[size:]
+        thought, rest = self._rest[:size], self._rest[size:]
         if places:
-            thought = thought.rstrip()
-            self._rest = self._rest.removeprefix(END)
+            self._stop = total - len(rest)
+            thought, rest = thought.rstrip(), rest.removeprefix(END)
             self._state = "behind"
-        self._begun = self._begun or bool(thought)
+        self._rest = rest
+        if thought:
+            self._thought.append(thought)
+            self._thought_begun = True
+
+
+class ChannelReader:
+    """A `ReasoningSplitter` for gpt-oss's format: messages with a channel each.
+
+    `analysis` is reasoning, `final` the answer. A call becomes the text of one in Hermes' form, which a
+    `CallReader` knows.
+
+    calls: whether there are tools that may be called.
+    """
+
+    def __init__(self, calls: bool) -> None:
+        self.reasoning_tokens = 0
+        self._calls = calls
+        self._state: Literal["start", "head", "analysis", "answer", "call"] = "start"
+        self._rest = ""
+        self._thought: list[str] = []
+
+    def take_reasoning(self) -> str:
+        """See `ReasoningSplitter`."""
+        thought, self._thought = "".join(self._thought), []
         return thought
+
+    def read(self, text: str, last: bool) -> str:
+        """See `ReasoningSplitter`."""
+        self._rest += text
+        before, answer = self._state, list[str]()
+        if self._state == "start":
+            if CHANNEL.startswith(self._rest[: len(CHANNEL)]) and not last:
+                self._state = "start" if len(self._rest) < len(CHANNEL) else "head"
+            else:
+                self._state = "head" if self._rest.startswith(CHANNEL) else "answer"
+        while self._state != "start" and self._step(answer, last):
+            pass
+        if before == self._state == "analysis":
+            self.reasoning_tokens += 1
+        return "".join(answer)
+
+    def _step(self, answer: list[str], last: bool) -> bool:
+        """Read up to the next mark; tell whether there is one."""
+        marks = (MESSAGE,) if self._state == "head" else ENDS
+        found = [(place, mark) for mark in marks if (place := self._rest.find(mark)) >= 0]
+        if found:
+            place, mark = min(found)
+            text, self._rest = self._rest[:place], self._rest[place + len(mark) :]
+        elif self._state == "head":
+            return False
+        else:
+            size = len(self._rest) if last else decided_length(self._rest, *marks)
+            text, self._rest = self._rest[:size], self._rest[size:]
+        if self._state == "analysis" and text:
+            self._thought.append(text)
+        elif self._state == "head":
+            answer.append(self._open(text))
+            return True
+        elif self._state != "analysis":
+            answer.append(text)
+        if found:
+            answer.append("}" + HERMES.after + "\n" if self._state == "call" else "")
+            self._state = "head"
+        return bool(found)
+
+    def _open(self, head: str) -> str:
+        """Begin a message; return what stands in the answer for its head."""
+        channel, _, to = head.rpartition(CHANNEL)[2].strip().partition(" ")
+        name = to.strip().removeprefix("to=functions.").partition(" ")[0].partition("<")[0]
+        if self._calls and to.strip().startswith("to=functions."):
+            self._state = "call"
+            return (
+                HERMES.trigger
+                + HERMES.before
+                + OPENING
+                + json.dumps(name)[1:-1]
+                + HERMES.middle
+            )
+        self._state = "analysis" if channel == "analysis" else "answer"
+        return ""

@@ -1,74 +1,154 @@
-"""`/v1/embeddings`: https://platform.openai.com/docs/api-reference/embeddings."""
+"""Embeddings: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed` and `/api/embeddings`.
+
+https://platform.openai.com/docs/api-reference/embeddings, https://docs.ollama.com/api/embed
+"""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
+from msgspec import Struct
 
-from phases.appendix.api.answers import WideAnswer
-from phases.appendix.api.endpoints import ignore
-from phases.appendix.embeddings.pooling import MEAN
-from phases.appendix.protocols.translation import NamedErrors
-from serving.completion import Choice, ChoiceGroup, Order
-from serving.endpoints import COPIED, Endpoint
-from serving.http.answers import Answer
-from serving.http.errors import ApiError
-from serving.http.exchange import Exchange
-from serving.http.schema import Generation
+from common.json_text import convert_fields
+from phases.appendix.embeddings.prompt_states import MEAN
+from phases.appendix.protocols.ollama import check_model, error_form
+from serving.completion import Choice, ChoiceGroup, Piece
+from serving.endpoints import COPIED, ServedModel
+from serving.http.errors import ApiError, ErrorForm, wrong
+from serving.http.request import EVENTS, HttpRequest, encode_json
+from serving.http.schema import GenerationFields
 from serving.messages import Ready
+from serving.parsed import ParsedRequest
 
 WARNING = (
     b"means of the last hidden states of a generative model, which was not trained to compare texts: "
     b"for a search take an embedding model"
 )
+KEPT = {"priority", "cache_salt", "deadline_ms"}
+"""Fields of all requests that mean something here."""
 
 
-class EmbeddingRequest(Generation, kw_only=True, forbid_unknown_fields=False):
+class EmbeddingFields(Struct, kw_only=True):
     """`POST /v1/embeddings`."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: None = None
+    dimensions: int | None = None
     stream: Literal[False] | None = False
 
 
-class EmbeddingAnswer(WideAnswer):
-    """The vectors of all inputs, each of length 1."""
+class EmbedFields(Struct, kw_only=True):
+    """`POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`: Ollama's."""
 
-    def shape(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
-        if not choice.order.notes[MEAN]:
+    model: str | None = None
+    input: str | list[str] | None = None
+    prompt: str | None = None
+    dimensions: int | None = None
+    keep_alive: Any = None
+    options: dict[str, Any] | None = None
+
+
+class Vectors:
+    """A `Formatter` of the vectors of all prompts, each of length 1."""
+
+    headers = EVENTS
+
+    def __init__(
+        self, model: str, form: str, dimensions: int | None, *, coded: bool = False
+    ) -> None:
+        self.model = model
+        self.form = form
+        self.dimensions = dimensions
+        self.coded = coded
+
+    def vector(self, choice: Choice) -> Any:
+        """Return the numbers of one prompt, or their bytes in base64."""
+        if not choice.notes[MEAN]:
             raise ApiError(
                 400, "this engine gives no embeddings: it must be of phase 04 or later"
             )
-        (vector,) = choice.order.notes[MEAN]
-        values: Any = np.frombuffer(vector, np.float32).tolist()
-        if self.request.encoding_format == "base64":
-            values = base64.b64encode(vector).decode()
-        return {"object": "embedding", "embedding": values, "index": choice.index}
+        (data,) = choice.notes[MEAN]
+        size = len(data) // 4
+        if self.dimensions not in (None, size):
+            words = f"dimensions is {self.dimensions}, but must be {size}, the model's own"
+            raise wrong("dimensions", words)
+        return (
+            base64.b64encode(data).decode()
+            if self.coded
+            else np.frombuffer(data, np.float32).tolist()
+        )
 
-    async def body(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`."""
-        used = {"prompt_tokens": group.prompt_tokens, "total_tokens": group.prompt_tokens}
-        found = {"object": "list", "data": list(map(self.shape, group.choices))}
-        return msgspec.json.encode(found | {"model": self.model, "usage": used})
+    def body(self, group: ChoiceGroup) -> bytes:
+        """See `Formatter`."""
+        vectors, tokens = (
+            [self.vector(choice) for choice in group.choices],
+            group.prompt_tokens,
+        )
+        if self.form == "/api/embeddings":
+            return encode_json({"embedding": vectors[0]})
+        if self.form == "/api/embed":
+            found = {"model": self.model, "embeddings": vectors, "prompt_eval_count": tokens}
+            return encode_json(found | {"total_duration": 0, "load_duration": 0})
+        data = [
+            {"object": "embedding", "embedding": vector, "index": index}
+            for index, vector in enumerate(vectors)
+        ]
+        used = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return encode_json(
+            {"object": "list", "data": data, "model": self.model, "usage": used}
+        )
+
+    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
+        """See `Formatter`. Nothing is streamed."""
+        raise NotImplementedError
+
+    end = body
 
 
-class Embeddings(Endpoint):
-    """`/v1/embeddings`: a prompt an input."""
+class Embeddings:
+    """An `Endpoint`: a prompt an input.
 
-    body: type[Generation] = EmbeddingRequest
-    answers: type[Answer] = EmbeddingAnswer
-    prefix, source = "embd", "input"
-    form = NamedErrors({"prompt": "input", "n": "input"})
+    path: which of the three it is.
+    """
 
-    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
+    threaded = False
+
+    def __init__(self, model: ServedModel, path: str) -> None:
+        self.model = model
+        self.path = path
+        self.ours = path.startswith("/v1")
+        self.kinds: Sequence[type[Struct]] = [
+            EmbeddingFields if self.ours else EmbedFields,
+            GenerationFields,
+        ]
+        self.source = "prompt" if path == "/api/embeddings" else "input"
+        names = {"prompt": self.source, "n": self.source}
+        self.form = ErrorForm(names) if self.ours else error_form(names)
+
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
         """See `Endpoint`. One token comes of each prompt, and no client sees it."""
-        ignore(exchange, [name for name in COPIED if getattr(request, name) is not None])
-        exchange.extra.append((b"x-ladder-warning", WARNING))
-        one = EmbeddingRequest(input="", max_tokens=1, temperature=0.0)
-        prompts = await self.encoded(request.input, ready)
-        return [Order(ids, self.params(one, ids, ready, 1), wanted=(MEAN,)) for ids in prompts]
+        given: Any = convert_fields(self.kinds[0], fields)
+        kept = {name: value for name, value in fields.items() if name in KEPT}
+        if self.ours:
+            kept["model"] = fields.get("model")
+        else:
+            check_model(self.model, given.model)
+        request = self.model.begin(kept, self.source)
+        request.ignored += [name for name in COPIED if fields.get(name) is not None]
+        request.headers.append((b"x-ladder-warning", WARNING))
+        texts = given.prompt if self.path == "/api/embeddings" else given.input
+        if texts is None:
+            raise wrong("prompt", "the prompt is missing")
+        request.prompts = self.model.prompts(texts, ready)
+        request.wanted.append(MEAN)
+        request.prompt_only = True
+        request.sampling = {"max_tokens": 1, "temperature": 0.0}
+        self.model.finish(request, ready, 1)
+        coded = self.ours and given.encoding_format == "base64"
+        request.formatter = Vectors(self.model.name, self.path, given.dimensions, coded=coded)
+        return request

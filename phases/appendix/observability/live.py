@@ -9,12 +9,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import asdict
 
-from serving.app import App, Extension
+from serving.app import App
 from serving.http.errors import ApiError
-from serving.http.exchange import EVENTS, Exchange
+from serving.http.request import EVENTS, HttpRequest, encode_json
 from serving.messages import DrawEngine, Ready, StepReport
 
 PAGE = Path(__file__).parent / "page"
@@ -46,7 +45,7 @@ def whole_page() -> bytes:
     )
 
 
-class Live(Extension):
+class Live:
     """The page at `/`, and its events: the last steps, and the last picture of the engine."""
 
     def __init__(self) -> None:
@@ -58,23 +57,22 @@ class Live(Extension):
         """Add both routes."""
         self.app, self.engine = app, app.engine
         app.routes["/events"] = {"GET": self.events}
-        app.routes["/"] = {"GET": lambda exchange: exchange.answer(200, whole_page(), HTML)}
+        app.routes["/"] = {"GET": lambda http: http.answer(200, whole_page(), HTML)}
 
-    async def events(self, exchange: Exchange) -> None:
+    async def events(self, http: HttpRequest) -> None:
         """Answer with events for as long as the client stays. Raises `ApiError` if too many watch."""
-        if (
-            exchange.method == "HEAD"
-        ):  # nothing follows the headers, and a stream would never end
-            await exchange.answer(200, b"", EVENTS)
+        if http.method == "HEAD":  # nothing follows the headers, and a stream would never end
+            await http.answer(200, b"", EVENTS)
             return
         if self.watchers >= MOST_WATCHERS:
             raise ApiError(429, f"{self.watchers} clients watch, and no more may", retry=10)
         if not self.watchers:
             self._steps.clear()
+            self.app.on_step.append(self.stepped)
         self.watchers += 1
-        leaving = asyncio.ensure_future(exchange.gone())
+        leaving = asyncio.ensure_future(http.disconnected())
         try:
-            await exchange.start(200, EVENTS)
+            await http.start(200, EVENTS)
             last = b""
             quiet = 0.0
             seen = 0
@@ -83,29 +81,30 @@ class Live(Extension):
                     self._drawn = time.monotonic()
                     self.engine.tell(DrawEngine())
                 event = self.event(seen)
-                data = msgspec.json.encode(event)
+                data = encode_json(event)
                 if data != last or quiet >= QUIET:
-                    await exchange.write(b"data: " + data + b"\n\n")
+                    await http.write(b"data: " + data + b"\n\n")
                     last, quiet = data, 0.0
                     seen = max((step[0] for step in event["steps"]), default=seen)
                 await asyncio.wait({leaving}, timeout=SECONDS)
                 quiet += SECONDS
-            await exchange.write(b"", more=False)
+            await http.write(b"", more=False)
         finally:
             self.watchers -= 1
+            if not self.watchers:
+                self.app.on_step.remove(self.stepped)
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
         """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
-        if self.watchers:
-            stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
-            if stats.step_tokens or step.tokens:  # or it only brought a picture
-                if self._steps and stats.steps <= self._steps[-1][0]:
-                    self._steps.clear()  # another engine, which counts from the beginning
-                self._steps.append(
-                    (stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens))
-                )
-            self.picture = step.picture or self.picture
+        stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
+        if stats.step_tokens or step.tokens:  # or it only brought a picture
+            if self._steps and stats.steps <= self._steps[-1][0]:
+                self._steps.clear()  # another engine, which counts from the beginning
+            self._steps.append(
+                (stats.steps, ms, stats.step_tokens, stats.running, len(step.tokens))
+            )
+        self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
         """Return the present picture, with the steps after step number `after`."""

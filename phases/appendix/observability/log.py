@@ -7,15 +7,13 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
 from common.errors import UserError
 from phases.appendix.observability.metrics import Metrics
-from serving.app import Extension
-from serving.http.exchange import Exchange
+from serving.app import App
+from serving.http.request import HttpRequest, encode_json
 
 
-class AccessLog(Extension):
+class AccessLog:
     """Lines go to a file, to standard error, or nowhere.
 
     where: a path, "-" for standard error, or "none".
@@ -35,20 +33,25 @@ class AccessLog(Extension):
                     f"--access-log {where} cannot be written: {error.strerror}"
                 ) from None
 
-    def ended(self, exchange: Exchange) -> None:
+    def install(self, app: App) -> None:
+        """Hear of every request."""
+        if self._file is not None:
+            app.on_end.append(self.ended)
+
+    def ended(self, http: HttpRequest) -> None:
         """Write down a request and its answer. What a full disk does not take is lost, and counted."""
         if self._file is None:
             return
-        client, group = exchange.scope.get("client"), exchange.group
+        client, group = http.scope.get("client"), http.group
         entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "id": exchange.id,
+            "id": http.id,
             "client": client[0] if client else None,
-            "method": exchange.method,
-            "path": exchange.path[:200],
-            "status": exchange.status,
-            "seconds": round(time.perf_counter() - exchange.started, 6),
-            "bytes": exchange.sent_bytes,
+            "method": http.method,
+            "path": http.path[:200],
+            "status": http.status,
+            "seconds": round(time.perf_counter() - http.started, 6),
+            "bytes": http.sent_bytes,
         }
         if group is not None:
             entry["prompt_tokens"], entry["output_tokens"] = (
@@ -59,7 +62,7 @@ class AccessLog(Extension):
             if group.first_token is not None:
                 entry["first_token_ms"] = round((group.first_token - group.arrived) * 1e3, 3)
         try:
-            self._file.write(msgspec.json.encode(entry).decode() + "\n")
+            self._file.write(encode_json(entry).decode() + "\n")
             self._file.flush()
         except (OSError, ValueError):
             self.metrics.lost_log_lines += 1

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from serving.app import App, Extension
-from serving.http.exchange import Exchange
+from serving.app import App
+from serving.http.request import HttpRequest
 from serving.messages import Ready, StepReport
 
 TIMES = (
@@ -63,7 +63,7 @@ class Histogram:
         yield f"{name}_count{{{labels}}} {total}"
 
 
-class Metrics(Extension):
+class Metrics:
     """Everything that is counted in the API process, and the page `/metrics`."""
 
     def __init__(self) -> None:
@@ -80,6 +80,8 @@ class Metrics(Extension):
     def install(self, app: App) -> None:
         """Add the page."""
         self.app = app
+        app.on_step.append(self.stepped)
+        app.on_end.append(self.ended)
         app.routes["/metrics"] = {"GET": self.page}
 
     def stepped(self, step: StepReport) -> None:
@@ -93,17 +95,13 @@ class Metrics(Extension):
         for end in step.ends:
             last.pop(end.number, None)
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, http: HttpRequest) -> None:
         """Count a request that is over."""
-        self.answers[
-            exchange.path if exchange.path in self.app.routes else "other", exchange.status
-        ] += 1
-        group = exchange.group
+        self.answers[http.path if http.path in self.app.routes else "other", http.status] += 1
+        group = http.group
         if group is None:
             return
-        for (
-            choice
-        ) in group.choices:  # an engine that has died, or never knew of it, reports no end
+        for choice in group.choices:  # one whose engine has died has no end
             self._last.pop(choice.number, None)
         trouble = group.trouble[0] if group.trouble is not None else None
         if trouble is not None:
@@ -120,15 +118,15 @@ class Metrics(Extension):
         self.output.observe(group.output_tokens)
         self.whole.observe(time.perf_counter() - group.arrived)
 
-    async def page(self, exchange: Exchange) -> None:
+    async def page(self, http: HttpRequest) -> None:
         """Answer with the page that Prometheus reads."""
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-        await exchange.answer(200, ("\n".join(self.lines()) + "\n").encode(), [kind])
+        await http.answer(200, ("\n".join(self.lines()) + "\n").encode(), [kind])
 
     def lines(self) -> Iterator[str]:
         """Return the lines of the page."""
         engine, ready = self.app.engine, self.app.engine.ready or Ready(0, 0)
-        stats, model = engine.stats, f'model_name="{_escape(self.app.model)}"'
+        stats, model = engine.stats, f'model_name="{_escape(self.app.model.name)}"'
         used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
         waiting, takes = (
             max(0, engine.in_flight - stats.running),

@@ -15,7 +15,6 @@ from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from prefix_cache.radix import RadixIndex
 from serving.messages import Command, DrawEngine, StepReport
-from serving.worker import Observer
 
 MOST_CELLS = 1024
 """Blocks that are drawn; of a larger pool, every so many-th."""
@@ -81,10 +80,12 @@ def tree(index: RadixIndex) -> dict[str, Any]:
     return {"nodes": nodes, "more": more + len(todo)}
 
 
-class StepPictures(Observer):
-    """Writes pictures into the reports of those that asked; nothing else costs anything."""
+class StepPictures:
+    """An `Observer` that writes pictures into the reports that are to have one; nothing else costs."""
 
-    _draws = False
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import suppress
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
-from phases.appendix.protocols.translation import Events, NamedErrors, Translation
+from common.json_text import convert_fields, decode_written
+from phases.appendix.protocols.translation import NAMED_EVENT, Events, Translation, call_of
 from phases.appendix.tools.described import text_of
 from serving.app import App
 from serving.completion import Choice
-from serving.http.errors import ApiError, wrong
-from serving.http.exchange import Exchange
-from serving.http.schema import Generation
+from serving.endpoints import ServedModel
+from serving.http.errors import ErrorForm, wrong
+from serving.http.request import HttpRequest
+from serving.messages import Ready
+from serving.parsed import ParsedRequest
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -28,15 +29,16 @@ class Block(Struct):
     thinking: str = ""
     id: str = ""
     name: str = ""
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
 
 
 class MessageParam(Struct):
     """A message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -48,7 +50,7 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool | None = False
 
 
-class MessagesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
+class MessagesFields(Struct, kw_only=True):
     """`POST /v1/messages`, Anthropic's."""
 
     messages: list[MessageParam]
@@ -60,69 +62,84 @@ class MessagesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     output_config: dict[str, Any] | None = None
 
 
-class AnthropicErrors(NamedErrors):
-    """Errors as Anthropic's clients read them."""
-
-    def body(self, error: ApiError) -> dict[str, Any]:
-        """See `ErrorForm`."""
-        return {"type": "error", **super().body(error)}
-
-
 class Messages(Translation):
     """`/v1/messages`."""
 
-    body = MessagesRequest
-    form = AnthropicErrors({"stop": "stop_sequences", "response_format": "output_config"})
+    fields = MessagesFields
+    form = ErrorForm(
+        {
+            "stop": "stop_sequences",
+            "response_format": "output_config",
+            "reasoning_effort": "output_config.effort",
+        },
+        NAMED_EVENT,
+        lambda body: {"type": "error", **body},
+    )
 
-    def translate(self, request: MessagesRequest) -> dict[str, Any]:
-        """See `Translation`."""
-        messages = [made for said in request.messages for made in _messages(said)]
+    def translate(self, given: MessagesFields, ignored: list[str]) -> dict[str, Any]:
+        """See `Translation`. A last turn of the assistant is one that the answer goes on from."""
+        messages = [made for said in given.messages for made in _messages(said)]
+        if any(block.is_error for said in given.messages for block in _blocks(said)):
+            ignored.append("messages.is_error")
         fields: dict[str, Any] = {
             "messages": messages,
-            "stop": request.stop_sequences or request.stop,
+            "continue_final_message": _continued(messages),
         }
-        if request.system:
-            fields["system"] = text_of(request.system)
-        if request.tools:
-            fields["tools"] = [_tool(tool) for tool in request.tools]
-        if choice := request.tool_choice:
+        if given.stop_sequences:
+            fields["stop"] = given.stop_sequences
+        if given.system:
+            fields["system"] = text_of(given.system)
+        if given.tools:
+            fields["tools"] = [_tool(tool) for tool in given.tools]
+        if choice := given.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
             fields["tool_choice"] = {"any": "required", "tool": named}.get(
                 choice.type, choice.type
             )
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        if request.thinking is not None:
-            fields["chat_template_kwargs"] = {
-                "enable_thinking": request.thinking.get("type") != "disabled"
-            }
-        if isinstance(form := (request.output_config or {}).get("format"), dict):
+        if given.thinking is not None:
+            thinks = given.thinking.get("type") != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+        output = given.output_config or {}
+        if isinstance(form := output.get("format"), dict):
             fields["response_format"] = form
+        if (effort := output.get("effort")) is not None:
+            fields["reasoning_effort"] = effort
         return fields
 
-    def answer(self, exchange: Exchange, request: Any) -> MessageEvents:
-        """See `Endpoint`."""
-        if request.max_tokens is None:
+    def formatter(
+        self, given: MessagesFields, request: ParsedRequest, http: HttpRequest
+    ) -> MessageEvents:
+        """See `Translation`."""
+        if request.generation.max_tokens is None:
             raise wrong("max_tokens", "max_tokens is missing, but must be given")
-        return MessageEvents(self)
+        return MessageEvents(self.chat.model)
 
 
-async def count(app: App, messages: Messages, exchange: Exchange) -> None:
+async def count(app: App, messages: Messages, http: HttpRequest) -> None:
     """Answer with the number of a prompt's tokens."""
-    exchange.form = messages.form
-    request, ready = await app.begin(exchange, MessagesRequest)
-    ids, _ = await messages.chat.prompt(exchange, messages.of(request).request, ready)
-    await exchange.json({"input_tokens": len(ids)})
+
+    def parse(fields: dict[str, Any], ready: Ready) -> int:
+        chat, _ = messages.chat_fields(convert_fields(MessagesFields, fields), fields)
+        request = messages.chat.read(chat, ready)
+        for call in request.on_prompt:
+            call()
+        return len(request.prompts[0])
+
+    http.form = messages.form
+    number, _ = await app.read(http, parse, source=messages.source)
+    await http.json({"input_tokens": number})
 
 
 class MessageEvents(Events):
     """Builds a message of blocks: reasoning, text, calls."""
 
-    def __init__(self, of: Messages) -> None:
+    def __init__(self, model: ServedModel) -> None:
         super().__init__(
-            of, {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+            {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
         )
         self.value |= {
-            "model": of.model,
+            "model": model.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -183,8 +200,7 @@ class MessageEvents(Events):
         if not self.blocks:
             return
         if self._arguments:
-            with suppress(msgspec.DecodeError):
-                self.blocks[-1]["input"] = msgspec.json.decode(self._arguments)
+            self.blocks[-1]["input"] = decode_written(self._arguments) or {}
             self._arguments = ""
         self.say("content_block_stop", index=len(self.blocks) - 1)
 
@@ -196,29 +212,62 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, "function": function | {"parameters": tool.get("input_schema")}}
 
 
+def _blocks(said: MessageParam) -> list[Block]:
+    return (
+        [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
+    )
+
+
 def _messages(said: MessageParam) -> list[dict[str, Any]]:
     """Return a message as a chat's: answers to calls are messages of their own there."""
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
-    made: list[dict[str, Any]] = []
-    texts: list[dict[str, Any]] = []
-    message: dict[str, Any] = {"role": said.role, "content": texts}
+    made, calls = list[dict[str, Any]](), list[dict[str, Any]]()
+    texts, thoughts = list[str](), list[str]()
     for block in said.content:
         match block.type:
             case "text":
-                texts.append({"type": "text", "text": block.text})
+                texts.append(block.text)
             case "thinking":
-                message["reasoning_content"] = (
-                    message.get("reasoning_content", "") + block.thinking
-                )
+                thoughts.append(block.thinking)
             case "tool_use":
-                function = {"name": block.name, "arguments": block.input}
-                call = {"id": block.id, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
+                calls.append(call_of(block.id, block.name, block.input or {}))
             case "tool_result":
                 answer = {"role": "tool", "tool_call_id": block.tool_use_id}
-                made.append(answer | {"content": block.content or ""})
+                made.append(answer | {"content": _result(block.content)})
+    message: dict[str, Any] = {
+        "role": said.role,
+        "content": [{"type": "text", "text": one} for one in texts],
+    }
+    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    message |= {"tool_calls": calls} if calls else {}
     return [*made, message] if len(message) > 2 or texts else made
+
+
+def _result(content: str | list[dict[str, Any]] | None) -> Any:
+    """Return the answer to a call; what only points to a tool is the tool's name."""
+    if not isinstance(content, list):
+        return content or ""
+    names = [
+        part.get("tool_name", "") if part.get("type") == "tool_reference" else None
+        for part in content
+    ]
+    return [
+        part if name is None else {"type": "text", "text": str(name)}
+        for part, name in zip(content, names, strict=True)
+    ]
+
+
+def _continued(messages: list[dict[str, Any]]) -> bool:
+    """Tell if the last turn is the assistant's and a text alone; its parts become one text."""
+    if (
+        len(messages) < 2
+        or messages[-1]["role"] != "assistant"
+        or "tool_calls" in messages[-1]
+    ):
+        return False
+    messages[-1]["content"] = text_of(messages[-1]["content"])
+    return bool(messages[-1]["content"])
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -1,34 +1,48 @@
-"""The extension that installs what other clients speak."""
+"""The routes that other clients speak."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.anthropic import Messages, MessagesRequest, count
-from phases.appendix.protocols.ollama import VERSION, Ollama, OllamaRequest, show, tags
+from phases.appendix.protocols.anthropic import Messages, count
+from phases.appendix.protocols.ollama import (
+    VERSION,
+    Ollama,
+    error_form,
+    generate,
+    running,
+    show,
+    tags,
+)
 from phases.appendix.protocols.responses import Responses
-from serving.app import App, Extension
+from serving.app import App
+from serving.http.request import HttpRequest
 
 
-class Protocols(Extension):
-    """Adds OpenAI's newer route, Anthropic's and Ollama's."""
+def add_protocols(app: App) -> None:
+    """Add OpenAI's newer route, Anthropic's and Ollama's."""
+    messages = Messages(app.chat)
+    app.add("/v1/responses", Responses(app.chat))
+    app.add("/v1/messages", messages)
+    for path, talks in (("/api/chat", True), ("/api/generate", False)):
+        ollama = Ollama(app.chat, talks=talks)
+        app.add(path, ollama)
+        app.routes[path] = {"POST": partial(generate, app, ollama)}
+    app.routes |= {
+        "/v1/messages/count_tokens": {"POST": partial(count, app, messages)},
+        "/api/show": {"POST": partial(show, app)},
+        "/api/tags": {"GET": partial(tags, app)},
+        "/api/ps": {"GET": partial(running, app)},
+        "/api/version": {"GET": lambda http: http.json({"version": VERSION})},
+    }
+    ours, theirs = messages.form, error_form({})
 
-    def install(self, app: App) -> None:
-        """See `Extension`."""
-        chat = WideChat(app.prompts, app.model, app.limits)
-        messages = Messages(chat)
-        app.add("/v1/responses", Responses(chat))
-        app.add("/v1/messages", messages)
-        app.add("/api/chat", Ollama(chat, talks=True))
-        app.add("/api/generate", Ollama(chat, talks=False))
-        app.bodies |= {
-            "/v1/messages/count_tokens": MessagesRequest,
-            "/api/show": OllamaRequest,
-        }
-        app.routes |= {
-            "/v1/messages/count_tokens": {"POST": partial(count, app, messages)},
-            "/api/show": {"POST": partial(show, app)},
-            "/api/tags": {"GET": partial(tags, app)},
-            "/api/version": {"GET": lambda exchange: exchange.json({"version": VERSION})},
-        }
+    async def choose_form(http: HttpRequest) -> bool:
+        """Give errors the form of the route's protocol, also those of other hooks."""
+        if http.path.startswith("/api/"):
+            http.form = theirs
+        elif http.path.startswith("/v1/messages"):
+            http.form = ours
+        return False
+
+    app.before.insert(0, choose_form)

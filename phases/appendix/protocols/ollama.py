@@ -1,20 +1,24 @@
-"""Ollama's `/api/chat`, `/api/generate` and what its clients ask before: https://docs.ollama.com/api."""
+"""Ollama's routes: https://docs.ollama.com/api."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import msgspec
+from msgspec import Struct
 
-from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import Events, NamedErrors, Translation
+from common.errors import UserError
+from common.json_text import convert_fields, decode_written
+from phases.appendix.api.reasoning import BEGIN, has_channels
+from phases.appendix.protocols.translation import Events, Translation
 from serving.app import App
 from serving.completion import Choice
-from serving.endpoints import COPIED
-from serving.http.errors import ApiError
-from serving.http.exchange import Exchange
-from serving.http.schema import Generation
+from serving.endpoints import COPIED, ChatEndpoint, ServedModel
+from serving.http.errors import ErrorForm
+from serving.http.request import HttpRequest, encode_json
+from serving.messages import Ready
+from serving.parsed import ParsedRequest
 
 LATEST = ":latest"
 VERSION = "0.12.0"
@@ -26,9 +30,8 @@ OPTIONS |= {
     if name not in ("n", "max_tokens", "repetition_penalty", "logit_bias")
 }
 """Names of settings of the sampler, and what a chat calls them."""
-NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()} | {
-    "response_format": "format"
-}
+NAMES = {name: f"options.{option}" for option, name in OPTIONS.items()}
+NAMES |= {"response_format": "format", "reasoning_effort": "think"}
 LINES = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
 DETAILS = {
     "format": "safetensors",
@@ -38,79 +41,99 @@ DETAILS = {
 }
 
 
-class OllamaRequest(Generation, kw_only=True, forbid_unknown_fields=False):
+def error_form(names: Mapping[str, str]) -> ErrorForm:
+    """Return the form of errors that Ollama's clients read: a text."""
+    return ErrorForm(
+        names, b"%s\n", lambda body: body["error"] | {"error": body["error"]["message"]}
+    )
+
+
+class OllamaFields(Struct, kw_only=True):
     """`POST /api/chat`, with messages, and `/api/generate`, with a prompt: Ollama's."""
 
+    model: str | None = None
     stream: bool | None = True
     options: dict[str, Any] | None = None
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
+    keep_alive: Any = None
 
     # of /api/chat
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
     # of /api/generate
-    prompt: str = ""
+    prompt: str | None = ""
     system: str | None = None
     raw: Literal[False] | None = False
     suffix: Literal[""] | None = None
-    images: None = None
-
-    def __post_init__(self) -> None:
-        """Take a name with Ollama's usual tag as the name without."""
-        self.model = self.model and self.model.removesuffix(LATEST)
-
-
-class OllamaErrors(NamedErrors):
-    """Errors as Ollama's clients read them: a text."""
-
-    def body(self, error: ApiError) -> dict[str, Any]:
-        """See `ErrorForm`."""
-        told = super().body(error)["error"]
-        return told | {"error": told["message"]}
-
-    def event(self, body: bytes) -> bytes:
-        """See `ErrorForm`."""
-        return body + b"\n"
+    images: list[Any] | None = None
 
 
 class Ollama(Translation):
     """`/api/chat`; or `/api/generate`, which does not talk in messages."""
 
-    body = OllamaRequest
+    fields = OllamaFields
 
-    def __init__(self, chat: WideChat, *, talks: bool) -> None:
+    def __init__(self, chat: ChatEndpoint, *, talks: bool) -> None:
         super().__init__(chat)
-        self.talks, self.form = (
-            talks,
-            OllamaErrors(NAMES if talks else NAMES | {"messages": "prompt"}),
-        )
+        self.talks = talks
+        self.form = error_form(NAMES if talks else NAMES | {"messages": "prompt"})
 
-    def translate(self, request: OllamaRequest) -> dict[str, Any]:
+    def translate(self, given: OllamaFields, ignored: list[str]) -> dict[str, Any]:
         """See `Translation`."""
-        fields: dict[str, Any] = {"messages": request.messages or []}
+        messages = given.messages or []
         if not self.talks:
-            fields["messages"] = [{"role": "user", "content": request.prompt}]
-            fields["system"] = request.system or None
-        given = {
-            name: value for name, value in (request.options or {}).items() if value is not None
+            messages = [{"role": "user", "content": given.prompt, "images": given.images}]
+        last = messages[-1] if len(messages) > 1 else {}
+        fields: dict[str, Any] = {
+            "model": given.model and given.model.removesuffix(LATEST),
+            "messages": messages,
+            "system": given.system,
+            "stream": given.stream is not False,
+            "tools": given.tools,
+            "continue_final_message": last.get("role") == "assistant"
+            and not last.get("tool_calls"),
         }
-        most = given.get("num_predict")
+        options = {
+            name: value for name, value in (given.options or {}).items() if value is not None
+        }
+        most = options.get("num_predict")
         if isinstance(most, int) and most < 0:  # as many as there is room for
-            del given["num_predict"]
-        fields |= {OPTIONS[name]: value for name, value in given.items() if name in OPTIONS}
-        if request.format == "json":
+            del options["num_predict"]
+        fields |= {OPTIONS[name]: value for name, value in options.items() if name in OPTIONS}
+        if given.format == "json":
             fields["response_format"] = {"type": "json_object"}
-        elif request.format:
-            fields["response_format"] = {"type": "json_schema", "schema": request.format}
-        if isinstance(request.think, bool):
-            fields["chat_template_kwargs"] = {"enable_thinking": request.think}
-        return fields | {"tools": request.tools}
+        elif given.format:
+            fields["response_format"] = {"type": "json_schema", "schema": given.format}
+        if isinstance(given.think, bool):
+            fields["chat_template_kwargs"] = {"enable_thinking": given.think}
+        else:
+            fields["reasoning_effort"] = given.think
+        return fields
 
-    def answer(self, exchange: Exchange, request: Any) -> OllamaEvents:
-        """See `Endpoint`."""
-        return OllamaEvents(self, {"model": self.model})
+    def formatter(
+        self, given: OllamaFields, request: ParsedRequest, http: HttpRequest
+    ) -> OllamaEvents:
+        """See `Translation`."""
+        return OllamaEvents(self.chat.model, talks=self.talks)
+
+    def loads(self, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the answer to a request that says nothing, by which clients load and unload a model."""
+        given = convert_fields(OllamaFields, fields)
+        if given.messages if self.talks else given.prompt:
+            return None
+        check_model(self.chat.model, given.model)
+        unload = str(given.keep_alive) in ("0", "0s", "0m", "0.0")
+        events = OllamaEvents(self.chat.model, talks=self.talks)
+        return events.line({"content": ""}, done=True) | {
+            "done_reason": "unload" if unload else "load"
+        }
+
+
+def check_model(model: ServedModel, name: str | None) -> None:
+    """Raise `ApiError` for another model; the usual tag is the same as none."""
+    model.check(name and name.removesuffix(LATEST))
 
 
 class OllamaEvents(Events):
@@ -121,15 +144,15 @@ class OllamaEvents(Events):
 
     headers = LINES
 
-    def __init__(self, of: Ollama, value: dict[str, Any]) -> None:
-        super().__init__(of, value)
-        self.talks = of.talks
+    def __init__(self, model: ServedModel, *, talks: bool) -> None:
+        super().__init__({"model": model.name})
+        self.talks = talks
         self._message: dict[str, Any] = {"content": ""}
         self._calls: list[dict[str, Any]] = []
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
         """See `Events`."""
-        return msgspec.json.encode(event) + b"\n"
+        return encode_json(event) + b"\n"
 
     def take(self, delta: dict[str, Any]) -> None:
         """See `Events`."""
@@ -143,18 +166,18 @@ class OllamaEvents(Events):
         ):
             if text:
                 self._message[name] = self._message.get(name, "") + text
-                self.say("", **self._line({"content": "", name: text}, done=False))
+                self.say("", **self.line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
-        if reason == "tool_calls":
+        if reason == "tool_calls" or (choice.calls is not None and choice.calls.complete):
             functions = [
-                call | {"arguments": msgspec.json.decode(call["arguments"])}
+                call | {"arguments": decode_written(call["arguments"]) or {}}
                 for call in self._calls
             ]
             self._message["tool_calls"] = [{"function": function} for function in functions]
             calls = {"content": "", "tool_calls": self._message["tool_calls"]}
-            self.say("", **self._line(calls, done=False))
+            self.say("", **self.line(calls, done=False))
         now, began = time.perf_counter(), choice.group.arrived
         first = choice.group.first_token or began
         spans = {"total_duration": now - began, "prompt_eval_duration": first - began}
@@ -165,10 +188,11 @@ class OllamaEvents(Events):
             "eval_count": usage["completion_tokens"],
         }
         end["done_reason"] = "length" if reason == "length" else "stop"
-        self.say("", **self._line({"content": ""}, done=True), **end)
-        self.value = self._line(self._message, done=True) | end
+        self.say("", **self.line({"content": ""}, done=True), **end)
+        self.value = self.line(self._message, done=True) | end
 
-    def _line(self, message: dict[str, Any], *, done: bool) -> dict[str, Any]:
+    def line(self, message: dict[str, Any], *, done: bool) -> dict[str, Any]:
+        """Return a line with a part of the answer."""
         if self.talks:
             said: dict[str, Any] = {"message": {"role": "assistant", **message}}
         else:
@@ -177,34 +201,73 @@ class OllamaEvents(Events):
         return {"model": self.value["model"], "created_at": _now(), **said, "done": done}
 
 
-async def tags(app: App, exchange: Exchange) -> None:
+def card(app: App) -> dict[str, Any]:
+    """Return the one model as lists have it."""
+    name = app.model.name + LATEST
+    return {"name": name, "model": name, "size": 0, "digest": "", "details": DETAILS}
+
+
+async def tags(app: App, http: HttpRequest) -> None:
     """Answer with the one model there is."""
-    name = app.model + LATEST
-    model = {
-        "name": name,
-        "model": name,
-        "modified_at": _now(),
-        "size": 0,
-        "digest": "",
-        "details": DETAILS,
-    }
-    await exchange.json({"models": [model]})
+    await http.json({"models": [card(app) | {"modified_at": _now()}]})
 
 
-async def show(app: App, exchange: Exchange) -> None:
-    """Answer with what is known of it."""
-    exchange.form = OllamaErrors({})
-    _, ready = await app.begin(exchange, OllamaRequest)
-    found: dict[str, Any] = {"modelfile": "", "template": "", "details": DETAILS}
-    found["parameters"] = "\n".join(
-        f"{name} {value}" for name, value in app.prompts.defaults.items()
-    )
-    found["model_info"] = {
-        "general.architecture": "ladder",
-        "ladder.context_length": ready.max_len,
+async def running(app: App, http: HttpRequest) -> None:
+    """Answer with the model that is loaded."""
+    ready = app.service.ready()
+    more = {
+        "expires_at": "9999-12-31T23:59:59Z",
+        "size_vram": 0,
+        "context_length": ready.max_len,
     }
-    found["capabilities"] = ["completion", "tools", "embedding"]
-    await exchange.json(found)
+    await http.json({"models": [card(app) | more]})
+
+
+async def show(app: App, http: HttpRequest) -> None:
+    """Answer with what is known of the model."""
+
+    def parse(fields: dict[str, Any], ready: Ready) -> dict[str, Any]:
+        check_model(app.model, convert_fields(OllamaFields, fields).model)
+        return {
+            "modelfile": "",
+            "template": "",
+            "details": DETAILS,
+            "parameters": "\n".join(
+                f"{name} {value}" for name, value in app.model.defaults.items()
+            ),
+            "model_info": {
+                "general.architecture": "ladder",
+                "ladder.context_length": ready.max_len,
+            },
+            "capabilities": capabilities(app.model),
+        }
+
+    found, _ = await app.read(http, parse)
+    await http.json(found)
+
+
+def capabilities(model: ServedModel) -> list[str]:
+    """Return what the model can do, in Ollama's words."""
+    found = ["completion", "tools", "embedding"]
+    try:
+        thinks = BEGIN in model.tokenizer.chat_template.source or has_channels(model.tokenizer)
+    except UserError:  # it has no template
+        return ["completion", "embedding"]
+    return [*found, "thinking"] if thinks else found
+
+
+async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
+    """Answer a request for tokens, or one that only loads the model."""
+    http.form = ollama.form
+
+    def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
+        return ollama.loads(fields) or app.parse(ollama, http, fields, ready)
+
+    request, ready = await app.read(http, parse, source=ollama.source)
+    if isinstance(request, dict):
+        await http.json(request)
+    else:
+        await app.generate(http, request, ready)
 
 
 def _now() -> str:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from threading import Lock
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from phases.appendix.api.endpoints import WideChat
-from phases.appendix.protocols.translation import Events, Messages, NamedErrors, Translation
+from phases.appendix.protocols.translation import (
+    NAMED_EVENT,
+    Events,
+    Messages,
+    Translation,
+    call_of,
+)
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
-from serving.http.errors import ApiError, wrong
-from serving.http.exchange import Exchange
-from serving.http.schema import Generation
+from serving.endpoints import ChatEndpoint, check_temperature
+from serving.http.errors import ApiError, ErrorForm, wrong
+from serving.http.request import HttpRequest
+from serving.parsed import ParsedRequest
 
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
 """Responses whose conversations are kept for `previous_response_id`, and bytes of all of them together."""
+SHARE = 4
+"""One client's conversations take a quarter of these at most."""
 
 
 class InputItem(Struct):
@@ -35,7 +44,7 @@ class InputItem(Struct):
     output: str | list[dict[str, Any]] = ""
 
 
-class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
+class ResponsesFields(Struct, kw_only=True):
     """`POST /v1/responses`."""
 
     input: str | list[InputItem]
@@ -45,6 +54,7 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     previous_response_id: str | None = None
     store: bool | None = True
     background: Literal[False] | None = False
@@ -55,121 +65,165 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=False):
 
 
 class Conversations:
-    """Conversations of the newest responses, by ids that cannot be guessed.
+    """Conversations of the newest responses, by ids that cannot be guessed. Threads read it.
 
     size: bytes of all.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self.size = 0
+        self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self._sizes: Counter[bytes] = Counter()
+        self._counts: Counter[bytes] = Counter()
+        self._lock = Lock()
 
-    def keep(self, id: str, messages: Messages) -> None:
-        """Keep one; the oldest go where there are too many."""
-        data = self._kept[id] = msgspec.json.encode(messages)
-        self.size += len(data)
-        while len(self._kept) > MOST_KEPT or self.size > MOST_BYTES:
-            self.size -= len(self._kept.popitem(last=False)[1])
+    @property
+    def size(self) -> int:
+        """Bytes of all conversations."""
+        return sum(self._sizes.values())
+
+    def keep(self, id: str, messages: Messages, client: bytes = b"") -> None:
+        """Keep one; the oldest go where there are too many, first those of the same client."""
+        data = msgspec.json.encode(messages)
+        with self._lock:
+            self._kept[id] = client, data
+            self._sizes[client] += len(data)
+            self._counts[client] += 1
+            while (
+                self._sizes[client] > MOST_BYTES // SHARE
+                or self._counts[client] > MOST_KEPT // SHARE
+            ):
+                self._drop(
+                    next(one for one, (whose, _) in self._kept.items() if whose == client)
+                )
+            while len(self._kept) > MOST_KEPT or self.size > MOST_BYTES:
+                self._drop(next(iter(self._kept)))
 
     def find(self, id: str) -> Messages:
         """Return one. Raises `ApiError` if it is not here, or no more."""
-        if id not in self._kept:
-            words = f"previous_response_id is {id[:100]!r}, which is not kept here, or no more"
-            raise ApiError(
-                404, words, param="previous_response_id", code="previous_response_not_found"
-            )
-        self._kept.move_to_end(id)
-        found: Messages = msgspec.json.decode(self._kept[id])
+        with self._lock:
+            if id not in self._kept:
+                words = (
+                    f"previous_response_id is {id[:100]!r}, which is not kept here, or no more"
+                )
+                code = "previous_response_not_found"
+                raise ApiError(404, words, param="previous_response_id", code=code)
+            self._kept.move_to_end(id)
+            _, data = self._kept[id]
+        found: Messages = msgspec.json.decode(data)
         return found
+
+    def _drop(self, id: str) -> None:
+        client, data = self._kept.pop(id)
+        self._sizes[client] -= len(data)
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._sizes[client], self._counts[client]
 
 
 class Responses(Translation):
     """`/v1/responses`."""
 
-    body = ResponsesRequest
-    most_temperature = WideChat.most_temperature
-    form = NamedErrors(
+    fields = ResponsesFields
+    form = ErrorForm(
         {
             "messages": "input",
             "max_tokens": "max_output_tokens",
             "response_format": "text.format",
-        }
+            "reasoning_effort": "reasoning.effort",
+        },
+        NAMED_EVENT,
     )
+    threaded = True  # a short request may go on from a long conversation
 
-    def __init__(self, chat: WideChat) -> None:
+    def __init__(self, chat: ChatEndpoint) -> None:
         super().__init__(chat)
         self.kept = Conversations()
 
-    def translate(self, request: ResponsesRequest) -> dict[str, Any]:
+    def translate(self, given: ResponsesFields, ignored: list[str]) -> dict[str, Any]:
         """See `Translation`."""
         before = (
-            self.kept.find(request.previous_response_id)
-            if request.previous_response_id
-            else []
+            self.kept.find(given.previous_response_id) if given.previous_response_id else []
         )
         said = (
-            [InputItem(content=request.input)]
-            if isinstance(request.input, str)
-            else request.input
+            [InputItem(content=given.input)] if isinstance(given.input, str) else given.input
         )
         fields: dict[str, Any] = {
             "messages": _messages(before, said),
-            "system": request.instructions or None,
+            "system": given.instructions,
+            "parallel_tool_calls": given.parallel_tool_calls,
+            "max_tokens": given.max_output_tokens,
+            "tools": [
+                {"type": tool.get("type"), "function": tool} for tool in given.tools or []
+            ],
+            "tool_choice": given.tool_choice,
+            "reasoning_effort": (given.reasoning or {}).get("effort"),
         }
-        fields["parallel_tool_calls"] = request.parallel_tool_calls
-        if request.tools:
-            fields["tools"] = [
-                {"type": tool.get("type"), "function": tool} for tool in request.tools
-            ]
-        choice = request.tool_choice
-        fields["tool_choice"] = (
-            choice if not isinstance(choice, dict) else choice | {"function": choice}
-        )
-        if request.max_output_tokens is not None:
-            fields["max_tokens"] = request.max_output_tokens
-        if (form := (request.text or {}).get("format")) is not None:
+        if (form := (given.text or {}).get("format")) is not None:
             if not isinstance(form, dict):
                 raise wrong("text.format", "text.format must be an object")
             named = {"type": form.get("type"), "json_schema": form}
             fields["response_format"] = named if "schema" in form else form
         return fields
 
-    def answer(self, exchange: Exchange, request: Any) -> ResponseEvents:
-        """See `Endpoint`."""
-        return ResponseEvents(self, request)
+    def formatter(
+        self, given: ResponsesFields, request: ParsedRequest, http: HttpRequest
+    ) -> ResponseEvents:
+        """See `Translation`."""
+        kept = None if given.store is False else self.kept
+        check_temperature(request)
+        replica = http.scope.get("replica", b"here").decode()
+        client = (
+            http.headers.get(b"authorization")
+            or str((http.scope.get("client") or [""])[0]).encode()
+        )
+        return ResponseEvents(given, request, self.chat.model.name, kept, client, replica)
 
 
 class ResponseEvents(Events):
     """Builds a response of items: reasoning, a message, calls.
 
     kept: where the conversation goes when it has ended; None: it is not kept.
+    replica: which of several has it; a response's id begins with its name.
     """
 
-    def __init__(self, of: Responses, request: ResponsesRequest) -> None:
-        self.kept = of.kept if request.store is not False else None
-        self.messages = of.messages
+    def __init__(
+        self,
+        given: ResponsesFields,
+        request: ParsedRequest,
+        model: str,
+        kept: Conversations | None,
+        client: bytes,
+        replica: str,
+    ) -> None:
+        self.kept = kept
+        self.messages: Messages = request.fields["conversation"]
         self._number = 0
-        repeated = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
-        super().__init__(of, {name: getattr(request, name) for name in repeated})
-        form = (request.text or {}).get("format") or {"type": "text"}
-        self.value |= {
-            "id": f"resp_{secrets.token_hex(24)}",
-            "object": "response",
-            "model": of.model,
-        }
-        self.value |= {"created_at": int(time.time()), "status": "in_progress", "output": []}
-        self.value |= {
-            "store": self.kept is not None,
-            "text": {"format": form},
-            "tools": request.tools or [],
-        }
-        self.value |= {
-            "tool_choice": request.tool_choice or "auto",
-            "error": None,
-            "usage": None,
-        }
-        self.value |= {"parallel_tool_calls": request.parallel_tool_calls is not False}
-        self.value |= {"incomplete_details": None}
+        self._client = client
+        generation = request.generation
+        form = (given.text or {}).get("format") or {"type": "text"}
+        super().__init__(
+            {
+                "id": f"resp_{replica}_{secrets.token_hex(24)}",
+                "object": "response",
+                "created_at": int(time.time()),
+                "status": "in_progress",
+                "model": model,
+                "output": [],
+                "instructions": given.instructions,
+                "metadata": given.metadata,
+                "previous_response_id": given.previous_response_id,
+                "temperature": generation.temperature,
+                "top_p": generation.top_p,
+                "store": kept is not None,
+                "text": {"format": form},
+                "tools": given.tools or [],
+                "tool_choice": given.tool_choice or "auto",
+                "parallel_tool_calls": given.parallel_tool_calls is not False,
+                "incomplete_details": None,
+                "error": None,
+                "usage": None,
+            }
+        )
         self.items: list[dict[str, Any]] = self.value["output"]
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
@@ -204,24 +258,22 @@ class ResponseEvents(Events):
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
         """See `Events`."""
         cut = reason == "length"
-        self._close("incomplete" if cut else "completed")
-        self.value |= {
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
+        status = "incomplete" if cut else "completed"
+        self._close(status)
+        self.value["status"] = status
+        self.value["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        thoughts = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
+        self.value["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": thoughts,
+            "total_tokens": usage["total_tokens"],
         }
         if self.kept is not None:
-            self.kept.keep(
-                self.value["id"],
-                _messages(self.messages, msgspec.convert(self.items, list[InputItem])),
-            )
-        self.say(f"response.{self.value['status']}", response=self.value)
+            said = msgspec.convert(self.items, list[InputItem])
+            self.kept.keep(self.value["id"], _messages(self.messages, said), self._client)
+        self.say(f"response.{status}", response=self.value)
 
     def _text(self, kind: str, part: str, text: str, **fields: Any) -> None:
         """Add to the text of an item, which is begun unless the last one is of its kind."""
@@ -287,17 +339,20 @@ def _messages(before: Messages, items: list[InputItem]) -> Messages:
     for item in items:
         match item.type:
             case "function_call":
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
+                call = call_of(item.call_id, item.name, item.arguments)
                 assistant().setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 messages.append(
                     {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
                 )
             case "reasoning":
-                assistant()["reasoning_content"] = text_of(item.content or item.summary)
+                thoughts = assistant().setdefault("reasoning_content", [])
+                thoughts.append(text_of(item.content or item.summary))
             case _ if item.role == "assistant" and assistant()["content"] is None:
                 assistant()["content"] = item.content
             case _:
                 messages.append({"role": item.role, "content": item.content})
+    for message in messages[len(before) :]:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return messages

@@ -1,69 +1,49 @@
-"""The seam of this entry: a request becomes a chat's, and the chunks of the chat become events.
+"""The seam of this entry: a request becomes a chat's, and the news of the chat become a protocol's events.
 
-A protocol says three things: `translate`, from its request to the fields of a chat; its `Events`, from what
-is new in the chat to its own; and its form of errors. Everything between them is the chat's path:
-limits, queue, deadlines, metrics, leavers.
+A protocol says three things: `translate`, from its fields to those of a chat; its `Events`, from the deltas
+of the chat to its own; and its form of errors. Everything between them is the chat's path: handlers of
+fields, limits, queue, deadlines, metrics, leavers.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from copy import copy
-from math import inf
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import msgspec
+from msgspec import Struct
 
-from common.errors import UserError
-from phases.appendix.api.answers import WideChatAnswer
-from phases.appendix.api.endpoints import WideChat
-from phases.appendix.api.schema import ChatRequest
+from common.json_text import convert_fields
 from phases.appendix.tools.described import Message, with_system
-from serving.completion import Choice, ChoiceGroup, Order, Piece
-from serving.endpoints import Endpoint
-from serving.http.answers import Answer, usage
-from serving.http.errors import ApiError, ErrorForm, wrong
-from serving.http.exchange import Exchange
-from serving.http.schema import Generation
+from serving.completion import Choice, ChoiceGroup, Piece
+from serving.endpoints import ChatEndpoint
+from serving.formatter import usage
+from serving.http.errors import ErrorForm, wrong
+from serving.http.request import EVENTS, HttpRequest, encode_json
+from serving.http.schema import GenerationFields
 from serving.messages import Ready
+from serving.parsed import ParsedRequest
 
 Messages = list[Message]
-_json = msgspec.json.Encoder().encode
+NAMED_EVENT = b"event: error\ndata: %s\n\n"
+PASSED = {*GenerationFields.__struct_fields__, "chat_template_kwargs"} - {
+    "stream_options",
+    "n",
+}
+"""Fields of a chat that every protocol takes under the same names."""
 
 
-class NamedErrors(ErrorForm):
-    """Errors in OpenAI's form under the names that a chat's fields have in a protocol."""
+class Events:
+    """A `Formatter` that writes a chat's answer as a protocol's events.
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
-
-    def body(self, error: ApiError) -> dict[str, Any]:
-        """See `ErrorForm`."""
-        body = error.body
-        if error.param is not None and error.param in self.names:
-            field = self.names[error.param]
-            body["error"] |= {
-                "param": field,
-                "message": re.sub(f"^{error.param}", field, str(error)),
-            }
-        return body
-
-    def event(self, body: bytes) -> bytes:
-        """See `ErrorForm`."""
-        return b"event: error\ndata: " + body + b"\n\n"
-
-
-class Events(Answer):
-    """The answer to a chat as a protocol's events; one that is not streamed is built of the same news.
+    An answer that is not streamed is built of the same news, so the two cannot differ.
 
     value: the whole answer, as far as it is known.
     """
 
-    def __init__(self, of: Translation, value: dict[str, Any]) -> None:
-        about = (of.prefix, of.model, of.prompts.tokenizer, of.request)
-        super().__init__(*about)
-        self.chat, self.value = WideChatAnswer(*about), value
+    headers = EVENTS
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
         self._said: list[bytes] = []
 
     def begin(self, usage: dict[str, Any]) -> None:
@@ -79,66 +59,80 @@ class Events(Answer):
 
     def encode(self, kind: str, event: dict[str, Any]) -> bytes:
         """Return an event as it is sent."""
-        return b"event: %s\ndata: " % kind.encode() + _json({"type": kind, **event}) + b"\n\n"
+        return (
+            b"event: %s\ndata: " % kind.encode()
+            + encode_json({"type": kind, **event})
+            + b"\n\n"
+        )
 
     def say(self, kind: str, **event: Any) -> None:
         """Add an event, as its parts are now: they change later."""
         self._said.append(self.encode(kind, event))
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Answer`."""
+        """See `Formatter`."""
         if not piece.start:
             self.begin(usage(choice.group))
-        for delta in self.chat.deltas(choice, piece, last):
+        for delta in choice.deltas(piece.text, last):
             self.take(delta)
         if last:
-            self.finish(choice, self.chat.reason(choice) or "stop", usage(choice.group))
+            self.finish(choice, choice.finish_reason or "stop", usage(choice.group))
         said, self._said = self._said, []
         return b"".join(said)
 
-    async def body(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`."""
+    def body(self, group: ChoiceGroup) -> bytes:
+        """See `Formatter`."""
         (choice,) = group.choices
         self.chunk(choice, Piece(choice.text, 0, len(choice.tokens)), True)
-        return _json(self.value)
+        return encode_json(self.value)
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """See `Answer`. All is said."""
+        """See `Formatter`. All is said."""
         return b""
 
 
-class Translation(Endpoint):
-    """A request of another protocol, which is translated once and takes the chat's path.
+class Translation:
+    """An `Endpoint` of another protocol, whose requests are translated once and take the chat's path.
 
-    request, messages: the chat, and its messages without `system`.
+    fields: the struct that declares them.
     """
 
-    request: ChatRequest
-    messages: Messages
-    most_temperature = inf
+    fields: type[Struct]
+    form: ErrorForm
+    source = "messages"
+    threaded = False
 
-    def __init__(self, chat: WideChat) -> None:
-        super().__init__(chat.prompts, chat.model, chat.limits)
+    def __init__(self, chat: ChatEndpoint) -> None:
         self.chat = chat
+        self.kinds: Sequence[type[Struct]] = [GenerationFields, self.fields]
 
-    def of(self, request: Any) -> Self:
+    def parse(
+        self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
+    ) -> ParsedRequest:
         """See `Endpoint`."""
-        super().of(request)
-        made = copy(self)
-        if request.n not in (None, 1):
-            raise wrong("n", f"n is {request.n}, but must be 1 here")
-        same = {name: getattr(request, name) for name in Generation.__struct_fields__}
-        try:
-            fields = self.translate(request)
-            made.messages, system = fields["messages"], fields.pop("system", None)
-            if system is not None:
-                fields["messages"] = with_system(made.messages, system)
-        except UserError as error:
-            raise wrong("messages", str(error)) from None
-        made.request = ChatRequest(**(same | {"stream_options": None} | fields))
-        return made
+        given: Any = convert_fields(self.fields, fields)
+        if fields.get("n") not in (None, 1):
+            raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
+        translated, ignored = self.chat_fields(given, fields)
+        request = self.chat.read(translated, ready)
+        self.chat.model.finish(request, ready, None)
+        request.ignored += ignored
+        request.formatter = self.formatter(given, request, http)
+        return request
 
-    def translate(self, request: Any) -> dict[str, Any]:
+    def chat_fields(
+        self, given: Any, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields of a chat that a request means, and the names of what means nothing here."""
+        passed = {name: value for name, value in fields.items() if name in PASSED}
+        ignored = list[str]()
+        passed |= self.translate(given, ignored)
+        passed["conversation"] = passed["messages"]
+        if system := passed.pop("system", None):
+            passed["messages"] = with_system(passed["messages"], system)
+        return passed, ignored
+
+    def translate(self, given: Any, ignored: list[str]) -> dict[str, Any]:
         """Return the fields of a chat that a request means, and `system`, a text for its system message.
 
         Raises:
@@ -146,10 +140,11 @@ class Translation(Endpoint):
         """
         raise NotImplementedError
 
-    async def orders(self, exchange: Exchange, request: Any, ready: Ready) -> list[Order]:
-        """See `Endpoint`."""
-        return await self.chat.orders(exchange, self.request, ready)
+    def formatter(self, given: Any, request: ParsedRequest, http: HttpRequest) -> Events:
+        """Return what writes the answer. request: the chat that the request was translated to."""
+        raise NotImplementedError
 
-    def refusal(self, message: str, request: Any, order: Order | None = None) -> ApiError:
-        """See `Endpoint`."""
-        return self.chat.refusal(message, self.request, order)
+
+def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return an earlier call as a chat has it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -5,48 +5,53 @@ from __future__ import annotations
 import secrets
 from typing import Any, Literal
 
-import msgspec
-
+from common.json_text import decode_written
 from phases.appendix.tools.formats import OPENING, CallFormat
+from serving.parsed import Delta
 
-Delta = dict[str, Any]
-"""What is added to a message: `content`, or `tool_calls` with one call or a part of its arguments."""
+
+def decided_length(text: str, *marks: str) -> int:
+    """Return how much of a text can be no beginning of a mark."""
+    begun = (
+        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
+    )
+    return len(text) - max(begun, default=0)
 
 
 def settled(text: str, *marks: str) -> int:
     """Return how much of a text can be no beginning of a mark, nor spaces before one."""
-    begun = (
-        size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])
-    )
-    return len(text[: len(text) - max(begun, default=0)].rstrip())
+    return len(text[: decided_length(text, *marks)].rstrip())
 
 
 class CallReader:
-    """Reads one output.
+    """A `CallSplitter` for one output.
 
     The grammar has seen to the form, so this needs only to find the borders. Text that may be the beginning
-    of one, and spaces that may stand before it, are held back until that is decided.
-
-    calls: as an answer has them, as far as they are known.
-    complete: calls were made, and the last one is whole.
+    of one, and spaces that may stand before it, are held back until that is decided. A call behind another
+    one is held back until it is whole: one that is cut off could not be carried out, nor be taken back.
     """
 
     def __init__(self, format: CallFormat) -> None:
-        self.format, self.complete = format, False
+        self.format = format
+        self.complete = False
         self.calls: list[dict[str, Any]] = []
         self._state: Literal["start", "text", "name", "arguments"] = "start"
         self._rest = ""
         self._end = "}" + (
             format.after or "\0"
         )  # JSON has neither, so without a mark it ends with the text
+        self._held: list[Delta] = []  # of a call behind another one
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """Take in what comes next, and whether it is the last of it."""
+        """See `CallSplitter`."""
         self._rest += text
         deltas = self._text(last) if self._state in ("start", "text") else []
         while (self._state == "name" and self._name(deltas)) or self._state == "arguments":
             if not self._arguments(deltas, last):
                 break
+        if last and self._held:  # it was cut off, and there are others
+            self.calls.pop()
+            self._held = []
         return deltas
 
     def _text(self, last: bool) -> list[Delta]:
@@ -75,36 +80,33 @@ class CallReader:
         self.calls.append(
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         )
-        deltas.append(self._delta(**self.calls[-1] | {"function": {**function}}))
-        self._rest = self._rest[end + len(middle) :]
-        self._state = "arguments"
-        self.complete = False
+        self._tell(deltas, **self.calls[-1] | {"function": {**function}})
+        self._rest, self._state = self._rest[end + len(middle) :], "arguments"
+        self.complete = len(self.calls) > 1  # then this one is left out if it is cut off
         return True
 
     def _arguments(self, deltas: list[Delta], last: bool) -> bool:
         """Go on with a call; tell whether it is whole, and another may follow."""
         function, at = self.calls[-1]["function"], self._rest.find(self._end)
         size = at if at >= 0 else settled(self._rest, self._end)
-        self.complete = at >= 0 or (
-            last and _is_json(function["arguments"] + self._rest[:size])
-        )
-        if last and not self.complete:
+        whole = at >= 0 or (last and _is_whole(function["arguments"] + self._rest[:size]))
+        if last and not whole:
             size = len(self._rest)
-            self.complete = _is_json(function["arguments"] + self._rest)
+            whole = _is_whole(function["arguments"] + self._rest)
         if size:
-            deltas.append(self._delta(function={"arguments": self._rest[:size]}))
+            self._tell(deltas, function={"arguments": self._rest[:size]})
             function["arguments"] += self._rest[:size]
+        if whole:
+            deltas += self._held
+            self._held, self.complete = [], True
         self._rest = self._rest[at + len(self._end) if at >= 0 else size :]
         self._state = "name" if at >= 0 else "arguments"
         return at >= 0
 
-    def _delta(self, **call: Any) -> Delta:
-        return {"tool_calls": [{"index": len(self.calls) - 1, **call}]}
+    def _tell(self, deltas: list[Delta], **call: Any) -> None:
+        told = deltas if len(self.calls) == 1 else self._held
+        told.append({"tool_calls": [{"index": len(self.calls) - 1, **call}]})
 
 
-def _is_json(text: str) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
+def _is_whole(text: str) -> bool:
+    return bool(text) and decode_written(text) is not None

@@ -4,78 +4,137 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from common.errors import UserError
+from common.json_text import decode_written
 from common.sampling.grammar import Grammar
 from common.text.tokenizer import Tokenizer
-from phases.appendix.api.grammars import schema_of
-from phases.appendix.api.schema import ChatRequest
+from phases.appendix.api.grammars import loosen, schema_of
+from phases.appendix.api.reasoning import has_channels
 from phases.appendix.guidance.exact import exact
-from phases.appendix.tools.formats import CallFormat, Schema, format_of
+from phases.appendix.tools.described import WARNING, described
+from phases.appendix.tools.formats import Schema, format_of
+from phases.appendix.tools.reader import CallReader
 from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
+from serving.parsed import ParsedRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-@dataclass(frozen=True)
-class Tools:
-    """The tools of a request.
+class ToolFields(Struct, kw_only=True):
+    """Fields of chats about tools."""
 
-    loosened: keywords of tools that are not strict, which the grammar does without.
-    """
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    functions: None = None
+    function_call: None = None
 
-    format: CallFormat
-    grammar: Grammar
-    loosened: list[str]
 
+class ToolHandler:
+    """Shows a model the tools of a request, lets it call them, and finds its calls."""
 
-def tools_of(request: ChatRequest, tokenizer: Tokenizer, limits: Limits) -> Tools | None:
-    """A request's tools, unless it has none or `tool_choice` says "none".
+    fields = ToolFields
+    always = True
 
-    Raises:
-        ApiError: they are not of OpenAI's form, too many or too large, the model has no form for calls, or
-            the request constrains its output in another way, too.
-    """
-    tools, chosen = request.tools, request.tool_choice
-    if not tools:
-        if chosen not in (None, "none", "auto"):
-            raise wrong("tool_choice", "tool_choice needs tools")
-        return None
-    if len(tools) > limits.max_tools:
-        raise too_many("tools", len(tools), limits.max_tools, "entries")
-    size = len(msgspec.json.encode(tools))
-    if size > limits.max_schema_bytes:
-        raise too_many("tools", size, limits.max_schema_bytes, "bytes")
-    functions, loosened = dict[str, Schema](), list[str]()
-    for place, tool in enumerate(tools):
-        name, schema, left = _function(f"tools[{place}]", tool)
-        if name in functions:
-            raise wrong("tools", f"tools has two functions of the name {name!r}")
-        functions[name] = schema
-        loosened += [name + keyword for keyword in left]
-    must, names = _choice(chosen, functions)
-    if chosen == "none":
-        return None
-    try:
-        format, _ = format_of(tokenizer)
-        grammar = format.grammar(
-            [(name, functions[name]) for name in names],
-            must=must,
-            several=request.parallel_tool_calls is not False,
-            content=_content(request, format, must),
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+
+    def read(self, given: ToolFields, request: ParsedRequest) -> None:
+        """See `FieldHandler`.
+
+        Raises:
+            ApiError: tools are not of OpenAI's form, too many or too large, or the request constrains its
+                output in another way, too.
+        """
+        request.messages = conversation(request.messages)
+        functions = self._functions(given, request)
+        must, names = _choice(given.tool_choice, functions)
+        tools = [tool for tool in given.tools or [] if tool.get("type") == "function"]
+        if given.tool_choice == "none":
+            tools = []
+        try:
+            _, shows = format_of(self.tokenizer)
+            if tools:
+                self._call(given, request, {name: functions[name] for name in names}, must)
+        except UserError as error:
+            raise wrong("tools" if tools else "messages", str(error)) from None
+        if shows:
+            request.variables |= {"tools": tools} if tools else {}
+            return
+        try:
+            request.messages = described(request.messages, tools)
+        except UserError as error:
+            raise wrong("messages", str(error)) from None
+        if tools:
+            request.headers.append((b"x-ladder-warning", WARNING))
+
+    def _call(
+        self,
+        given: ToolFields,
+        request: ParsedRequest,
+        functions: Mapping[str, Schema],
+        must: bool,
+    ) -> None:
+        """Set the grammar of an output with calls, and what finds them."""
+        format, _ = format_of(self.tokenizer)
+        asked = request.names.get("grammar", "response_format")
+        if asked != "response_format":  # that one is in the tools' grammar
+            raise wrong(asked, f"{asked} and tools both constrain the output")
+        content = schema_of(given.response_format)
+        if content is not None and (must or not format.trigger):
+            words = "response_format constrains the output, and so do tools: only one of them may here"
+            raise wrong("response_format", words)
+        named = (
+            isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
         )
-    except UserError as error:
-        raise wrong("tools", str(error)) from None
-    return Tools(format, grammar, loosened)
+        several = (
+            given.parallel_tool_calls is not False and not named
+        )  # which OpenAI calls once
+        grammar = format.grammar(
+            [*functions.items()], must=must, several=several, content=content
+        )
+        if must or content is not None or not has_channels(self.tokenizer):
+            request.sampling["grammar"] = (
+                grammar  # else there would be no channels, which are no text
+            )
+        request.names["grammar"] = "tools"
+        request.explain = partial(refusal, grammar=grammar)
+        request.constrained = must or content is not None
+        request.calls = partial(CallReader, format)
+
+    def _functions(self, given: ToolFields, request: ParsedRequest) -> dict[str, Schema]:
+        """Return the functions among the tools by name; tools of other types are named in a header."""
+        tools = given.tools or []
+        if len(tools) > self.limits.max_tools:
+            raise too_many("tools", len(tools), self.limits.max_tools, "entries")
+        size = len(msgspec.json.encode(tools))
+        if size > self.limits.max_schema_bytes:
+            raise too_many("tools", size, self.limits.max_schema_bytes, "bytes")
+        functions, loosened = dict[str, Schema](), list[str]()
+        for place, tool in enumerate(tools):
+            if tool.get("type") != "function":
+                request.ignored.append(f"tools[{place}]")
+                continue
+            name, schema, left = _function(f"tools[{place}]", tool)
+            if name in functions:
+                raise wrong("tools", f"tools has two functions of the name {name!r}")
+            functions[name] = schema
+            loosened += [name + keyword for keyword in left]
+        loosen(request, loosened)
+        return functions
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates know them: arguments are objects, and a `developer` is the `system`.
+    """Messages as templates know them: arguments are objects, and a tool's answer is a text.
 
     Raises:
         ApiError: a call is not of OpenAI's form.
@@ -95,8 +154,8 @@ def refusal(message: str, grammar: Grammar) -> str:
 
 
 def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "developer":  # OpenAI's newer name, which templates do not know
-        message = {**message, "role": "system"}
+    if message.get("role") == "tool" and message.get("content") is None:
+        message = message | {"content": ""}
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -107,17 +166,18 @@ def _message(where: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
+    """Return an earlier call; arguments that a model was cut off at, or has broken, are none."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise wrong("messages", f"{where} must be an object with a function that has a name")
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError):
-            arguments = None
+    arguments = function.get("arguments")
+    if isinstance(arguments, str | None):
+        arguments = decode_written(arguments or "") or {}
     if not isinstance(arguments, dict):
-        raise wrong("messages", f"{where}.function.arguments must be an object as JSON")
+        raise wrong(
+            "messages",
+            f"{where}.function.arguments must be an object, or its JSON as a string",
+        )
     found = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
@@ -125,12 +185,11 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 
-def _function(where: str, tool: Any) -> tuple[str, Schema, list[str]]:
+def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
     """Return a tool's name, the schema of its arguments, and what that does without unless it is strict."""
-    kind = tool.get("type")
     function = tool.get("function")
-    if kind != "function" or not isinstance(function, Mapping):
-        raise wrong("tools", f"{where} must be of type function and have a function")
+    if not isinstance(function, Mapping):
+        raise wrong("tools", f"{where} is of type function, but has no function")
     name, schema = function.get("name"), function.get("parameters")
     if schema is None:  # OpenAI: a function without parameters
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -158,28 +217,34 @@ def _types(schema: Schema) -> list[Any]:
 
 def _choice(chosen: Any, functions: Mapping[str, Schema]) -> tuple[bool, list[str]]:
     """Return True if a call has to be made, and the functions that may be called."""
-    if chosen in (None, "auto", "none", "required"):
-        return chosen == "required", list(functions)
-    function = chosen.get("function") if isinstance(chosen, Mapping) else None
+    if chosen in (None, "auto", "none"):
+        return False, list(functions)
+    if not functions:
+        raise wrong("tool_choice", "tool_choice needs tools")
+    if chosen == "required":
+        return True, list(functions)
+    kind = chosen.get("type") if isinstance(chosen, Mapping) else None
+    given = (
+        chosen.get("allowed_tools", chosen) if kind == "allowed_tools" else {"tools": [chosen]}
+    )
+    entries = given.get("tools") if isinstance(given, Mapping) else None
+    names = [_named(entry) for entry in entries] if isinstance(entries, list) else []
+    if kind not in ("function", "allowed_tools") or not names or None in names:
+        words = "tool_choice must be none, auto, required, a function with its name, or allowed_tools"
+        raise wrong("tool_choice", words)
+    for name in names:
+        if name not in functions:
+            raise wrong(
+                "tool_choice",
+                f"tool_choice names {str(name)[:64]!r}, which is none of the tools",
+            )
+    return kind == "function" or given.get("mode") == "required", list(
+        dict.fromkeys(map(str, names))
+    )
+
+
+def _named(entry: Any) -> str | None:
+    """Return the name in a reference to a function: OpenAI's older form nests it."""
+    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or chosen.get("type") != "function":
-        raise wrong(
-            "tool_choice",
-            "tool_choice must be none, auto, required, or a function with its name",
-        )
-    if name not in functions:
-        raise wrong(
-            "tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools"
-        )
-    return True, [name]
-
-
-def _content(request: ChatRequest, format: CallFormat, must: bool) -> Schema | None:
-    """The schema of an output that is no call, if `response_format` has one."""
-    schema = schema_of(request)
-    if schema is not None and (must or not format.trigger):
-        what = (
-            "response_format constrains the output, and so do tools: only one of them may here"
-        )
-        raise wrong("response_format", what)
-    return schema
+    return name if isinstance(name, str) else None

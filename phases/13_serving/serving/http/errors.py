@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 TYPES = {
@@ -24,6 +27,8 @@ STATUS = {
     "left": 499,
 }
 """Of the trouble of a group of choices."""
+MAX_MESSAGE = 1000
+"""Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
 
 
 class ApiError(Exception):
@@ -45,27 +50,12 @@ class ApiError(Exception):
         retry: int | None = None,
         close: bool = False,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:MAX_MESSAGE])
         self.status = status
         self.param = param
         self.code = code
         self.retry = retry
         self.close = close
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The object that is sent."""
-        kind = TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -74,16 +64,30 @@ class ApiError(Exception):
         return retry + ([(b"connection", b"close")] if self.close else [])
 
 
+@dataclass(frozen=True)
 class ErrorForm:
-    """The form in which a route tells errors: OpenAI's. Other protocols have forms of their own."""
+    """The form in which a route tells errors: OpenAI's, unless the route's protocol has one of its own.
+
+    names: what a field of OpenAI's is called by the route's clients.
+    event: an error that ends a stream, around its JSON.
+    shape: makes the protocol's object of OpenAI's.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    event: bytes = b"data: %s\n\n"
+    shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
 
     def body(self, error: ApiError) -> dict[str, Any]:
         """Return the object that is sent."""
-        return error.body
-
-    def event(self, body: bytes) -> bytes:
-        """Return an error that ends a stream."""
-        return b"data: " + body + b"\n\n"
+        usual = "invalid_request_error" if error.status < 500 else "server_error"
+        message, param = str(error), error.param
+        if param is not None and param in self.names:
+            message = re.sub(rf"^{param}\b", self.names[param], message)
+            param = self.names[param]
+        kind = TYPES.get(error.status, usual)
+        return self.shape(
+            {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
+        )
 
 
 def wrong(param: str | None, message: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""The requests' fields, with OpenAI's names and meanings, and vLLM's where OpenAI has none.
+"""The fields of requests, with OpenAI's names and meanings, and vLLM's where OpenAI has none.
 
 https://platform.openai.com/docs/api-reference and
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server/. Types are checked here, values where they
@@ -7,24 +7,21 @@ mean something: `SamplingParams`, `Limits`, the engine.
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from common.sampling.params import MAX_INT
-from serving.http.errors import wrong
 
 
 class StreamOptions(Struct):
-    """include_usage: one more chunk with the usage; `continuous_usage_stats`, of the appendix: in each."""
+    """include_usage: one more chunk with the usage; continuous_usage_stats: usage in each chunk."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
-class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(Struct, kw_only=True):
     """Fields of all requests for tokens. None is the same as a field that is not there."""
 
     model: str | None = None
@@ -49,33 +46,27 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: list[int] | None = None
     priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: str | None = None
+    add_special_tokens: bool | None = (
+        None  # to a text unless false, to a conversation only if true
+    )
 
     # ours
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
 
 
-class CompletionBody(Generation, kw_only=True):
+class CompletionFields(Struct, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
 
 
-Body = TypeVar("Body", bound=Generation)
+class ChatFields(Struct, kw_only=True):
+    """`POST /v1/chat/completions`."""
 
-
-def decode(kind: type[Body], body: bytes) -> Body:
-    """Read a request.
-
-    Raises:
-        ApiError: it is no JSON, a field is unknown, has the wrong type, or is out of its bounds.
-    """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        where = re.search(r"`\$\.(\w+)|(?:required|unknown) field `(.+)`", str(error))
-        field = where and (where[1] or where[2])
-        narrow = field and re.match("Invalid enum value|Expected `null`", str(error))
-        said = f"{field} may not have this value here" if narrow else "the body does not fit"
-        raise wrong(field, f"{said}: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise wrong(None, f"the body is no JSON: {error}") from None
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: None = None

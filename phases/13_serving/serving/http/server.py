@@ -17,8 +17,8 @@ import uvicorn
 
 from common.errors import UserError
 from common.words import count
-from serving.alive import CannotStart
 from serving.app import App
+from serving.liveness import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: App, on_ready: Callable[[], None] = lambda: None, **config: Any
     ) -> None:
-        self.app, self.on_ready = app, on_ready
+        self.app = app
+        self.on_ready = on_ready
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         super().__init__(uvicorn.Config(app, **(CONFIG | config)))
 
@@ -67,8 +68,7 @@ class HttpServer(uvicorn.Server):
         """The first call lets streams finish, within the grace period; the second does not wait."""
         if self.app.service.draining:
             self.code = TERMINATED
-            self.should_exit = True
-            self.force_exit = True
+            self.should_exit = self.force_exit = True
             return
         self.app.service.draining = True
         log.warning(
@@ -94,8 +94,8 @@ class HttpServer(uvicorn.Server):
             self.announced = True
             self.on_ready()
         begun = time.monotonic() - self.app.limits.slow_seconds
-        for exchange in [one for one in self.app.exchanges if 0.0 < one.sending < begun]:
-            exchange.hang_up()
+        for http in [one for one in self.app.requests if 0.0 < one.sending < begun]:
+            http.hang_up()
         return await super().on_tick(counter)
 
     async def serve(self, sockets: Any = None) -> None:
@@ -108,12 +108,12 @@ class HttpServer(uvicorn.Server):
         finally:
             await self.app.engine.stop()
             engine.cancel()
-            with contextlib.suppress(asyncio.CancelledError, CannotStart, UserError):
+            with contextlib.suppress(asyncio.CancelledError, StartupError, UserError):
                 await engine
 
     def _engine_ended(self, task: asyncio.Future[None]) -> None:
         failure = None if task.cancelled() else task.exception()
-        if isinstance(failure, CannotStart | UserError):
+        if isinstance(failure, StartupError | UserError):
             self.failure, self.should_exit = failure, True
         elif failure is not None:
             log.error("the engine is no longer kept alive", exc_info=failure)

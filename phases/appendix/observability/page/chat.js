@@ -168,7 +168,7 @@ async function stoppable(work) {
     await work(mine.signal);
     return true;
   } catch (error) {
-    if (error.name !== "AbortError") show(shown({ role: "error", content: error.message }));
+    if (error.name !== "AbortError") show(shown({ role: "error", content: inWords(error) }));
     return false;
   } finally {
     if (stopping === mine) {
@@ -183,7 +183,7 @@ const SECONDS_A_PICTURE = 0.1;  // an answer is drawn so often: the browser is t
 async function answer() {
   const mine = talk, message = { role: "assistant", content: "", marks: [] };
   const turn = shown(message), started = performance.now();
-  let first = 0, last = 0, count = 0, drawn = 0;
+  let first = 0, last = 0, count = 0, drawn = 0, reason = "stopped";
   turn.classList.add("busy");
   turn.ariaBusy = "true";
   show(turn);
@@ -191,6 +191,7 @@ async function answer() {
     for await (const event of completion(request(mine.messages), signal)) {
       if (event.usage) count = event.usage.completion_tokens;
       const choice = event.choices[0], piece = choice?.delta.content;
+      reason = choice?.finish_reason ?? reason;
       if (!piece) continue;
       last = performance.now();
       first ||= last;
@@ -224,7 +225,8 @@ async function answer() {
   if (!first) return;
   alone = count > 1 ? (count - 1) / Math.max(1e-3, (last - first) / 1e3) : 0;
   $("speed").textContent = `${several(count, "token")}: the first after ${Math.round(first - started)} ms`
-    + (alone ? `, then ${alone.toFixed(1)} a second` : "");
+    + (alone ? `, then ${alone.toFixed(1)} a second` : "")
+    + ({ length: "; cut off at max_tokens", stopped: "; stopped before its end" }[reason] ?? "");
 }
 
 const MANY = 20, SUBJECT = "Write a few sentences about a place by the sea.";

@@ -150,6 +150,8 @@ function draw(event) {
   seen = event;
   $("state").textContent = event.state;
   $("state").className = event.state === "ready" ? "ready" : "";
+  $("engine").classList.remove("stale");
+  if (event.state === "ready" && !$("model").textContent) showModel();
   $("running").textContent = event.running;
   $("rows_all").textContent = event.max_rows ? `of ${number(event.max_rows)}` : "";
   $("waiting").textContent = number(event.waiting);
@@ -186,6 +188,7 @@ async function watch() {
       for await (const data of events(response)) draw(JSON.parse(data));
     } catch { /* the server is away: try again */ }
     $("state").textContent = "connecting";
+    $("engine").classList.add("stale");  // what it shows is no longer so
     $("state").className = "";
     await new Promise((done) => setTimeout(done, 2000));
   }

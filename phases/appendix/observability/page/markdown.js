@@ -2,17 +2,21 @@
 // `leaf(text, at)` makes the nodes of a text without markup. No text ever becomes HTML.
 
 const FENCE = /^\s*(```+|~~~+)[^`]*$/, HEADING = /^(#{1,6})\s+/, RULE = /^\s*([-*_])(\s*\1){2,}\s*$/, QUOTE = /^\s?>\s?/;
-const ITEM = /^\s*([-*+]|\d{1,9}[.)])\s+/, COLUMNS = /^[\s|:-]*-[\s|:-]*$/;
-const INLINE = new RegExp([/\\([\\`*_{}[\]()#+.!|-])/, /(`+)(.+?)\2/, /\*\*(?=\S)(.+?)\*\*/, /\*(?=\S)(.+?)\*/,
-  /(?<!\w)_(?=\S)(.+?)_(?!\w)/, /\[([^\]]+)\]\((https?:\/\/[^)\s]+)\)/].map((kind) => kind.source).join("|"));
+const ITEM = /^\s*([-*+]|\d{1,9}[.)])\s+/, COLUMNS = /^(?=[^-]*-)[\s|:-]+$/;
+// No markup is longer than 300 characters: each place of a line is looked at once, however many marks it has.
+const INLINE = new RegExp([/\\([\\`*_{}[\]()#+.!|-])/, /(`{1,3})(.{1,300}?)\2/, /\*\*(?=\S)(.{1,300}?)\*\*/,
+  /\*(?=\S)(.{1,300}?)\*/, /(?<!\w)_(?=\S)(.{1,300}?)_(?!\w)/,
+  /\[([^\][]{1,300})\]\((https?:\/\/[^)\s]{1,300})\)/].map((kind) => kind.source).join("|"), "g");
 const TAGS = [[3, "code"], [4, "strong"], [5, "em"], [6, "em"], [7, "a"]];  // by their group of INLINE
 const DEEPEST = 10;  // lists and quotes in each other
 const cut = ({ text, at }, count) => ({ text: text.slice(count), at: at + count });
 const indent = (text) => text.search(/\S|$/);
 
 function inline(into, line, leaf) {
-  for (let found; (found = INLINE.exec(line.text)); line = cut(line, found.index + found[0].length)) {
-    into.append(...leaf(line.text.slice(0, found.index), line.at));
+  let done = 0;
+  for (const found of line.text.matchAll(INLINE)) {
+    into.append(...leaf(line.text.slice(done, found.index), line.at + done));
+    done = found.index + found[0].length;
     const [group, tag] = TAGS.find(([group]) => found[group] !== undefined) ?? [1];
     const before = found.index + (found[2]?.length ?? (tag === "strong" ? 2 : 1));
     const inside = { text: found[group], at: line.at + before };
@@ -22,7 +26,7 @@ function inline(into, line, leaf) {
     else element.append(...leaf(inside.text, inside.at));
     if (tag) into.append(element);
   }
-  into.append(...leaf(line.text, line.at));
+  into.append(...leaf(line.text.slice(done), line.at + done));
 }
 
 function markdown(lines, leaf, depth = 0) {
@@ -33,10 +37,11 @@ function markdown(lines, leaf, depth = 0) {
     while (at < lines.length && test(lines[at].text)) at += 1;
     return lines.slice(first, at);
   };
-  const next = (from) => {  // line that is not empty
-    while (from < lines.length && !lines[from].text.trim()) from += 1;
-    return lines[from]?.text ?? "";
-  };
+  const after = new Array(lines.length + 1).fill("");  // of each line, the first from there that is not empty
+  for (let from = lines.length - 1; from >= 0; from -= 1) {
+    after[from] = lines[from].text.trim() ? lines[from].text : after[from + 1];
+  }
+  const next = (from) => after[from];
   while (at < lines.length) {
     const { text } = lines[at];
     let found, element;

@@ -38,6 +38,9 @@ async function ask(path, options = {}) {
   return response;
 }
 
+/** What went wrong, in words: browsers say "Failed to fetch" where no server answers. */
+const inWords = (error) => error instanceof TypeError ? "The server cannot be reached. Your message is kept; try again." : error.message;
+
 const unlocked = () => new Promise((done) => addEventListener("unlocked", done, { once: true }));
 $("door").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -56,6 +59,10 @@ $("door").addEventListener("submit", (event) => {
 
 async function showModel() {
   try {
-    $("model").textContent = (await (await ask("v1/models")).json()).data[0].id;
+    const card = (await (await ask("v1/models")).json()).data[0];
+    $("model").textContent = card.id;
+    for (const [name, value] of Object.entries(card.default_sampling_params ?? {})) {  // what an empty field means
+      if ($(name)) $(name).placeholder = value;
+    }
   } catch { /* the state says so */ }
 }

@@ -19,7 +19,7 @@ from common.temporary import delete_folder, temporary_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
-from serving.worker import Observer, Observing
+from serving.worker import NullObserver, Observing
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ QUICK = 60.0
 """An engine that lived shorter than this did not recover: the pause before the next one doubles."""
 
 
-class CannotStart(Exception):
+class StartupError(Exception):
     """The first engine could not be made, through no fault of the user's: that would be a `UserError`."""
 
 
@@ -43,7 +43,10 @@ class EngineProcess(EngineClient):
     """
 
     def __init__(
-        self, make: Callable[[], Any], silence: float = 300.0, observer: Observing = Observer
+        self,
+        make: Callable[[], Any],
+        silence: float = 300.0,
+        observer: Observing = NullObserver,
     ) -> None:
         super().__init__()
         self.make = make
@@ -67,7 +70,7 @@ class EngineProcess(EngineClient):
         """Start the engine, and start it again whenever it ends, until `stop`.
 
         Raises:
-            CannotStart: the first engine could not be made.
+            StartupError: the first engine could not be made.
             UserError: the same, and the user can correct it.
         """
         pause = 0.0
@@ -80,13 +83,13 @@ class EngineProcess(EngineClient):
                 OSError,
                 zmq.ZMQError,
             ) as error:  # no folder, no socket, no process: not at this moment
-                failure = CannotStart(f"the engine process cannot be started: {error}")
+                failure = StartupError(f"the engine process cannot be started: {error}")
             finally:
                 self._lose()
             if self._stopping:
                 return
             if self.ready is None:
-                raise failure or CannotStart("the engine process ended while it started")
+                raise failure or StartupError("the engine process ended while it started")
             self.restarts += 1
             pause = (
                 min(2 * pause or 0.5, LONGEST_PAUSE)
@@ -157,7 +160,7 @@ class EngineProcess(EngineClient):
                     self.state = "stopped" if self._stopping else "ready"
                 case Failed():
                     log.error("the engine cannot be made: %s", message.reason)
-                    return (UserError if message.wrong_input else CannotStart)(message.reason)
+                    return (UserError if message.wrong_input else StartupError)(message.reason)
 
     def _kill(self) -> None:
         self._socket = None

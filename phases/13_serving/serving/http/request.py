@@ -30,19 +30,31 @@ EVENTS = [
 EVENTS += [(b"x-accel-buffering", b"no")]  # or nginx would hold the tokens back
 DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
 """Of a body that is refused unread: it is taken for so long, so that the answer is read."""
+_encode = msgspec.json.Encoder().encode
+_LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\x85": b"\\u0085"}
+"""Characters of a string that some readers of lines take for an end of the line."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Gone(Exception):
+def encode_json(value: Any) -> bytes:
+    """Return JSON in one line, whatever a reader takes for the end of one: clients split streams by lines."""
+    data = _encode(value)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:
+        for character, escaped in _LINE_ENDS.items():
+            data = data.replace(character.encode(), escaped)
+    return data
+
+
+class ClientDisconnected(Exception):
     """The client has left before its request was complete."""
 
 
-class Exchange:
+class HttpRequest:
     """A request, and what has gone out of its answer so far.
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
-    told_bytes: the content-length, as it came.
+    content_length: the content-length, as it came.
     unread: there may be a body that has not been read.
     sending: when the write that the client has not taken yet began (`time.monotonic()`); 0 if none.
     group: what is answered, if that is a request for tokens.
@@ -59,9 +71,9 @@ class Exchange:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.started = time.perf_counter()
-        self.told_bytes = self.headers.get(b"content-length", b"0")
+        self.content_length = self.headers.get(b"content-length", b"0")
         self.unread = (
-            b"transfer-encoding" in self.headers or self.told_bytes.strip(b"0") != b""
+            b"transfer-encoding" in self.headers or self.content_length.strip(b"0") != b""
         )
         self.status = 0
         self.sent_bytes = 0
@@ -70,13 +82,18 @@ class Exchange:
         self.extra: list[Header] = []
         self.form = ErrorForm()
 
+    @property
+    def short_id(self) -> str:
+        """The id without its prefix, as answers have it behind theirs."""
+        return self.id.removeprefix("req-")
+
     async def body(self) -> bytes:
         """All of the body.
 
         Raises:
             ApiError: 413 if it is too large, before it is read where its length is told; 408 if it is slow;
                 415 if it says that it is no JSON, so that no web page can send one without asking.
-            Gone: the client has left.
+            ClientDisconnected: the client has left.
         """
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
@@ -90,7 +107,7 @@ class Exchange:
         large = ApiError(
             413, f"the body has more than {most:,} bytes, which is the limit", close=True
         )
-        if self.told_bytes.isdigit() and int(self.told_bytes[:20]) > most:
+        if self.content_length.isdigit() and int(self.content_length[:20]) > most:
             raise large
         body = bytearray()
         try:
@@ -109,10 +126,10 @@ class Exchange:
             ) from None
 
     async def _next(self) -> MutableMapping[str, Any]:
-        """Receive a part of the body. Raises `Gone` when the client has left."""
+        """Receive a part of the body. Raises `ClientDisconnected` when the client has left."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         return message
 
     async def drain(self) -> None:
@@ -125,7 +142,7 @@ class Exchange:
                     left -= len(message.get("body", b""))
                     self.unread = message.get("more_body", False)
 
-    async def gone(self) -> None:
+    async def disconnected(self) -> None:
         """Return when the client has left. Call it when the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
@@ -155,7 +172,7 @@ class Exchange:
         self, value: Any, status: int = 200, headers: Iterable[Header] = ()
     ) -> None:
         """Send a whole answer of JSON."""
-        await self.answer(status, msgspec.json.encode(value), [JSON, *headers])
+        await self.answer(status, encode_json(value), [JSON, *headers])
 
     async def fail(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun."""
@@ -163,7 +180,7 @@ class Exchange:
         if not self.status:
             await self.json(body, error.status, error.headers)
         else:
-            await self.write(self.form.event(msgspec.json.encode(body)), more=False)
+            await self.write(self.form.event.replace(b"%s", encode_json(body)), more=False)
 
     def hang_up(self) -> None:
         """Close the connection of a slow reader at once, and forget what it has not read."""

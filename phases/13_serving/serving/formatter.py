@@ -1,0 +1,150 @@
+"""Answers and chunks as OpenAI's clients read them.
+
+A chunk differs from the one before it in a few words, so the rest is made once a request.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from serving.completion import Choice, ChoiceGroup, Piece
+from serving.http.request import EVENTS, encode_json
+from serving.messages import CACHED
+from serving.parsed import ParsedRequest
+
+DONE = b"data: [DONE]\n\n"
+NOTHING: dict[str, Any] = {"logprobs": None}
+
+
+def usage(group: ChoiceGroup) -> dict[str, Any]:
+    """Return how many tokens a request has taken."""
+    prompt, output = group.prompt_tokens, group.output_tokens
+    cached = sum(sum(choice.notes[CACHED]) for choice in group.choices)
+    found = {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+    }
+    if group.request.reasoning is not None:
+        thoughts = sum(
+            choice.reasoning.reasoning_tokens for choice in group.choices if choice.reasoning
+        )
+        found["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    return found
+
+
+class ResponseFormatter:
+    """Writes the answer to one request of `/v1/completions`.
+
+    headers: of a stream.
+    usage, continuous: whether the last chunk, or each, tells how many tokens were taken.
+    """
+
+    object = chunk_object = "text_completion"
+    headers = EVENTS
+
+    def __init__(self, id: str, model: str, request: ParsedRequest) -> None:
+        self.request = request
+        options = request.generation.stream_options
+        self.usage = bool(options and options.include_usage)
+        self.continuous = bool(options and options.continuous_usage_stats)
+        created = int(time.time())
+        self._head = {
+            "id": id,
+            "object": self.chunk_object,
+            "created": created,
+            "model": model,
+        }
+        self._before = b"data: " + encode_json(self._head)[:-1] + b',"choices":['
+
+    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
+        """Return the events of a piece: its text, and why it was the last one."""
+        fields = {"text": piece.text} | self.details(choice, piece)
+        return self.event(choice, fields, choice.reason if last else None)
+
+    def shape(self, choice: Choice) -> dict[str, Any]:
+        """Return a completion as a whole."""
+        piece = Piece(choice.text, 0, len(choice.tokens))
+        details = self.details(choice, piece)
+        return {"text": piece.text, **details, "finish_reason": choice.reason}
+
+    def details(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """Return the fields beside the text of a piece, or of a whole completion."""
+        found = NOTHING
+        for part in self.request.details:
+            found = found | part(choice, piece)
+        return found
+
+    def body(self, group: ChoiceGroup) -> bytes:
+        """Return the answer to a request that is not streamed."""
+        return encode_json(
+            {
+                **(self._head | {"object": self.object}),
+                "choices": [
+                    self.shape(choice) | {"index": choice.index} for choice in group.choices
+                ],
+                "usage": usage(group),
+            }
+        )
+
+    def end(self, group: ChoiceGroup) -> bytes:
+        """Return what comes after the last chunk."""
+        if not self.usage:
+            return DONE
+        return (
+            b"data: "
+            + encode_json(self._head | {"choices": [], "usage": usage(group)})
+            + b"\n\n"
+            + DONE
+        )
+
+    def event(
+        self, choice: Choice, fields: dict[str, Any], reason: str | None = None
+    ) -> bytes:
+        """Return one event with these fields of a completion."""
+        told = encode_json({"index": choice.index, **fields, "finish_reason": reason})
+        parts = [self._before, told, b"]"]
+        if self.continuous:
+            parts += [b',"usage":', encode_json(usage(choice.group))]
+        elif self.usage:
+            parts.append(
+                b',"usage":null'
+            )  # it is in the last chunk, and OpenAI's others say so
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+
+class ChatFormatter(ResponseFormatter):
+    """Writes the answer to one request of `/v1/chat/completions`."""
+
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
+        """See `ResponseFormatter`. The first chunk of a choice has the role, the last one why it ended."""
+        events, details = list[bytes](), self.details(choice, piece)
+        if not piece.start:
+            role = {"role": "assistant", "content": ""}
+            events.append(self.event(choice, {"delta": role, **NOTHING}))
+        for delta in choice.deltas(piece.text, last):
+            events.append(self.event(choice, {"delta": delta, **details}))
+            details = NOTHING  # the first event has its tokens
+        if details != NOTHING:
+            events.append(self.event(choice, {"delta": {}, **details}))
+        if last:
+            events.append(self.event(choice, {"delta": {}, **NOTHING}, choice.finish_reason))
+        return b"".join(events)
+
+    def shape(self, choice: Choice) -> dict[str, Any]:
+        """See `ResponseFormatter`."""
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        for delta in choice.deltas(choice.text, True):
+            message |= delta
+        if choice.calls is not None and choice.calls.calls:
+            message |= {
+                "content": message["content"] or None,
+                "tool_calls": choice.calls.calls,
+            }
+        details = self.details(choice, Piece("", 0, len(choice.tokens)))
+        return {"message": message, **details, "finish_reason": choice.finish_reason}

@@ -1,0 +1,143 @@
+"""A request for tokens that has been read: the prompts and settings for the engine, and the answer's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from common.sampling.params import SamplingParams
+from serving.http.errors import ApiError, wrong
+from serving.http.schema import GenerationFields
+
+if TYPE_CHECKING:
+    from msgspec import Struct
+
+    from serving.completion import Choice, ChoiceGroup, Piece
+
+Delta = dict[str, Any]
+"""An addition to a message: `reasoning_content`, `content`, or `tool_calls` with a call or a part of one."""
+
+
+class ReasoningSplitter(Protocol):
+    """Parts the text of a completion, as it comes, into reasoning and the answer, which alone has stops."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far of which some text is reasoning."""
+
+    def read(self, text: str, last: bool) -> str:
+        """Take in the text of the next token, or the end; return what of it belongs to the answer."""
+
+    def take_reasoning(self) -> str:
+        """Return the reasoning that has come since the last call."""
+
+
+class CallSplitter(Protocol):
+    """Finds calls of tools in the answer.
+
+    calls: those that an answer has.
+    complete: calls were made, and the answer has ended behind a whole one.
+    """
+
+    calls: list[dict[str, Any]]
+    complete: bool
+
+    def read(self, text: str, last: bool) -> list[Delta]:
+        """Take in what comes next, and whether it is the last of it."""
+
+
+class Formatter(Protocol):
+    """Writes the answer to one request.
+
+    headers: of a stream.
+    """
+
+    headers: list[tuple[bytes, bytes]]
+
+    def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
+        """Return the events of a piece of a stream."""
+
+    def end(self, group: ChoiceGroup) -> bytes:
+        """Return what comes after the last chunk."""
+
+    def body(self, group: ChoiceGroup) -> bytes:
+        """Return the answer to a request that is not streamed."""
+
+
+@dataclass
+class ParsedRequest:
+    """One HTTP request for tokens.
+
+    Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`, `messages`
+    and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
+
+    fields, generation: all fields as the client has sent them, and those that every request may have.
+    names: what the client calls a setting or `grammar`, where that differs.
+    constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
+    explain: puts the engine's refusal of a grammar into the client's words.
+    prompts: token ids, and `params` those of all of them.
+    headers: of the answer.
+    shown: special tokens that belong to the text.
+    wanted: kinds of notes about completions that are read; see `serving.messages`.
+    prompt_only: whether the one token that the engine makes of each prompt is of no interest.
+    reasoning, calls: make what parts the text of each completion.
+    details: functions that give fields beside the text of a piece.
+    """
+
+    generation: GenerationFields
+    fields: Mapping[str, Any]
+    sampling: dict[str, Any]
+    source: str = "prompt"
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    names: dict[str, str] = field(default_factory=dict)
+    constrained: bool = False
+    explain: Callable[[str], str] = lambda message: message
+    on_prompt: list[Callable[[], None]] = field(default_factory=list)
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    shown: frozenset[int] = frozenset()
+    wanted: list[str] = field(default_factory=list)
+    prompt_only: bool = False
+    reasoning: Callable[[], ReasoningSplitter] | None = None
+    calls: Callable[[], CallSplitter] | None = None
+    details: list[Callable[[Choice, Piece], dict[str, Any]]] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    formatter: Formatter = field(init=False)
+
+    def refusal(self, message: str) -> ApiError:
+        """Return the error of what cannot be served, in the client's words.
+
+        message: about a setting, whose name it begins with, or about a prompt.
+        """
+        setting = message.partition(" ")[0]
+        if setting == "grammar":
+            message = self.explain(message)
+        name = self.names.get(setting, setting)
+        if message.startswith(setting + " "):
+            message = name + message[len(setting) :]
+        if name in self.fields:
+            return wrong(name, message)
+        if "the prompt " not in message:
+            return wrong(None, message)
+        error = wrong(self.source, message)
+        error.code = "context_length_exceeded" if "must have at most" in message else None
+        return error
+
+
+class FieldHandler(Protocol):
+    """Reads some fields of requests, and adds their part of the answers.
+
+    always: whether it also reads requests that have none of its fields.
+    """
+
+    always: bool
+
+    @property
+    def fields(self) -> type[Struct]:
+        """The struct that declares them; all may be left out."""
+
+    def read(self, given: Any, request: ParsedRequest) -> None:
+        """Take in the fields before the prompt is made. Raises `ApiError` for what cannot be served."""

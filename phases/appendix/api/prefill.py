@@ -1,0 +1,54 @@
+"""Answers that go on from a last turn of the assistant."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from msgspec import Struct
+
+from common.text.tokenizer import Tokenizer
+from phases.appendix.api.reasoning import CHANNEL, END, MESSAGE, has_channels, opened
+from serving.http.errors import wrong
+from serving.parsed import ParsedRequest
+
+
+class PrefillFields(Struct, kw_only=True):
+    """The field about a last turn of the assistant; vLLM's."""
+
+    continue_final_message: bool | None = None
+
+
+class Prefill:
+    """Takes the last turn off the conversation, and puts its text behind the prompt."""
+
+    fields = PrefillFields
+    always = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def read(self, given: PrefillFields, request: ParsedRequest) -> None:
+        """See `FieldHandler`."""
+        if not given.continue_final_message:
+            return
+        *before, last = request.messages or [{}]
+        text = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(text, str) or not before:
+            words = (
+                "continue_final_message needs a last message of the assistant that is a text"
+            )
+            raise wrong("continue_final_message", words)
+        request.messages = before
+        request.variables["add_generation_prompt"] = True
+        request.on_prompt.append(partial(self._extend, request, text))
+
+    def _extend(self, request: ParsedRequest, text: str) -> None:
+        """Put the text behind the prompt, and behind all reasoning: it is of the answer."""
+        (prompt,) = request.prompts
+        mark = ""
+        if has_channels(self.tokenizer):
+            mark = f"{CHANNEL}final{MESSAGE}"
+        elif opened(self.tokenizer, prompt):
+            mark = f"\n{END}\n\n"
+        prompt += self.tokenizer.encode(mark, add_special_tokens=False)
+        prompt += self.tokenizer.encode_guarded(text)

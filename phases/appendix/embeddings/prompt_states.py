@@ -1,0 +1,158 @@
+"""Readers of the hidden states of prompts: their means, and the log-probabilities of their tokens.
+
+A request that asks is an ordinary completion: the scheduler puts its prompt into steps beside all others, in
+chunks if it is long, and its blocks are freed like all others'. It shares no blocks, whose states are not
+kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from common.request import Request
+from common.sampling.ops import raw_logprobs
+from continuous.engine import Engine
+from continuous.runner import Forwarded, Runner
+from continuous.work import Work
+from paged_cache import PagedRunner
+from phases.appendix.observability.observer import StepPictures
+from serving.messages import AddRequest, Command, StepReport
+
+MEAN = "mean"
+"""The kind of a note: the mean of a prompt's hidden states, of length 1, as the bytes of float32."""
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""The kind of notes, one a token of the prompt but the first: its log-probability, and pairs of the most
+likely tokens and theirs."""
+ROWS = 256
+"""Logits that are made at a time: each has a number for every token of the vocabulary."""
+
+
+class Mean:
+    """The mean of a prompt's hidden states, as a sum that grows."""
+
+    def __init__(self, runner: Runner, request: Request) -> None:
+        self.total = torch.zeros((), device=runner.model.device)
+
+    def add(self, hidden: Tensor, start: int) -> None:
+        """Take in the states `[T, D]` of the prompt's tokens from `start` on."""
+        self.total = self.total + hidden.float().sum(0)
+
+    def notes(self) -> list[Any]:
+        """Return the values of the note."""
+        return [normalize(self.total, dim=0).cpu().numpy().tobytes()]
+
+
+class PromptLogprobs:
+    """The log-probabilities of a prompt's tokens, as the model has them: before temperature and the like."""
+
+    def __init__(self, runner: Runner, request: Request) -> None:
+        self.model = runner.model
+        self.prompt = request.tokens[: request.prompt_len]
+        self.top = request.params.logprobs or 0
+        self.values = list[Any]()
+
+    def add(self, hidden: Tensor, start: int) -> None:
+        """See `Mean`."""
+        following = self.prompt[start + 1 : start + 1 + len(hidden)]
+        for at in range(0, len(following), ROWS):
+            tokens = torch.tensor(following[at : at + ROWS], device=hidden.device)
+            logits = self.model.logits(hidden[at : at + len(tokens)])
+            chosen, ids, values = raw_logprobs(logits.float(), tokens, self.top)
+            rows = zip(chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+            self.values += [(one, list(zip(*top, strict=True))) for one, *top in rows]
+
+    def notes(self) -> list[Any]:
+        """See `Mean`."""
+        return self.values
+
+
+READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: PromptLogprobs}
+
+
+class PromptExecutor:
+    """A `StepExecutor` before all others: it lets them run, and reads the hidden states of prompts."""
+
+    order: ClassVar[int] = 0
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.others = runner.executors
+        self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}
+        self._counts: dict[Request, int] = {}  # how many tokens are read
+
+    def ask(self, request: Request, kind: str) -> None:
+        """Read the prompt of a request for this kind of notes."""
+        request.salt = secrets.token_hex(8)
+        self._asked[request] = kind, READERS[kind](self.runner, request)
+        self._counts[request] = 0
+
+    def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
+        """Return `masked` for a step that computes a part of such a prompt."""
+        if not self._counts:
+            return None
+        return masked if any(work.request in self._counts for work in works) else None
+
+    def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
+        """Run the first half by the executor that supports it; a request that was preempted goes on where it was."""
+        asked = ((other, other.supports(works, ticket)) for other in self.others)
+        found = next(((other, own) for other, own in asked if own is not None), None)
+        step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
+        after = 0
+        for work in step.works:
+            at, after = after, after + work.count
+            request = work.request
+            if request not in self._counts:
+                continue
+            first, end = (
+                max(self._counts[request], work.start),
+                min(work.start + work.count, request.prompt_len),
+            )
+            if first < end:
+                rows = step.hidden[at + first - work.start : at + end - work.start]
+                self._asked[request][1].add(rows, first)
+                self._counts[request] = end
+            if self._counts[request] == request.prompt_len:
+                del self._counts[request]
+        return step
+
+    def finished(self) -> list[tuple[int, str, list[Any]]]:
+        """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
+        found = []
+        for request, (kind, reader) in [*self._asked.items()]:
+            if request not in self._counts:
+                found.append((request.index, kind, reader.notes()))
+            elif request.finish_reason is None:
+                continue
+            del self._asked[request]
+            self._counts.pop(request, None)
+        return found
+
+
+class PromptObserver(StepPictures):
+    """Reports what was asked for, beside all else. Engines before phase 05 have none of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.executor: PromptExecutor | None = None
+        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
+            self.executor = PromptExecutor(engine.runner)
+            engine.runner.ask_first(self.executor)
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """See `Observer`."""
+        super().hear(command, requests)
+        if isinstance(command, AddRequest) and self.executor is not None:
+            for kind in READERS.keys() & set(command.wanted):
+                self.executor.ask(requests[0], kind)
+
+    def write(self, step: StepReport, now: float) -> None:
+        """See `Observer`."""
+        super().write(step, now)
+        if self.executor is not None:
+            step.notes += self.executor.finished()

@@ -1,0 +1,540 @@
+"""What the server makes of an output: a model that says a given text, at all protocols."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.json_text import MAX_DEPTH, decode_written
+from phases.appendix.api.reasoning import ThinkReader
+from phases.appendix.protocols.ollama import capabilities
+from serving.app import App
+from tests.scripted_server import ALTERNATING, TEMPLATE, THINKING, TOOLS, scripted
+from tests.servers import Client
+
+SAID = [{"role": "user", "content": "How is it in Rome?"}]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object"}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+OLLAMA = "/api/chat"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": SAID},
+    RESPONSES: {"input": SAID},
+    MESSAGES: {"messages": SAID, "max_tokens": 1000},
+    OLLAMA: {"messages": SAID, "stream": False},
+}
+STOPS = {CHAT: "stop", MESSAGES: "stop_sequences"}
+
+
+async def ask(app: App, path: str, **fields: Any) -> dict[str, Any]:
+    """The whole answer."""
+    status, found = await Client(app).post(path, BODIES[path] | fields)
+    assert status == 200, found
+    return found
+
+
+def parts(path: str, answer: dict[str, Any]) -> tuple[str, str]:
+    """Reasoning and text of an answer."""
+    match path:
+        case "/v1/chat/completions":
+            message = answer["choices"][0]["message"]
+            return message.get("reasoning_content", ""), message["content"] or ""
+        case "/v1/responses":
+            texts = {
+                item["type"]: item["content"][0]["text"]
+                for item in answer["output"]
+                if "content" in item
+            }
+            return texts.get("reasoning", ""), texts.get("message", "")
+        case "/v1/messages":
+            blocks = answer["content"]
+            thought = "".join(block.get("thinking", "") for block in blocks)
+            return thought, "".join(block.get("text", "") for block in blocks)
+    return answer["message"].get("thinking", ""), answer["message"]["content"]
+
+
+CHANNELS = "<|channel|>analysis<|message|>Simple sum.<|end|><|start|>assistant"
+CHANNELS += "<|channel|>final<|message|>four<|return|>"
+MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>")
+GPT_OSS = "{# <|channel|> <|message|> #}Reasoning: {{ reasoning_effort }}\n" + TEMPLATE
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("special", [False, True])
+async def test_channels_are_reasoning_and_the_answer(
+    tmp_path: Path, path: str, special: bool
+) -> None:
+    app = scripted(tmp_path, CHANNELS, GPT_OSS, MARKS, special)
+    assert parts(path, await ask(app, path)) == ("Simple sum.", "four")
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "<|chan", "<|channel|>commentary<|message|>I look.<|end|>", "<"]
+)
+async def test_what_is_in_no_channel_of_reasoning_is_the_answer(
+    tmp_path: Path, text: str
+) -> None:
+    expected = "I look." if "commentary" in text else text
+    assert parts(CHAT, await ask(scripted(tmp_path, text, GPT_OSS), CHAT)) == ("", expected)
+
+
+async def test_a_call_in_a_channel_is_a_call(tmp_path: Path) -> None:
+    text = "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary "
+    text += 'to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+    app = scripted(tmp_path, text, GPT_OSS, MARKS)
+    message = (await ask(app, CHAT, tools=[WEATHER]))["choices"][0]["message"]
+    assert message["reasoning_content"] == "Look." and message["content"] is None
+    (call,) = message["tool_calls"]
+    assert app.engine.prompts[0].params.grammar is None, (
+        "a grammar of text would forbid channels"
+    )
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+
+
+THOUGHT = "<think>\nThe text says Question: 2 + 2.\n</think>\nIt is 4. Question: none"
+
+
+@pytest.mark.parametrize("stop", ["Question:", "\n", "2"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_stop_strings_are_of_the_answer_alone(
+    tmp_path: Path, path: str, stop: str
+) -> None:
+    answer = await ask(scripted(tmp_path, THOUGHT, THINKING), path, **{STOPS[path]: [stop]})
+    text = "It is 4. Question: none"
+    assert parts(path, answer) == ("The text says Question: 2 + 2.", text.partition(stop)[0])
+    opened = scripted(tmp_path, THOUGHT.removeprefix("<think>"), THINKING + "<think>")
+    assert parts(path, await ask(opened, path, **{STOPS[path]: [stop]})) == parts(path, answer)
+    again = await ask(scripted(tmp_path, CHANNELS.replace("four", "a sum. b"), GPT_OSS), path,
+                      **{STOPS[path]: ["sum."]})  # fmt: skip
+    assert parts(path, again) == ("Simple sum.", "a ")
+
+
+@pytest.mark.parametrize(
+    ("text", "marks", "count"),
+    [
+        ("<think>Need a tool, I say.</think>x", ("<think>", "</think>"), len("Need a tool, I say.")),
+        ("<think>\nab \n</think>\n\nx", ("<think>", "</think>"), 5),
+        ("x", (), 0),
+        ("<|channel|>analysis<|message|>Simple sum.<|end|><|start|>assistant<|channel|>final<|message|>4",
+         MARKS, 11),
+    ],
+)  # fmt: skip
+async def test_tokens_of_reasoning_are_counted(
+    tmp_path: Path, text: str, marks: Any, count: int
+) -> None:
+    template = GPT_OSS if "channel" in text else THINKING
+    app = scripted(tmp_path, text, template, marks)
+    used = (await ask(app, RESPONSES))["usage"]
+    assert used["output_tokens_details"]["reasoning_tokens"] == count
+    used = (await ask(app, CHAT))["usage"]
+    assert used["completion_tokens_details"]["reasoning_tokens"] == count
+
+
+def test_tokens_of_reasoning_are_counted_wherever_the_text_is_cut() -> None:
+    text = "<think>abc</think>x"
+    for size in (1, 2, 3, 5, 30):
+        reader = ThinkReader(False)
+        for at in range(0, len(text), size):
+            reader.read(text[at : at + size], False)
+        whole = [range(at, at + size) for at in range(0, len(text), size)]
+        assert reader.reasoning_tokens == sum(bool({7, 8, 9} & set(span)) for span in whole), (
+            size
+        )
+
+
+# Calls.
+
+CUT = f'{CALL.removesuffix("</tool_call>")}</tool_call>\n<tool_call>\n{{"name": "weather", "arguments": {{"ci'
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_unfinished_call_is_left_out_where_another_is_whole(
+    tmp_path: Path, path: str
+) -> None:
+    app = scripted(tmp_path, CUT, TOOLS + TEMPLATE)
+    tool = WEATHER if path in (CHAT, OLLAMA) else WEATHER["function"] | {"type": "function"}
+    if path == MESSAGES:
+        tool = {"name": "weather", "input_schema": {"type": "object"}}
+    for stream in (False, True):
+        asked = Client(app).request(path, BODIES[path] | {"tools": [tool], "stream": stream})
+        data = b"".join((await asked.run()).chunks).decode()
+        assert data.count('"name":"weather"') - data.count('"parameters"') >= 1
+        assert 'ci"' not in data.replace("city", "") and '{\\"ci' not in data.replace(
+            "city", ""
+        ), data
+
+
+async def test_the_only_call_is_told_however_it_is_cut(tmp_path: Path) -> None:
+    app = scripted(tmp_path, CALL[:55], TOOLS + TEMPLATE)
+    (choice,) = (await ask(app, CHAT, tools=[WEATHER]))["choices"]
+    assert choice["finish_reason"] == "stop" and len(choice["message"]["tool_calls"]) == 1
+    again = [*SAID, choice["message"], {"role": "tool", "tool_call_id": "x", "content": None}]
+    await ask(app, CHAT, messages=again)
+    first = await ask(app, RESPONSES, tools=[WEATHER["function"] | {"type": "function"}])
+    answer = {"type": "function_call_output", "call_id": "x", "output": "sunny"}
+    await ask(app, RESPONSES, input=[answer], previous_response_id=first["id"])
+
+
+WRITTEN = {
+    '{"a": 1e999, "b": -1e999, "c": ' + "9" * 5000 + "}": ["a", "b", "c"],
+    '{"a": "\\ud800", "b": "\\ude00x"}': ["a", "b"],
+    '{"a": 1, "a": 2, "b": "tab\there"}': ["a", "b"],
+    '{"a": 123456789012345678901234567890}': ["a"],
+}
+
+
+@pytest.mark.parametrize("arguments", WRITTEN, ids=range(len(WRITTEN)))
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_json_allows_a_model_may_write(
+    tmp_path: Path, path: str, arguments: str
+) -> None:
+    app = scripted(tmp_path, CALL.replace('{"city": "Rome"}', arguments), TOOLS + TEMPLATE)
+    tools = {
+        CHAT: WEATHER,
+        OLLAMA: WEATHER,
+        MESSAGES: {"name": "weather", "input_schema": {"type": "object"}},
+    }
+    tool = tools.get(path, WEATHER["function"] | {"type": "function"})
+    for stream in (False, True):
+        body = BODIES[path] | {"tools": [tool], "stream": stream, "max_tokens": 8000}
+        asked = (
+            await Client(app).request(path, body | {"options": {"num_predict": 8000}}).run()
+        )
+        assert asked.status == 200 and asked.complete, asked.chunks
+        assert b"the server has failed" not in b"".join(asked.chunks)
+    if path == MESSAGES:
+        (block,) = (await ask(app, path, tools=[tool], max_tokens=8000))["content"]
+        assert list(block["input"]) == WRITTEN[arguments]
+    if path == OLLAMA:
+        calls = (await ask(app, path, tools=[tool]))["message"]["tool_calls"]
+        assert list(calls[0]["function"]["arguments"]) == WRITTEN[arguments]
+
+
+def test_arguments_are_bounded_before_they_are_decoded() -> None:
+    deep = '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}"
+    assert decode_written(deep) is None and decode_written('{"a": ' + "[" * 100_000) is None
+    assert decode_written('{"a": [' + "[]," * 20_000 + "[]]}") is None
+    assert decode_written("") == {} and decode_written('{"a": NaN}') == {"a": None}
+
+
+# Conversations.
+
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "two users": (CHAT, {"messages": [*SAID, *SAID]}),
+    "a system message in the middle": (MESSAGES, {"messages": [*SAID, {"role": "system",
+        "content": "Be brief."}]}),
+    "a result and a text": (MESSAGES, {"messages": [*SAID, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "1", "name": "weather", "input": {}}]}, {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference",
+        "tool_name": "x"}]},
+        {"type": "text", "text": "And now?"}]}]}),
+    "a call, its answer, a user": (CHAT, {"messages": [*SAID, {"role": "assistant", "content": "I look.",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"}, *SAID]}),
+    "a text and its call apart": (CHAT, {"messages": [*SAID, {"role": "assistant", "content": "I look."},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function",
+        "function": {"name": "weather", "arguments": None}}]}, {"role": "tool", "content": "sunny"}]}),
+    "an output, then a user": (RESPONSES, {"input": [*SAID, {"type": "function_call", "call_id": "1",
+        "name": "weather", "arguments": "{}"}, {"type": "function_call_output", "call_id": "1",
+        "output": "x"}, *SAID]}),
+    "instructions and a developer": (RESPONSES, {"instructions": "Be brief.", "input": [
+        {"role": "developer", "content": "Be kind."}, *SAID]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TURNS)
+@pytest.mark.parametrize("template", [ALTERNATING, TEMPLATE])
+async def test_turns_come_in_an_order_that_the_template_takes(
+    tmp_path: Path, what: str, template: str
+) -> None:
+    path, body = TURNS[what]
+    app = scripted(tmp_path, "ok", template)
+    assert parts(path, await ask(app, path, **body))[1] == "ok"
+    prompt = app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+    for text in (
+        "Be brief.",
+        "Be kind.",
+        "And now?",
+        "sunny",
+        "I look.",
+        "How is it in Rome?",
+    ):
+        assert (text in prompt) == (text in json.dumps(body)), (text, prompt)
+
+
+async def test_many_turns_are_joined_in_time_in_proportion_to_them(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "ok", ALTERNATING)
+    turns = [{"role": "user", "content": "x"}] * 1000
+    assert parts(CHAT, await ask(app, CHAT, messages=turns))[1] == "ok"
+
+
+PREFILLED: dict[str, dict[str, Any]] = {
+    MESSAGES: {},
+    OLLAMA: {},
+    CHAT: {"continue_final_message": True, "add_generation_prompt": False},
+}
+
+
+@pytest.mark.parametrize("path", PREFILLED)
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, THINKING + "<think>", ALTERNATING], ids=["plain", "thinks", "turns"]
+)
+async def test_an_answer_goes_on_from_a_last_turn_of_the_assistant(
+    tmp_path: Path, path: str, template: str
+) -> None:
+    app = scripted(tmp_path, "world", template)
+    turns = [*SAID, {"role": "assistant", "content": "Hello <end>"}]
+    assert parts(path, await ask(app, path, messages=turns, **PREFILLED[path])) == (
+        "",
+        "world",
+    )
+    prompt = app.engine.prompts[0].prompt
+    text = app.model.tokenizer.decode(prompt)
+    assert text.endswith("Hello <end>") and 0 not in prompt, (
+        "a user's text became a special token"
+    )
+    assert "<think>" not in template.removeprefix("{# <think> #}") or "</think>" in text
+
+
+async def test_reasoning_of_earlier_turns_is_kept_whole(tmp_path: Path) -> None:
+    app = scripted(
+        tmp_path, "ok", "{% for m in messages %}{{ m.reasoning_content }}|{% endfor %}"
+    )
+    thought = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+        for text in "ab"
+    ]
+    await ask(
+        app,
+        RESPONSES,
+        input=[*SAID, thought[0], {"role": "assistant", "content": "x"}, thought[1]],
+    )
+    assert "a\nb" in app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+
+
+EFFORTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"reasoning_effort": "low"}),
+    (RESPONSES, {"reasoning": {"effort": "low"}}),
+    (MESSAGES, {"output_config": {"effort": "low"}}),
+    (OLLAMA, {"think": "low"}),
+    (CHAT, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), EFFORTS)
+async def test_the_effort_reaches_the_template_or_is_named(
+    tmp_path: Path, path: str, fields: dict[str, Any]
+) -> None:
+    app = scripted(tmp_path, "x", GPT_OSS)
+    await ask(app, path, **fields)
+    assert "Reasoning: low" in app.model.tokenizer.decode(app.engine.prompts[0].prompt)
+    other = await Client(scripted(tmp_path, "x")).request(path, BODIES[path] | fields).run()
+    if "chat_template_kwargs" not in fields:
+        assert "reasoning_effort" in other.headers["x-ladder-ignored"]
+
+
+async def test_no_effort_switches_thinking_off(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "x", "{{ enable_thinking }}" + TEMPLATE)
+    for path, fields in (
+        (CHAT, {"reasoning_effort": "none"}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
+    ):
+        await ask(app, path, **fields)
+        assert app.model.tokenizer.decode(app.engine.prompts[-1].prompt).startswith("False")
+
+
+# Tools of other kinds.
+
+CODEX = [
+    WEATHER["function"] | {"type": "function"},
+    {"type": "custom", "name": "patch"},
+    {"type": "web_search"},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "left"),
+    [
+        (RESPONSES, CODEX, "tools[1], tools[2]"),
+        (CHAT, [{"type": "custom", "custom": {"name": "x"}}, WEATHER], "tools[0]"),
+        (MESSAGES, [{"type": "web_search_20250305", "name": "web_search"},
+                    {"name": "weather", "input_schema": {"type": "object"}}], "tools[0]"),
+    ],
+)  # fmt: skip
+async def test_tools_of_other_types_are_left_out_and_named(
+    tmp_path: Path, path: str, tools: Any, left: str
+) -> None:
+    app = scripted(tmp_path, CALL, TOOLS + TEMPLATE)
+    asked = await Client(app).request(path, BODIES[path] | {"tools": tools}).run()
+    assert asked.status == 200, asked.chunks
+    assert left in asked.headers["x-ladder-ignored"] and b"weather" in b"".join(asked.chunks)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "weather"}],
+        },
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER]}},
+    ],
+)
+async def test_some_of_the_tools_may_be_allowed(tmp_path: Path, choice: Any) -> None:
+    app = scripted(tmp_path, CALL, TOOLS + TEMPLATE)
+    other = {"type": "function", "function": {"name": "other"}}
+    await ask(app, CHAT, tools=[other, WEATHER], tool_choice=choice)
+    grammar = app.engine.prompts[0].params.grammar.source
+    assert "weather" in grammar and "other" not in grammar
+    wrong = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "gone"}],
+    }
+    status, found = await Client(app).post(
+        CHAT, BODIES[CHAT] | {"tools": [WEATHER], "tool_choice": wrong}
+    )
+    assert status == 400 and "'gone'" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("several", [None, True])
+async def test_a_named_function_is_called_once(tmp_path: Path, several: bool | None) -> None:
+    app = scripted(tmp_path, CALL, TOOLS + TEMPLATE)
+    named = {"type": "function", "function": {"name": "weather"}}
+    await ask(app, CHAT, tools=[WEATHER], tool_choice=named, parallel_tool_calls=several)
+    theirs = {"name": "weather", "input_schema": {"type": "object"}}
+    await ask(app, MESSAGES, tools=[theirs], tool_choice={"type": "tool", "name": "weather"})
+    await ask(app, CHAT, tools=[WEATHER], tool_choice="required")
+    once, again, many = (request.params.grammar.source for request in app.engine.prompts)
+    assert ")*" not in once and ")*" not in again and ")*" in many
+
+
+# Lines.
+
+ENDS = "a\u2028b\u2029c\x85d\x0be"
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/completions", "/api/generate"])
+async def test_no_line_of_a_stream_ends_within_an_answer(tmp_path: Path, path: str) -> None:
+    app = scripted(tmp_path, ENDS)
+    body = BODIES.get(path, {"prompt": "x"}) | {"stream": True, "max_tokens": 100}
+    data = b"".join((await Client(app).request(path, body).run()).chunks).decode()
+    assert len(data.splitlines()) == len(data.split("\n")) - 1
+    assert all(f"\\u{ord(end):04x}" in data for end in "\u2028\u2029\x85")
+
+
+# Ollama.
+
+
+async def test_ollama_loads_and_unloads_without_a_prompt(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "x")
+    for path, body in (
+        ("/api/chat", {"messages": []}),
+        ("/api/chat", {}),
+        ("/api/generate", {"images": []}),
+    ):
+        for more, reason in (
+            ({}, "load"),
+            ({"keep_alive": 0}, "unload"),
+            ({"keep_alive": "0s"}, "unload"),
+        ):
+            status, found = await Client(app).post(path, body | more)
+            assert (
+                status == 200 and found["done"] is True and found["done_reason"] == reason
+            ), found
+            assert (
+                found["message"]["content"] if path == "/api/chat" else found["response"]
+            ) == ""
+    assert not app.engine.prompts, "something was generated"
+    assert (await Client(app).post("/api/chat", {"model": "other"}))[0] == 404
+    status, _ = await Client(app).post(
+        "/api/generate", {"prompt": "x", "images": ["aGk="], "stream": False}
+    )
+    assert status == 400
+    null = await Client(app).request("/api/generate", {"prompt": "x", "stream": None}).run()
+    assert null.headers["content-type"] == "application/x-ndjson", "null is not streamed"
+
+
+async def test_ollama_is_told_what_the_model_can(tmp_path: Path) -> None:
+    assert "thinking" in capabilities(scripted(tmp_path, "x", THINKING).model)
+    assert "thinking" in capabilities(scripted(tmp_path, "x", GPT_OSS).model)
+    app = scripted(tmp_path, "x")
+    assert "thinking" not in capabilities(app.model)
+    (model,) = (await Client(app).get("/api/ps")).json()["models"]
+    assert model["name"] == "tiny:latest" and model["context_length"] == 16384
+    missing = (await Client(app).get("/api/nothing")).json()
+    assert isinstance(missing["error"], str)
+    kind = {"content-type": "application/x-ndjson"}
+    assert (
+        await Client(app).request("/api/chat", BODIES[OLLAMA], headers=kind).run()
+    ).status == 200
+    page = kind | {"origin": "https://example.org"}
+    assert (
+        await Client(app).request("/api/chat", BODIES[OLLAMA], headers=page).run()
+    ).status == 415
+
+
+async def test_seeds_of_ollama_below_zero_are_none(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "x")
+    await ask(app, OLLAMA, options={"seed": -1})
+    await ask(app, OLLAMA, options={"seed": 3})
+    assert [request.params.seed for request in app.engine.prompts] == [None, 3]
+
+
+# Options beside a constraint.
+
+
+async def test_options_of_a_constraint_are_no_constraint(tmp_path: Path) -> None:
+    app = scripted(tmp_path, "{}")
+    for option, value in (("disable_any_whitespace", True), ("whitespace_pattern", " ")):
+        body = BODIES[CHAT] | {
+            "structured_outputs": {"json": {"type": "object"}, option: value}
+        }
+        asked = await Client(app).request(CHAT, body).run()
+        assert (
+            asked.status == 200
+            and f"structured_outputs.{option}" in asked.headers["x-ladder-ignored"]
+        )
+
+
+# Bodies of many parts.
+
+MANY: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks": (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text",
+        "text": "x"}] * 30_000}]}),
+    "messages": (CHAT, {"messages": [{"role": "user", "content": "x"}] * 30_000}),
+    "answers of tools": (CHAT, {"messages": [{"role": "tool", "content": "x" * 300}] * 12_000}),
+    "a call's id": (RESPONSES, {"input": [{"type": "function_call", "name": "f",
+        "call_id": "x" * 3_900_000}]}),
+    "a deep argument": (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f",
+        "arguments": json.loads("[" * 200 + "]" * 200)}}]}]}),
+    "a role": (CHAT, {"messages": [{"role": "x" * 3_000_000, "content": "y"}]}),
+    "prompts": ("/v1/completions", {"prompt": ["x" * 190_000] * 20}),
+    "a model": (CHAT, {"messages": SAID, "model": "x" * 3_000_000}),
+    "a number": (CHAT, {"messages": SAID, "temperature": "x" * 3_000_000}),
+    "an enumeration": (MESSAGES, {"messages": [{"role": "x" * 3_000_000, "content": "y"}]}),
+    "a tool's name": (CHAT, {"messages": SAID, "tools": [WEATHER], "tool_choice": {"type": "function",
+        "function": {"name": "x" * 3_000_000}}}),
+    "a kind of part": (CHAT, {"messages": [{"role": "user", "content": [{"type": "x" * 1000}]}]}),
+    "calls that are none": (CHAT, {"messages": [{"role": "assistant", "tool_calls": "x" * 1000}]}),
+    "a path": ("/" + "x" * 3000, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MANY)
+async def test_a_refusal_is_short_whatever_is_refused(tmp_path: Path, what: str) -> None:
+    path, body = MANY[what]
+    asked = await Client(scripted(tmp_path, "x")).request(path, body | {"max_tokens": 5}).run()
+    assert asked.status in (400, 404), asked.status
+    data = b"".join(asked.chunks)
+    assert len(data) < 800 and b"x" * 101 not in data, data[:500]

@@ -1,0 +1,90 @@
+"""JSON from outside: bounds before decoding, errors in words, and what a model may write."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from common.errors import UserError
+from common.json_text import (
+    MAX_DEPTH,
+    FieldError,
+    check_json,
+    convert_fields,
+    decode_object,
+    decode_written,
+)
+
+
+class Fields(Struct, kw_only=True):
+    number: int | None = None
+    text: str = ""
+    kind: Literal["a", "b"] | None = None
+    nothing: None = None
+    parts: list[dict[str, Any]] | None = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"number": "x"}, "number", "number must be an integer, but is a string"),
+        ({"number": 1.5}, "number", "number must be an integer, but is a number"),
+        ({"text": None}, "text", "text must be a string, but is null"),
+        ({"kind": "c"}, "kind", "kind is not supported with the value 'c'"),
+        ({"nothing": 3}, "nothing", "nothing is not supported"),
+        ({"parts": [{}, 3]}, "parts", "parts[1] must be an object, but is an integer"),
+        ({"parts": "x" * 5000}, "parts", "parts must be a list, but is a string"),
+    ],
+)
+def test_a_wrong_field_is_named_in_words(fields: Any, field: str, words: str) -> None:
+    with pytest.raises(FieldError) as said:
+        convert_fields(Fields, fields | {"unknown": 1})
+    assert (said.value.field, str(said.value)) == (field, words)
+
+
+def test_a_number_out_of_range_is_named() -> None:
+    with pytest.raises(FieldError, match="b holds a number that is out of range"):
+        decode_object(b'{"a": 1, "b": [1e999]}', 100)
+
+
+BRACKETS = {
+    "deep lists": b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
+    "deep objects": b'{"a":' * 500 + b"1" + b"}" * 500,
+    "many lists": b"[" + b"[]," * 101 + b"[]]",
+    "many keys": json.dumps(dict.fromkeys(map(str, range(101)), 1)).encode(),
+    "a list without an end": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("what", BRACKETS)
+def test_many_and_deep_parts_are_refused_before_they_are_decoded(what: str) -> None:
+    with pytest.raises(UserError, match=r"which is the limit"):
+        check_json(BRACKETS[what], 100)
+
+
+def test_what_stands_in_strings_does_not_count() -> None:
+    text = '{[:"\\' * 200
+    check_json(json.dumps({"a": text, "b": [text] * 5}).encode(), 10)
+    side_by_side = json.dumps([[]] * 1000).encode()
+    check_json(side_by_side, 2000)  # many, and none of them deep
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": 1e999, "b": [-1e999, NaN]}', '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800x\\udc00"}',
+     '{"\\ud83d\\ude00": "\\ud83d\\ude00"}', '{"a": "x\ty"}', '{"a": -9223372036854775809}'],
+)  # fmt: skip
+def test_what_a_model_has_written_can_be_written_again(text: str) -> None:
+    found = decode_written(text)
+    assert found is not None
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"a', '{"a": 1} x', "null", "{" * 300])
+def test_what_is_no_object_is_none(text: str) -> None:
+    assert decode_written(text) is None
+    assert decode_written("") == {}
