@@ -25,7 +25,7 @@ from common.sockets import listen
 from replicas.options import ROUTES
 from replicas.prefixes import chain_of
 from replicas.routing import InFlight, Policy, make_policy
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, ErrorForm
 from serving.http.limits import Limits
 
 PROBE_SECONDS = 1.0
@@ -183,7 +183,7 @@ class Front(asyncio.Protocol):
 
     def refuse(self, error: ApiError) -> None:
         """Say what is wrong, and hang up."""
-        body = msgspec.json.encode(error.body)
+        body = msgspec.json.encode(ErrorForm().body(error))
         head = f"HTTP/1.1 {error.status} -\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -156,14 +156,14 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     """
     blocks = Path(model) / BLOCKS_FOLDER
     floats = (
-        options.chosen is None
-        or options.phase.number < QUANT
+        options.phase.number < QUANT
         or dtype not in ("auto", "float32")
         or not NEEDS_FLOATS.isdisjoint(options.own)
     )
-    if floats or device.type != "cpu" or not blocks.is_dir():
+    if options.chosen is None or floats or device.type != "cpu" or not blocks.is_dir():
         return model
-    from phases.appendix.cpu_step.blocks import CpuBlocks, library
+    from phases.appendix.cpu_step.blocks import CpuBlocks
+    from phases.appendix.cpu_step.feature import library
     from quant import Quant
 
     kinds = {type(feature) for feature in options.chosen.features}

@@ -99,7 +99,7 @@ class PromptExecutor:
         return masked if any(work.request in self._counts for work in works) else None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """Run the first half by the executor that supports it; a request that was preempted goes on where it was."""
+        """Run the first half by an executor that supports it. A preempted request is read on where it was."""
         asked = ((other, other.supports(works, ticket)) for other in self.others)
         found = next(((other, own) for other, own in asked if own is not None), None)
         step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
