@@ -23,7 +23,7 @@ def characters(value: Any) -> int:
 def join_turns(messages: Sequence[Turn]) -> list[Turn]:
     """Return a conversation in which turns of one role in a row are one, and system messages come first.
 
-    Answers of tools stay apart.
+    Results of tools stay apart.
     """
     system = [message for message in messages if message.get("role") == "system"]
     others = [message for message in messages if message.get("role") != "system"]

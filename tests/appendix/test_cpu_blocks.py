@@ -21,6 +21,7 @@ from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import ROOT, phase_named
 from phases.appendix.cpu_step import feature
+from phases.appendix.cpu_step.blocks import BlockProduct
 from phases.registry import check_options, default_weights, load_engine
 from quant.blocks import KINDS, BlockEmbedding, BlockLinear, BlockWeight
 from quant.loading import Quantize
@@ -115,7 +116,7 @@ def test_the_product_in_cpp_reads_the_very_same_weights(kind: str, tokens: int) 
     layer = random_block(
         kind, 148, 800
     )  # more inputs than a tile multiplies at a time; rows beyond a task
-    product = feature.BlockProduct(compiled(), layer)
+    product = BlockProduct(compiled(), layer)
     units = torch.eye(800)[torch.arange(tokens) * 19]
     assert torch.equal(
         product(layer, units), layer.dequantize().t()[torch.arange(tokens) * 19]

@@ -49,7 +49,7 @@ def above(modules: list[str], number: int) -> list[str]:
     """Those of the modules that belong to phases above a number, or to entries for such phases."""
     later = {phase.package for phase in PHASES if phase.number > number}
     entries = {
-        f"phases.appendix.{place.partition('.')[0]}"
+        f"phases.appendix.{place.partition(':')[0]}"
         for place, extends in appendix.FEATURES.items()
         if extends > number
     }

@@ -132,8 +132,8 @@ def test_a_module_that_the_file_imports_is_allowed_whole() -> None:
         ("15.1", "xxh3_64_intdigest", "xxh64_intdigest"),
         (
             "15.4",
-            "msgspec.json.encode(answer.error().body)",
-            "json.dumps(answer.error().body).encode()",
+            "encode_json(ErrorForm().body(answer.error()))",
+            "json.dumps(ErrorForm().body(answer.error())).encode()",
         ),
     ):
         exercise = find(name)

@@ -105,6 +105,10 @@ class GraphDrafter(DrafterWrapper):
         self.replays = 0
         self.blank: set[int] = set()
 
+    def take_drafts(self, step: DraftedStep) -> None:
+        """Note the drafts that a step has made, before its tokens are collected."""
+        self.made = step.made
+
     def attach(self, engine: PagedEngine) -> None:
         """Bind to an engine and capture a graph for each number of requests, number of drafts, and kind of
         sampling.
@@ -381,5 +385,5 @@ class GraphDraftingLoop:
         self.inner.advance(engine)
 
     def _collect(self, engine: Engine, step: DraftedStep) -> None:
-        self.drafter.made = step.made
+        self.drafter.take_drafts(step)
         engine.collect(step)
