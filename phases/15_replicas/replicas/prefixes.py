@@ -36,6 +36,8 @@ class PreviousResponse(Struct):
 
 _decoder = msgspec.json.Decoder(PromptFields)
 _previous = msgspec.json.Decoder(PreviousResponse)
+UNREADABLE = (msgspec.DecodeError, RecursionError)
+"""What a body raises that is no JSON, or too deep; its replica refuses it."""
 _KEEPER = re.compile(r"resp_([^_]+)_")
 
 
@@ -48,7 +50,7 @@ def keeper_of(body: bytes) -> str:
         return ""
     try:
         found = _KEEPER.match(_previous.decode(body).previous_response_id)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return ""
     return found[1] if found else ""
 
