@@ -282,10 +282,11 @@ async def test_pages_of_the_api_ask_nobody_else(make):
     document = (await Client(app).request("/openapi.json", b"", "GET", key).run()).json()
     assert set(app.routes) == set(document["paths"]), "a route is not in the document"
     fields = document["components"]["schemas"]
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in fields), "OpenAPI's names of parts"
     asked = {"messages", "logit_bias", "response_format", "tools", "deadline_ms", "min_p"}
-    assert asked <= set(fields["/v1/chat/completions"]["properties"])
-    for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat"):
-        assert {"seed", "deadline_ms"} <= set(fields[path]["properties"]), path
+    assert asked <= set(fields["v1.chat.completions"]["properties"])
+    for name in ("v1.responses", "v1.messages", "v1.embeddings", "api.chat"):
+        assert {"seed", "deadline_ms"} <= set(fields[name]["properties"]), name
     assert (await Client(app).request("/ping", b"", "GET").run()).status == 200, (
         "a watcher needs a key"
     )

@@ -81,14 +81,15 @@ class Document:
             schemas |= components
             parts = [components[kind.__name__] for kind in reversed(endpoint.kinds)]
             own = [kind for kind in endpoint.kinds if kind is not endpoint.kinds[0]]
-            schemas[path] = {
+            name = path.strip("/").replace("/", ".")  # OpenAPI allows no slash in it
+            schemas[name] = {
                 "type": "object",
                 "properties": {
-                    name: of for part in parts for name, of in part["properties"].items()
+                    field: of for part in parts for field, of in part["properties"].items()
                 },
-                "required": [name for part in parts for name in part.get("required", [])],
+                "required": [field for part in parts for field in part.get("required", [])],
             }
-            body = {"schema": {"$ref": REFERENCES.format(name=path.replace("/", "~1"))}}
+            body = {"schema": {"$ref": REFERENCES.format(name=name)}}
             paths[path]["post"] |= {
                 "summary": (inspect.getdoc(own[0]) or "").split("\n")[0],
                 "requestBody": {"required": True, "content": {"application/json": body}},
