@@ -4,8 +4,8 @@ before long work.
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +33,8 @@ def whole(path: Path) -> Iterator[Path]:
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent.glob(f".*-{glob.escape(path.name)}"))
+        left = re.compile(rf"\.\d+-{re.escape(path.name)}")
+        sweep(each for each in path.parent.iterdir() if left.fullmatch(each.name))
         scratch.touch()
         lock = lock_path(scratch, wait=False)
         yield scratch

@@ -95,6 +95,7 @@ def test_a_file_that_a_killed_process_left_half_written_is_deleted_with_the_next
     (place / ".12345-a.json").write_text("{")
     (place / ".12345-b.json").write_text("{")
     (place / ".777-a.json").write_text("[")
+    (place / ".my-a.json").write_text("the user's own")
     lock = lock_path(place / ".777-a.json")  # of a process that lives
     assert lock is not None
     with whole(place / "a.json") as scratch:
@@ -102,6 +103,7 @@ def test_a_file_that_a_killed_process_left_half_written_is_deleted_with_the_next
     assert sorted(path.name for path in place.iterdir()) == [
         ".12345-b.json",
         ".777-a.json",
+        ".my-a.json",
         "a.json",
     ]
     os.close(lock)
