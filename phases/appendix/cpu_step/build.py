@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.console import err
 from common.errors import UserError
-from common.files import whole
+from common.files import read_bytes, whole
 from common.paths import cache_home
 from common.temporary import delete_folder, sweep, temporary_folder
 
@@ -25,6 +25,8 @@ PATIENCE = 60.0
 """Seconds that a compiler may take."""
 MOST_BYTES = 1 << 26
 """Of a library; a larger file is not what was compiled, and is not read."""
+MOST_RECORD_BYTES = 1 << 10
+"""Of the file beside it, which has a size and a SHA-256."""
 
 
 def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
@@ -127,18 +129,13 @@ def _record(image: bytes) -> str:
 def _read(path: Path) -> bytes | None:
     """Return the library if there is one, no other user can write it, and it is what was compiled."""
     try:
-        if (
-            not path.is_file()
-            or may_be_written_by_others(path)
-            or path.stat().st_size > MOST_BYTES
-        ):
+        if may_be_written_by_others(path):
             return None
-        image = path.read_bytes()
-        return (
-            image if _record_of(path).read_text(errors="replace") == _record(image) else None
-        )
-    except OSError:
+        image = read_bytes(path, MOST_BYTES)
+        record = read_bytes(_record_of(path), MOST_RECORD_BYTES).decode(errors="replace")
+    except (OSError, UserError):
         return None
+    return image if record == _record(image) else None
 
 
 def _store(image: bytes, path: Path) -> str:
