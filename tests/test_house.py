@@ -28,10 +28,10 @@ OVER = {
     "continuous": 10_510,
     "triton_paged_attention": 16_190,
     "quant": 13_260,
-    "speculative": 11_170,
-    "structured": 12_690,
+    "speculative": 10_910,
+    "structured": 12_350,
     "serving": 13_840,
-    "parallel": 10_290,
+    "parallel": 10_260,
 }
 """Packages that are over their budget still: they may only shrink."""
 WIDTH, WIDE = 95, 0.03

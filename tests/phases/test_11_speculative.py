@@ -631,13 +631,11 @@ def test_a_head_is_asked_again_where_there_was_no_turn(model: Model) -> None:
     asked = list[tuple[Request, int]]()
     guess = source.guess
 
-    def draft_loop_around(
-        requests: Sequence[Request], lengths: Sequence[int]
-    ) -> list[tuple[int, ...]]:
+    def watched(requests: Sequence[Request], lengths: Sequence[int]) -> list[tuple[int, ...]]:
         asked.extend((request, len(request.tokens)) for request in requests)
         return guess(requests, lengths)
 
-    source.guess = draft_loop_around  # type: ignore[method-assign]
+    source.guess = watched  # type: ignore[method-assign]
     assert plain(engine.generate(prompts, params)) == plain(right)
     assert len(set(asked)) < len(asked), "everybody had a turn in every step"
     clean(engine)
