@@ -73,7 +73,7 @@ class Scripted(EngineClient):
                     self._running[number] = at + 1, most
                 step.numbers.append(number)
                 step.tokens.append(token)
-            self._deal(step)
+            self._route_tokens(step)
 
 
 def scripted(

@@ -210,7 +210,7 @@ class Loopback(EngineClient):
         self.now = time.perf_counter()
         found = messages.report(messages.encode(report))
         assert isinstance(found, messages.StepReport)
-        self._deal(found)
+        self._route_tokens(found)
 
     def transmit(self, data: bytes) -> None:
         self._arrived += messages.commands(data)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.text.tokenizer import Tokenizer
-from phases.appendix.access.doors import ANY, Doors
+from phases.appendix.access.policy import ANY, AccessPolicy
 from phases.appendix.api.extension import Document, chat_handlers, completion_handlers
 from phases.appendix.connections.connection import NEVER, Connection
 from phases.appendix.embeddings.endpoint import Embeddings
@@ -38,8 +38,8 @@ def whole_app(
     """Make the application that `ladder serve` runs.
 
     Args:
-        hosts: names that the server answers to; see `doors.names_of`.
-        allowed_origins: whose web pages may read answers; see `doors.origins`.
+        hosts: names that the server is reached by; see `policy.names_of`.
+        allowed_origins: whose web pages may read responses; see `policy.origins`.
         keys: of which a client needs one; none: every request is taken.
         access_log: a path, "-" for standard error, or "none".
         limits: on what a client may send.
@@ -59,7 +59,7 @@ def whole_app(
     metrics = Metrics()
     for entry in (
         metrics,
-        Doors(hosts, allowed_origins, keys),
+        AccessPolicy(hosts, allowed_origins, keys),
         AccessLog(access_log, metrics),
         Live(),
     ):

@@ -26,7 +26,7 @@ from common.text.tokenizer import Tokenizer
 from forward.loading import RANDOM
 from forward.shapes import SHAPES
 from phases import first_phases, phase_named
-from phases.appendix.access.doors import hosts, names_of, origins
+from phases.appendix.access.policy import hosts, names_of, origins
 from phases.appendix.embeddings.prompt_states import PromptObserver
 from phases.appendix.server import whole_app, whole_server
 from phases.commands.arguments import joined

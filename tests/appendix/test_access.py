@@ -7,7 +7,7 @@ import hmac
 import pytest
 
 from common.errors import UserError
-from phases.appendix.access.doors import Doors, origins
+from phases.appendix.access.policy import AccessPolicy, origins
 from tests.servers import Client
 from tests.serving_kit import engine as engine
 from tests.serving_kit import extension
@@ -138,6 +138,6 @@ async def test_every_key_is_compared_whichever_is_right(make, monkeypatch):
             .request("/version", b"", "GET", {"authorization": f"Bearer {key}"})
             .run()
         )
-        assert compared == extension(app, Doors).keys, (
+        assert compared == extension(app, AccessPolicy).keys, (
             f"with {key!r} only {compared} were compared"
         )

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common.errors import UserError
-from phases.appendix.access.doors import Doors, hosts, names_of
+from phases.appendix.access.policy import AccessPolicy, hosts, names_of
 from phases.appendix.connections.connection import NEVER, Connection
 from serving.http.errors import ApiError
 from serving.http.limits import Limits
@@ -236,16 +236,18 @@ OWN = (
 )
 async def test_other_names_are_not(host: str) -> None:
     for own in OWN:
-        await Doors(LOCAL).before(asked(own))
+        await AccessPolicy(LOCAL).before(asked(own))
     with pytest.raises(ApiError, match="--allowed-hosts") as refused:
-        await Doors(LOCAL).before(asked(host))
+        await AccessPolicy(LOCAL).before(asked(host))
     assert refused.value.status == 421
-    await Doors(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(
+    await AccessPolicy(names_of("127.0.0.1", hosts(host.split(":")[0]), keys=False)).before(
         asked(host)
     )
-    await Doors(names_of("127.0.0.1", (), keys=True)).before(asked(host))  # a page has no key
+    await AccessPolicy(names_of("127.0.0.1", (), keys=True)).before(
+        asked(host)
+    )  # a page has no key
     with pytest.raises(ApiError):
-        await Doors(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
+        await AccessPolicy(names_of("0.0.0.0", ("other",), keys=True)).before(asked(host))
     for wrong in ("", " , ", "a b", "http://a", "a:80"):
         with pytest.raises(UserError, match="--allowed-hosts"):
             hosts(wrong)

@@ -558,7 +558,7 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     assert [fast.text()] == texts(model, tokenizer, ["hello"], params)
     (group,) = app.groups
-    assert group.trouble is not None and group.trouble[0] == "slow"
+    assert group.failure is not None and group.failure[0] == "slow"
     unsent = sum(len(choice.texts) - choice.sent for choice in group.choices)
     assert len(slow.chunks) == 1 and unsent <= 21, "its buffer has no bound"
     slow.leave()  # what the server's sweep does

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.loading import load_model
 from phases import ROOT
-from replicas.gate import GONE, KEY, NAME, Gate, RelayedAnswer
+from replicas.gate import ENGINE_LOST, KEY, NAME, Gate, RelayedAnswer
 from replicas.options import MOST_REPLICAS, ReplicaOptions
 from replicas.prefixes import BLOCK, LONGEST, chain, chain_of, keeper_of
 from replicas.replica import Replica
@@ -379,7 +379,7 @@ def start(
     headers = (
         [(b"content-type", kind)]
         + ([(NAME, name)] if name else [])
-        + ([(GONE, b"1")] if gone else [])
+        + ([(ENGINE_LOST, b"1")] if gone else [])
     )
     return {"type": "http.response.start", "status": status, "headers": headers}
 
@@ -584,7 +584,7 @@ def test_a_replica_whose_engine_has_died_takes_nothing_and_ends(tmp_path):
 
     asynchronously(test, 20)
     assert ended == [1], "the engine has died, but the replica stays"
-    assert wire.headers[GONE.decode()] == "1", "it answers, so nobody else is asked"
+    assert wire.headers[ENGINE_LOST.decode()] == "1", "it answers, so nobody else is asked"
     with pytest.raises(RuntimeError, match="restarting"):
         replica.check_health()
 

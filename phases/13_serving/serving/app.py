@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class App:
-    """Answers HTTP requests with an engine.
+    """Serve HTTP requests with an engine.
 
     Args:
         model: the name that clients know it by.
@@ -42,7 +42,7 @@ class App:
 
         completion_handlers, chat_handlers: read further fields of their requests.
 
-    routes: what answers a path, by method.
+    routes: the handlers of a path, by method.
     endpoints: the routes for tokens; their fields are known.
     before: hooks that look at a request before its route does, and tell if they have answered it.
     on_step, on_end: hooks that hear of a step's report, and of a request that has its answer or has left.
@@ -123,7 +123,7 @@ class App:
         await methods[http.method](http)
 
     def methods(self, path: str) -> dict[str, Route]:
-        """Return what answers a path, by method. Raises `ApiError` if there is no such path."""
+        """Return the handler of a path, by method. Raises `ApiError` if there is no such path."""
         if path not in self.routes:
             raise ApiError(404, f"there is no {path[:100]!r} here", code="not_found")
         found = self.routes[path]
@@ -154,7 +154,7 @@ class App:
         return request
 
     async def generate(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
-        """Answer a request for tokens; what it says in vain is named in a header."""
+        """Answer a request for tokens; ignored fields are named in a header."""
         http.extra += request.headers
         if request.ignored:
             http.extra.append((b"x-ladder-ignored", listed(request.ignored)))

@@ -28,7 +28,7 @@ DIED = "the engine has ended and is being restarted; try again"
 
 
 class Sink(Protocol):
-    """A taker of the tokens of one completion."""
+    """Receives the tokens of one completion."""
 
     def note(self, kind: str, values: list[Any]) -> None:
         """Take a note, before the tokens of its step; see `serving.messages`."""
@@ -90,7 +90,7 @@ class EngineClient:
     ) -> range:
         """Send a prompt of `params.n` completions, one sink each; returns their numbers.
 
-        An engine that has gone meanwhile ends them with an error, as any others.
+        An engine that has ended meanwhile fails them with an error, as any others.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
@@ -121,12 +121,12 @@ class EngineClient:
 
     # What the engine says.
 
-    def _deal(self, step: StepReport) -> None:
+    def _route_tokens(self, step: StepReport) -> None:
         """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
 
-        A sink takes first what was noted, then its tokens in their order. An end with a token is told with
+        A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
         the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it is told its end. `on_step` comes last.
+        it gets its end. `on_step` comes last.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:

@@ -13,7 +13,7 @@ from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.parsed import Delta, ParsedRequest
 
-Trouble = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
+Failure = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
 took too long, its reader took too long, its reader left."""
 
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it has ended, as clients are told."""
+        """Why it has ended, as clients see it."""
         called = self.calls is not None and self.calls.complete and self.reason == "stop"
         return "tool_calls" if called else self.reason
 
@@ -80,7 +80,7 @@ class Choice:
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """See `Sink`. A stop string ends it here, so the engine is told to abort it.
+        """See `Sink`. A stop string ends it here, so the engine aborts it.
 
         With more than `most_unsent` texts of a stream the group gives up ("slow"), and hears of no token any
         more.
@@ -118,8 +118,8 @@ class Choice:
     def deltas(self, text: str, last: bool) -> list[Delta]:
         """Return what the next text adds to a message: reasoning that came with it, text, calls."""
         deltas = list[Delta]()
-        if self.reasoning is not None and (thought := self.reasoning.take_reasoning()):
-            deltas.append({"reasoning_content": thought})
+        if self.reasoning is not None and (reasoning := self.reasoning.take_reasoning()):
+            deltas.append({"reasoning_content": reasoning})
         if self.calls is not None:
             return deltas + self.calls.read(text, last)
         if text:
@@ -130,7 +130,7 @@ class Choice:
 class ChoiceGroup:
     """The completions of one HTTP request.
 
-    trouble: why it cannot be answered in full, and a sentence about it.
+    failure: why it cannot be answered in full, and a sentence about it.
     first_token: when one of them had a token.
     """
 
@@ -146,7 +146,7 @@ class ChoiceGroup:
         self.streamed = bool(request.generation.stream)
         self.most_unsent = most_unsent
         self.arrived = time.perf_counter()
-        self.trouble: tuple[Trouble, str] | None = None
+        self.failure: tuple[Failure, str] | None = None
         samples = [prompt for prompt in request.prompts for _ in range(request.params.n)]
         self.choices = [
             Choice(self, index, prompt, request, tokenizer)
@@ -154,7 +154,7 @@ class ChoiceGroup:
         ]
         self.left = len(self.choices)
         self.first_token: float | None = None
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 
     def submit(self, seconds: float) -> None:
@@ -174,8 +174,10 @@ class ChoiceGroup:
             for choice, number in zip(mine, numbers, strict=True):
                 choice.number = number
         loop = asyncio.get_running_loop()
-        late = "the request was not done by its deadline, or within the server's --max-seconds"
-        self._deadline = loop.call_later(seconds, self.give_up, "deadline", late)
+        message = (
+            "the request was not done by its deadline, or within the server's --max-seconds"
+        )
+        self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
         """Something has come for one of the completions."""
@@ -183,14 +185,14 @@ class ChoiceGroup:
             self.first_token = self.engine.now
         self.left -= ended
         if self.streamed or self.left == 0:
-            self._news.set()
+            self._updated.set()
 
-    def give_up(self, trouble: Trouble, message: str) -> None:
+    def give_up(self, failure: Failure, message: str) -> None:
         """End what has not ended: the engine frees it at its next step."""
-        if self.trouble is None and (self.left or trouble == "slow"):
-            self.trouble = trouble, message
+        if self.failure is None and (self.left or failure == "slow"):
+            self.failure = failure, message
         self.close()
-        self._news.set()
+        self._updated.set()
 
     def close(self) -> None:
         """Leave nothing behind; harmless after the end."""
@@ -198,10 +200,10 @@ class ChoiceGroup:
             self._deadline.cancel()
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
-    async def news(self) -> None:
+    async def wait_for_updates(self) -> None:
         """Wait until there is something to send, or to say. Only one may wait."""
-        await self._news.wait()
-        self._news.clear()
+        await self._updated.wait()
+        self._updated.clear()
 
     @property
     def prompt_tokens(self) -> int:

@@ -139,10 +139,10 @@ class ServedModel:
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 
-    def finish(self, request: ParsedRequest, ready: Ready, usual: int | None) -> None:
+    def finish(self, request: ParsedRequest, ready: Ready, default_tokens: int | None) -> None:
         """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
 
-        usual: `max_tokens` where the request does not say; None: as many as there is room for.
+        default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
         """
         for call in request.on_prompt:
             call()
@@ -151,7 +151,7 @@ class ServedModel:
             cache = ready.blocks * ready.block_size + 1 if ready.blocks else MAX_INT
             room = max(1, min(ready.max_len, cache) - max(map(len, request.prompts)))
             given["max_tokens"] = max(
-                room if usual is None else usual, given.get("min_tokens", 0)
+                room if default_tokens is None else default_tokens, given.get("min_tokens", 0)
             )
         try:
             request.params = SamplingParams(**given)
@@ -175,14 +175,14 @@ class TextEndpoint:
     """An `Endpoint` of text: what completions and chats have in common.
 
     kind: the struct of its own fields.
-    prefix: of the answers' ids.
-    usual: `max_tokens` where a request does not say; None: as many as there is room for.
+    prefix: of the ids of responses.
+    default_tokens: `max_tokens` where a request does not say; None: as many as there is room for.
     """
 
     kind: type[Struct]
     source: str
     prefix: str
-    usual: int | None = None
+    default_tokens: int | None = None
     formatter: type[ResponseFormatter]
     form = ErrorForm()
     threaded = False
@@ -199,7 +199,7 @@ class TextEndpoint:
         """See `Endpoint`."""
         request = self.read(fields, ready)
         check_temperature(request)
-        self.model.finish(request, ready, self.usual)
+        self.model.finish(request, ready, self.default_tokens)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.short_id}", self.model.name, request
         )
@@ -222,7 +222,7 @@ class CompletionEndpoint(TextEndpoint):
 
     kind = CompletionFields
     source, prefix = "prompt", "cmpl"
-    usual = DEFAULT_TOKENS
+    default_tokens = DEFAULT_TOKENS
     formatter = ResponseFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:

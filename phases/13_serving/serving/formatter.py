@@ -1,6 +1,6 @@
-"""Answers and chunks as OpenAI's clients read them.
+"""Format responses and chunks as OpenAI's clients read them.
 
-A chunk differs from the one before it in a few words, so the rest is made once a request.
+A chunk differs from the one before it in its text, so the rest is made once a request.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class ResponseFormatter:
         self, choice: Choice, fields: dict[str, Any], reason: str | None = None
     ) -> bytes:
         """Return one event with these fields of a completion."""
-        told = encode_json({"index": choice.index, **fields, "finish_reason": reason})
-        parts = [self._before, told, b"]"]
+        fields_json = encode_json({"index": choice.index, **fields, "finish_reason": reason})
+        parts = [self._before, fields_json, b"]"]
         if self.continuous:
             parts += [b',"usage":', encode_json(usage(choice.group))]
         elif self.usage:

@@ -60,7 +60,7 @@ class EngineProcess(EngineClient):
         )  # it ignores SIGTERM, and Python would wait for it for ever
 
     def transmit(self, data: bytes) -> None:
-        """See `EngineClient`. That the engine has gone is noticed in `_live`."""
+        """See `EngineClient`. That the engine has ended is noticed in `_live`."""
         if self._socket is not None:
             # A future, also where no engine is there yet to send it to; unasked, it would complain of that.
             sent = asyncio.ensure_future(self._socket.send(data, zmq.NOBLOCK))
@@ -148,13 +148,13 @@ class EngineProcess(EngineClient):
             return reading.result() if reading.done() else None
 
     async def _read(self, socket: zmq.asyncio.Socket) -> Exception:
-        """Deal out what the engine says."""
+        """Route what the engine sends."""
         while True:
             message = report(await socket.recv())
             self._heard, self.now = time.monotonic(), time.perf_counter()
             match message:
                 case StepReport():
-                    self._deal(message)
+                    self._route_tokens(message)
                 case Ready():
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"

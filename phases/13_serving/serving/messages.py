@@ -101,7 +101,7 @@ class End(Struct, array_like=True):
 def ending(
     number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
 ) -> End:
-    """Return how a completion ended. What is wrong with a request itself is told to its sender."""
+    """Return how a completion ended. A fault of a request itself goes to its sender."""
     if reason != "error":
         return End(number, reason, "", place)
     for kind, name in ((UserError, "refused"), (NotANumber, "nan")):

@@ -128,7 +128,7 @@ class ParsedRequest:
 
 
 class FieldHandler(Protocol):
-    """Reads some fields of requests, and adds their part of the answers.
+    """Reads some fields of requests, and adds their part of the responses.
 
     always: whether it also reads requests that have none of its fields.
     """

@@ -50,7 +50,7 @@ class Service:
     async def serve(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
         """The life of a request for tokens, from its admission to its last byte.
 
-        However this function is left, the engine has been told to drop what is not finished.
+        However this function is left, the engine drops what is not finished.
         """
         self._admit(request, ready)
         group = ChoiceGroup(self.engine, self.tokenizer, request, self.limits.max_unsent)
@@ -64,8 +64,8 @@ class Service:
                 await self._stream(http, group, formatter)
             else:
                 await self._answer(http, group, formatter)
-            if group.trouble is not None:
-                raise self._error(*group.trouble, request)
+            if group.failure is not None:
+                raise self._error(*group.failure, request)
         finally:
             leaving.cancel()
             group.close()
@@ -74,9 +74,9 @@ class Service:
         self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
     ) -> None:
         """Send a whole answer when all of it has come."""
-        while group.left and group.trouble is None:
-            await group.news()
-        if group.trouble is not None:
+        while group.left and group.failure is None:
+            await group.wait_for_updates()
+        if group.failure is not None:
             return
         if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
             body = await asyncio.to_thread(formatter.body, group)
@@ -90,8 +90,8 @@ class Service:
         """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
         waiting = group.choices
         while waiting:
-            await group.news()
-            if group.trouble is not None:
+            await group.wait_for_updates()
+            if group.failure is not None:
                 return
             events = []
             for choice in waiting:
@@ -111,7 +111,7 @@ class Service:
     def _error(
         self, kind: str, message: str, request: ParsedRequest
     ) -> ApiError | ClientDisconnected:
-        """Return what a request in trouble ends with."""
+        """Return the error that a failed group ends with."""
         if kind in ("left", "slow"):
             return ClientDisconnected()
         if kind == "refused":

@@ -109,7 +109,7 @@ class Worker:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
-        """Carry out one command. What is wrong with a request is told to its sender and harms no other."""
+        """Carry out one command. A fault of a request goes to its sender and harms no other."""
         match command:
             case AddRequest():
                 self._add(command)

@@ -35,8 +35,8 @@ NAME = b"x-ladder-replica"
 """Header of an answer: the replica that gave it. Of a GET: the one that is asked."""
 LIMITS = "LADDER_LIMITS"
 """Environment: the limits, as JSON; a proxy is started by Ray and has no other way to learn them."""
-GONE = b"x-ladder-gone"
-"""Header of a replica whose engine has died: nothing of its answer has gone out, so another may be asked."""
+ENGINE_LOST = b"x-ladder-engine-lost"
+"""Header of a replica whose engine has died: it has sent nothing of a response, so another may be asked."""
 UNTYPED = (b"", b"application/x-www-form-urlencoded")
 """Types of bodies that a client sends which says none, such as `curl -d`."""
 LOST = "the replica has ended; try again"
@@ -63,7 +63,7 @@ class Gate:
                 async with asyncio.timeout(self.limits.slow_seconds):
                     await send(message)
             except TimeoutError:
-                leaving.gone = True
+                leaving.disconnected = True
                 raise ConnectionError("the reader is too slow") from None
 
         said: dict[str, Any] = {"chain": [], "body": b"", "wanted": "", "avoid": []}
@@ -92,25 +92,26 @@ class Gate:
     ) -> None:
         """Ask one replica after the other, up to `TRIES` of them, until one has answered.
 
-        Each answers into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status is
-        then that of `http`. All is done when the answer is complete, or the client has left. Another
-        replica is asked only while nothing of an answer has gone out, and Ray has said nothing itself. Then
-        `gone` of the one that was asked is added to what `said` avoids.
+        Each responds into a `RelayedAnswer` of its own, given the scope with `said` under `KEY`. Its status
+        is then that of `http`. All is done when the answer is complete, or the client has left. Another
+        replica is asked only while nothing of an answer has been sent, and Ray has said nothing itself. Then
+        `lost_replica` of the one that was asked is added to what `said` avoids.
 
         Raises:
-            ApiError: the last answer's `error()`: nothing has gone out, or Ray has said something itself.
-            ConnectionError: half an answer has gone out, so that the connection must be cut. Half a stream of
-                events gets that error as its last event instead: `data: `, the body as JSON, an empty line.
+            ApiError: the last answer's `error()`: nothing has been sent, or Ray has said something itself.
+            ConnectionError: half an answer has been sent, so that the connection must be cut. Half a
+                stream of events gets that error as its last event instead: `data: `, the body as JSON, an
+                empty line.
         """
         for _ in range(TRIES):
             answer = RelayedAnswer(send)
             await answer.of(self.app, dict(http.scope) | {KEY: said}, leaving)
             http.status = answer.status
-            if answer.complete or leaving.gone:
+            if answer.complete or leaving.disconnected:
                 return
             if answer.status or answer.foreign:
                 break
-            said["avoid"].append(answer.gone)
+            said["avoid"].append(answer.lost_replica)
         if answer.foreign or not answer.status:
             raise answer.error()
         if not answer.events:
@@ -129,12 +130,12 @@ class Leaving:
     """`receive`, which remembers that the client has left."""
 
     def __init__(self, receive: Receive) -> None:
-        self._receive, self.gone = receive, False
+        self._receive, self.disconnected = receive, False
 
     async def __call__(self) -> MutableMapping[str, Any]:
         """Return the next message."""
         message = await self._receive()
-        self.gone |= message["type"] == "http.disconnect"
+        self.disconnected |= message["type"] == "http.disconnect"
         return message
 
 
@@ -145,14 +146,14 @@ class RelayedAnswer:
     complete: whether all of it has.
     events: whether it is a stream of events, to which an error can be added.
     foreign: the status of what Ray says itself; it is swallowed, and said in our form.
-    gone: the replica that would not answer.
+    lost_replica: the replica that would not answer.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status, self.foreign = 0, 0
         self.complete, self.events = False, False
-        self.gone = ""
+        self.lost_replica = ""
 
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
         """Let `app` answer. That a replica dies is no exception here."""
@@ -164,8 +165,9 @@ class RelayedAnswer:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Pass on what a replica says, in the order in which it does, and note it in this object's fields.
 
-        A start with the header `GONE` is a replica's that takes nothing: its `NAME` is noted in `gone`. One
-        without a `NAME` is Ray's own: its status is noted in `foreign`. Nothing of such answers is passed on.
+        A start with the header `ENGINE_LOST` is a replica's that takes nothing: its `NAME` is noted in
+        `lost_replica`. One without a `NAME` is Ray's own: its status is noted in `foreign`. Nothing of such a
+        response is passed on.
         Any other start notes `status`, and in `events` whether its `content-type` begins with
         `text/event-stream`. An answer is complete with a body that no more body follows.
         """
@@ -175,8 +177,8 @@ class RelayedAnswer:
                 **message,
                 "headers": [*headers.items()],
             }  # Ray adds the request's id a second time
-            if GONE in headers:
-                self.gone = headers[NAME].decode()
+            if ENGINE_LOST in headers:
+                self.lost_replica = headers[NAME].decode()
             elif NAME not in headers:
                 self.foreign = message["status"]
             else:

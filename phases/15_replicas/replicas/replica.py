@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from replicas.gate import GONE, KEY, NAME
+from replicas.gate import ENGINE_LOST, KEY, NAME
 from serving.app import App
 from serving.http.request import Receive, Scope, Send
 
@@ -42,17 +42,17 @@ class Replica:
         """Respond to one request; for a scope of the type `lifespan`, start or end by `_live`.
 
         While the engine is not `ready`, the response is a 503 with the headers `NAME` (this replica's name)
-        and `GONE` (`1`), in that order, and an empty body: the proxy then asks another replica. Else the
-        application responds; its start message gets the header `NAME` behind its own, and then `GONE` if it
-        is a 503 and the engine has died meanwhile, since no part of a response has been sent. What the
-        proxy has put under `KEY` is removed from the scope; if there is some, its `body` is received first
-        (`BufferedBody`). The application finds this replica's name in the scope, under `replica`.
+        and `ENGINE_LOST` (`1`), in that order, and an empty body: the proxy then asks another replica. Else
+        the application responds; its start message gets the header `NAME` behind its own, and then
+        `ENGINE_LOST` if it is a 503 and the engine has died meanwhile, since no part of a response has been
+        sent. What the proxy has put under `KEY` is removed from the scope; if there is some, its `body` is
+        received first (`BufferedBody`). The application finds this replica's name in the scope, under `replica`.
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
         if self.app.engine.state != "ready":
-            headers = [(NAME, self.name), (GONE, b"1")]
+            headers = [(NAME, self.name), (ENGINE_LOST, b"1")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
@@ -65,7 +65,7 @@ class Replica:
                 message["headers"] = [
                     *message["headers"],
                     (NAME, self.name),
-                    *[(GONE, b"1")] * lost,
+                    *[(ENGINE_LOST, b"1")] * lost,
                 ]
             await send(message)
 

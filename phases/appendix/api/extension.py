@@ -64,13 +64,13 @@ class Document:
     @cached_property
     def document(self) -> dict[str, Any]:
         """The document: of each route for tokens one schema, of all structs that declare its fields."""
-        answers = {
+        responses = {
             "default": {
                 "description": "the answer, or an object with what is wrong as `error`"
             }
         }
         paths: dict[str, Any] = {
-            path: {method.lower(): {"responses": answers} for method in methods}
+            path: {method.lower(): {"responses": responses} for method in methods}
             for path, methods in self.app.routes.items()
         }
         schemas: dict[str, Any] = {}

@@ -56,7 +56,7 @@ class CompletionLogprobFields(Struct, kw_only=True):
 
 
 class CompletionLogprobs:
-    """Answers with lists of tokens, and with the prompt in front of the text where `echo` says so."""
+    """Write log-probabilities as lists of tokens, with the prompt's in front where `echo` says so."""
 
     fields = CompletionLogprobFields
     always = False
@@ -153,7 +153,7 @@ class ChatLogprobFields(Struct, kw_only=True):
 
 
 class ChatLogprobs:
-    """Answers with an object a token."""
+    """Write log-probabilities as one object a token."""
 
     fields = ChatLogprobFields
     always = False
@@ -197,7 +197,7 @@ class TokenFields(Struct, kw_only=True):
 
 
 class TokenIds:
-    """Answers with the ids of tokens, and in streams with marks of those that were drafts."""
+    """Write the ids of tokens, and in streams with marks of those that were drafts."""
 
     fields = TokenFields
     always = False
@@ -215,7 +215,7 @@ class TokenIds:
         return found if choice.group.streamed else found | {"prompt_token_ids": choice.prompt}
 
     def marks(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Of several tokens that one step brought all but the last were drafts, and right."""
+        """Of several tokens that one step gave all but the last were drafts, and right."""
         texts, times = (
             choice.texts[piece.start : piece.stop],
             choice.times[piece.start : piece.stop + 1],

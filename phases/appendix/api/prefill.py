@@ -1,4 +1,4 @@
-"""Answers that go on from a last turn of the assistant."""
+"""Continue the last turn of the assistant."""
 
 from __future__ import annotations
 

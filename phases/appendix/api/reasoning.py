@@ -107,11 +107,11 @@ class ThinkReader:
         )
         self._ends = [END, trigger] if trigger else [END]
         self._rest = ""
-        self._thought: list[str] = []
+        self._reasoning_parts: list[str] = []
         self._offsets: list[int] = []  # where the text of each token ends
         self._begin = 0
         self._stop: int | None = None if opened else 0  # where the reasoning ends
-        self._thought_begun = False
+        self._reasoning_begun = False
 
     @property
     def reasoning_tokens(self) -> int:
@@ -126,8 +126,8 @@ class ThinkReader:
 
     def take_reasoning(self) -> str:
         """See `ReasoningSplitter`."""
-        thought, self._thought = "".join(self._thought), []
-        return thought
+        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
+        return reasoning
 
     def read(self, text: str, last: bool) -> str:
         """See `ReasoningSplitter`."""
@@ -156,25 +156,25 @@ class ThinkReader:
 
     def _think(self, total: int, last: bool) -> None:
         """Take in what is known to be reasoning."""
-        if not self._thought_begun:
+        if not self._reasoning_begun:
             self._rest = self._rest.lstrip()
-        places = [place for end in self._ends if (place := self._rest.find(end)) >= 0]
+        starts = [start for end in self._ends if (start := self._rest.find(end)) >= 0]
         size = (
-            min(places)
-            if places
+            min(starts)
+            if starts
             else len(self._rest)
             if last
             else settled(self._rest, *self._ends)
         )
-        thought, rest = self._rest[:size], self._rest[size:]
-        if places:
+        reasoning, rest = self._rest[:size], self._rest[size:]
+        if starts:
             self._stop = total - len(rest)
-            thought, rest = thought.rstrip(), rest.removeprefix(END)
+            reasoning, rest = reasoning.rstrip(), rest.removeprefix(END)
             self._state = "behind"
         self._rest = rest
-        if thought:
-            self._thought.append(thought)
-            self._thought_begun = True
+        if reasoning:
+            self._reasoning_parts.append(reasoning)
+            self._reasoning_begun = True
 
 
 class ChannelReader:
@@ -191,12 +191,12 @@ class ChannelReader:
         self._calls = calls
         self._state: Literal["start", "head", "analysis", "answer", "call"] = "start"
         self._rest = ""
-        self._thought: list[str] = []
+        self._reasoning_parts: list[str] = []
 
     def take_reasoning(self) -> str:
         """See `ReasoningSplitter`."""
-        thought, self._thought = "".join(self._thought), []
-        return thought
+        reasoning, self._reasoning_parts = "".join(self._reasoning_parts), []
+        return reasoning
 
     def read(self, text: str, last: bool) -> str:
         """See `ReasoningSplitter`."""
@@ -226,7 +226,7 @@ class ChannelReader:
             size = len(self._rest) if last else decided_length(self._rest, *marks)
             text, self._rest = self._rest[:size], self._rest[size:]
         if self._state == "analysis" and text:
-            self._thought.append(text)
+            self._reasoning_parts.append(text)
         elif self._state == "head":
             answer.append(self._open(text))
             return True

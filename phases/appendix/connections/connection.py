@@ -26,7 +26,7 @@ NEVER = 1 << 30
 """Seconds of uvicorn's clock, which any byte stops: a connection here has its own."""
 _CLOSE = b"content-length: 0\r\nconnection: close\r\n\r\n"
 LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
-LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
+TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
 
 
 class Connection(HttpToolsProtocol):
@@ -59,7 +59,7 @@ class Connection(HttpToolsProtocol):
         made = transport.get_extra_info("socket")
         if made is not None:  # or the system keeps megabytes for a reader that does not read
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
-        self._expect(self.limits.body_seconds, LATE)
+        self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every request of this connection that its client has left."""
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         self._bytes = 0
         self.scope["state"]["abort"] = self.transport.abort
         if not self.owed:
-            self._expect(self.limits.body_seconds, LATE)
+            self._expect(self.limits.body_seconds, TIMED_OUT)
 
     def on_url(self, url: bytes) -> None:
         """Count."""
@@ -117,7 +117,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         super().on_response_complete()
         if self.transport.is_closing():
-            self._hurry()
+            self._set_deadline()
         if self.transport.is_closing() or self.owed:
             return
         self.since = self.loop.time()
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         else:
             super().send_400_response(msg)
-        self._hurry()
+        self._set_deadline()
 
     def _count(self, size: int) -> None:
         self._bytes += size
@@ -150,9 +150,9 @@ class Connection(HttpToolsProtocol):
             if not self.owed:  # or it would stand in the middle of another answer
                 self.transport.write(answer)
             self.transport.close()
-            self._hurry()
+            self._set_deadline()
 
-    def _hurry(self) -> None:
+    def _set_deadline(self) -> None:
         """Give a client that does not read as long for what is left as for any other write."""
         self._stop_clock()
         self._clock = self.loop.call_later(self.limits.slow_seconds, self.transport.abort)

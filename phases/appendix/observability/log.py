@@ -58,7 +58,7 @@ class AccessLog:
                 group.prompt_tokens,
                 group.output_tokens,
             )
-            entry["trouble"] = group.trouble[0] if group.trouble else None
+            entry["trouble"] = group.failure[0] if group.failure else None
             if group.first_token is not None:
                 entry["first_token_ms"] = round((group.first_token - group.arrived) * 1e3, 3)
         try:

@@ -103,7 +103,7 @@ class Metrics:
             return
         for choice in group.choices:  # one whose engine has died has no end
             self._last.pop(choice.number, None)
-        trouble = group.trouble[0] if group.trouble is not None else None
+        trouble = group.failure[0] if group.failure is not None else None
         if trouble is not None:
             self.troubles[trouble] += 1
         self.finished.update(

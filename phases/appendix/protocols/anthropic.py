@@ -154,10 +154,10 @@ class MessageEvents(Events):
 
     def take(self, delta: dict[str, Any]) -> None:
         """See `Events`."""
-        if thought := delta.get("reasoning_content"):
+        if text := delta.get("reasoning_content"):
             self._open("thinking", thinking="", signature="")
-            self.blocks[-1]["thinking"] += thought
-            self._add(type="thinking_delta", thinking=thought)
+            self.blocks[-1]["thinking"] += text
+            self._add(type="thinking_delta", thinking=text)
         if text := delta.get("content"):
             self._open("text", text="")
             self.blocks[-1]["text"] += text
@@ -219,7 +219,7 @@ def _blocks(said: MessageParam) -> list[Block]:
 
 
 def _messages(said: MessageParam) -> list[dict[str, Any]]:
-    """Return a message as a chat's: answers to calls are messages of their own there."""
+    """Return a message as a chat's: results of calls are messages of their own there."""
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
     made, calls = list[dict[str, Any]](), list[dict[str, Any]]()

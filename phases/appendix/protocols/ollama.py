@@ -132,12 +132,12 @@ class Ollama(Translation):
 
 
 def check_model(model: ServedModel, name: str | None) -> None:
-    """Raise `ApiError` for another model; the usual tag is the same as none."""
+    """Raise `ApiError` for another model; the default tag is the same as none."""
     model.check(name and name.removesuffix(LATEST))
 
 
 class OllamaEvents(Events):
-    """Builds lines of JSON. A call is told when it is whole.
+    """Builds lines of JSON. A call is sent when it is whole.
 
     talks: the text is a message; otherwise it is the field `response`.
     """

@@ -238,8 +238,8 @@ class ResponseEvents(Events):
 
     def take(self, delta: dict[str, Any]) -> None:
         """See `Events`."""
-        if thought := delta.get("reasoning_content"):
-            self._text("reasoning", "reasoning_text", thought, summary=[])
+        if text := delta.get("reasoning_content"):
+            self._text("reasoning", "reasoning_text", text, summary=[])
         if text := delta.get("content"):
             self._text("message", "output_text", text, role="assistant")
         for call in delta.get("tool_calls", ()):

@@ -1,4 +1,4 @@
-"""The seam of this entry: a request becomes a chat's, and the news of the chat become a protocol's events.
+"""The seam of this entry: a request becomes a chat's, and the chat's updates become a protocol's events.
 
 A protocol says three things: `translate`, from its fields to those of a chat; its `Events`, from the deltas
 of the chat to its own; and its form of errors. Everything between them is the chat's path: handlers of
@@ -35,7 +35,7 @@ PASSED = {*GenerationFields.__struct_fields__, "chat_template_kwargs"} - {
 class Events:
     """A `Formatter` that writes a chat's answer as a protocol's events.
 
-    An answer that is not streamed is built of the same news, so the two cannot differ.
+    An answer that is not streamed is built of the same updates, so the two cannot differ.
 
     value: the whole answer, as far as it is known.
     """

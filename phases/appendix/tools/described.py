@@ -1,6 +1,6 @@
 """Tools for models whose chat template has no known form for calls: words in the system message.
 
-Calls and their answers in the conversation are text as well then, as Hermes and Qwen write them:
+Calls and their results in the conversation are text as well then, as Hermes and Qwen write them:
 https://github.com/NousResearch/Hermes-Function-Calling.
 """
 
@@ -33,13 +33,13 @@ XML tags:
 
 
 def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message]:
-    """Return a conversation in which tools, calls and their answers are text.
+    """Return a conversation in which tools, calls and their results are text.
 
     messages: as `request.conversation` makes them.
     """
     made, answered = list[Message](), False
     for message in messages:
-        answers = message.get("role") == "tool"
+        is_result = message.get("role") == "tool"
         if calls := message.get("tool_calls"):
             said = text_of(message.get("content"))
             written = "\n".join([said] * bool(said) + [_call(call) for call in calls])
@@ -47,14 +47,14 @@ def described(messages: Sequence[Message], tools: Sequence[Any]) -> list[Message
                 field: value for field, value in message.items() if field != "tool_calls"
             }
             made.append(message | {"content": written})
-        elif answers:
+        elif is_result:
             answer = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
-            if answered:  # answers to several calls are one turn
+            if answered:  # results of several calls are one turn
                 answer = made.pop()["content"] + "\n" + answer
             made.append({"role": "user", "content": answer})
         else:
             made.append(message)
-        answered = answers
+        answered = is_result
     if not tools:
         return made
     return with_system(made, _TEXT.format(tools="\n".join(map(json.dumps, tools))))

@@ -80,7 +80,7 @@ class CallReader:
         self.calls.append(
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         )
-        self._tell(deltas, **self.calls[-1] | {"function": {**function}})
+        self._append_delta(deltas, **self.calls[-1] | {"function": {**function}})
         self._rest, self._state = self._rest[end + len(middle) :], "arguments"
         self.complete = len(self.calls) > 1  # then this one is left out if it is cut off
         return True
@@ -94,7 +94,7 @@ class CallReader:
             size = len(self._rest)
             whole = _is_whole(function["arguments"] + self._rest)
         if size:
-            self._tell(deltas, function={"arguments": self._rest[:size]})
+            self._append_delta(deltas, function={"arguments": self._rest[:size]})
             function["arguments"] += self._rest[:size]
         if whole:
             deltas += self._held
@@ -103,9 +103,9 @@ class CallReader:
         self._state = "name" if at >= 0 else "arguments"
         return at >= 0
 
-    def _tell(self, deltas: list[Delta], **call: Any) -> None:
-        told = deltas if len(self.calls) == 1 else self._held
-        told.append({"tool_calls": [{"index": len(self.calls) - 1, **call}]})
+    def _append_delta(self, deltas: list[Delta], **call: Any) -> None:
+        out = deltas if len(self.calls) == 1 else self._held
+        out.append({"tool_calls": [{"index": len(self.calls) - 1, **call}]})
 
 
 def _is_whole(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""A request's tools: checked, and brought into the shapes of templates and grammars."""
+"""A request's tools: checked, and converted into the shapes of templates and grammars."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ STATUS = {
     "slow": 408,
     "left": 499,
 }
-"""Of the trouble of a group of choices."""
+"""HTTP status and code of each kind of failure of a group of choices."""
 MAX_MESSAGE = 1000
 """Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
 
@@ -79,12 +79,12 @@ class ErrorForm:
 
     def body(self, error: ApiError) -> dict[str, Any]:
         """Return the object that is sent."""
-        usual = "invalid_request_error" if error.status < 500 else "server_error"
+        default = "invalid_request_error" if error.status < 500 else "server_error"
         message, param = str(error), error.param
         if param is not None and param in self.names:
             message = re.sub(rf"^{param}\b", self.names[param], message)
             param = self.names[param]
-        kind = TYPES.get(error.status, usual)
+        kind = TYPES.get(error.status, default)
         return self.shape(
             {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
         )

@@ -50,7 +50,7 @@ class ClientDisconnected(Exception):
 
 
 class HttpRequest:
-    """A request, and what has gone out of its answer so far.
+    """A request, and what has been sent of its response so far.
 
     id: the client's `x-request-id` where it is sane, or one of ours.
     status: of the answer, 0 before it.
@@ -84,15 +84,15 @@ class HttpRequest:
 
     @property
     def short_id(self) -> str:
-        """The id without its prefix, as answers have it behind theirs."""
+        """The id without its prefix, as responses have it behind theirs."""
         return self.id.removeprefix("req-")
 
     async def body(self) -> bytes:
         """All of the body.
 
         Raises:
-            ApiError: 413 if it is too large, before it is read where its length is told; 408 if it is slow;
-                415 if it says that it is no JSON, so that no web page can send one without asking.
+            ApiError: 413 if it is too large, before it is read where its length is declared; 408 if it is
+                slow; 415 if it says that it is no JSON, so that no web page can send one without asking.
             ClientDisconnected: the client has left.
         """
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()

@@ -1,10 +1,10 @@
-"""Doors of a server: names that a server answers to, origins of web pages, keys, and bodies without a type.
+"""Access policy of a server: its host names, origins of web pages, keys, and bodies without a type.
 
 A web page can make its own name point at this machine after it was loaded (DNS rebinding). To the browser the
 page and the server are then of one origin, so nothing but the name in `Host` tells them apart. An address in
 its place cannot be rebound.
 
-A browser lets pages of other origins read an answer only if the server says so
+A browser lets pages of other origins read a response only if the server says so
 (https://fetch.spec.whatwg.org/#http-cors-protocol). No cookies or passwords go along: a page has to send a
 key of its own.
 
@@ -53,7 +53,7 @@ def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str,
 
 
 def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[str]:
-    """Return the names that a server answers to, `*` for any.
+    """Return the names that a server is reached by, `*` for any.
 
     host: the one that it listens on.
     allowed: further ones; where there are some, they also bind a server with keys.
@@ -74,11 +74,11 @@ WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer
 """Headers of which a browser sends one with the body of a page, which may be another site's."""
 
 
-class Doors:
-    """Refuses requests that may not come in.
+class AccessPolicy:
+    """Refuse requests of a wrong host, origin, content type or key.
 
     hosts: see `names_of`.
-    origins: whose pages may read answers; none: no browser is told anything.
+    origins: whose pages may read responses; none: no browser gets a header for them.
     keys: of which a client needs one; none: every request is taken.
     """
 
