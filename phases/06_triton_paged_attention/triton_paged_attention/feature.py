@@ -35,7 +35,7 @@ class Kernels(Feature):
 
     attention_prefill: Backend = option("triton", "attention of requests with many new tokens")
     attention_decode: Backend = option(
-        "triton", "attention of requests with one or a few new tokens"
+        "triton", "attention of requests with at most 16 rows of queries"
     )
     norms: Backend = option("triton", "RMSNorm, and the addition before it")
     rope: Backend = option("triton", "query and key norm, RoPE and KV store in one kernel")

@@ -43,7 +43,7 @@ class Graphs(Feature):
         return device.type == "cuda" and _capturable(find(others, Kernels))
 
     def install(self, builder: EngineBuilder) -> None:
-        """A runner with graphs, two kinds of these, memory for them, and kernels that choose tokens."""
+        """Replace the runner by one with graphs, of decodes and of chunks, and the sampler by kernels."""
         if not _capturable(builder.feature(Kernels)):
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
@@ -85,7 +85,7 @@ class Overlap(Feature):
     phase: ClassVar[int] = 9
 
     def install(self, builder: EngineBuilder) -> None:
-        """Another loop."""
+        """Replace the loop by `OverlappedLoop`."""
         builder.loop.replace(self, OverlappedLoop(builder.prefetchers))
 
 
