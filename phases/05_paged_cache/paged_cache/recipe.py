@@ -76,7 +76,7 @@ class Feature(ABC):
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:
-        """Return True if this value of the feature's option turns it on. Raises `UserError` for a wrong one."""
+        """Return True if a value of the feature's option turns it on. Raises `UserError` for a wrong one."""
         return boolean(cls.name, value)
 
     @classmethod
