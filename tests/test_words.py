@@ -14,19 +14,22 @@ from phases import ROOT
 
 TITLE = "## One word, one meaning"
 PENDING = {
-    "feature.py",
-    "phases/04_continuous",
-    "phases/05_paged_cache",
-    "phases/09_cuda_graphs",
     "phases/10_quant",
     "phases/11_speculative",
+    "phases/11_speculative/speculative/feature.py",
     "phases/12_structured",
     "phases/14_parallel",
     "phases/16_experts",
+    "phases/16_experts/experts/feature.py",
     "phases/17_hybrid_cache",
     "phases/appendix/cpu_step",
+    "phases/appendix/checkpoint_formats/feature.py",
+    "phases/appendix/delta_layers/feature.py",
+    "phases/appendix/drafting_in_graphs/feature.py",
     "phases/appendix/guidance",
     "phases/appendix/masked_graphs",
+    "phases/appendix/latency/feature.py",
+    "phases/appendix/quant_kernels/feature.py",
     "phases/appendix/observability",
     "phases/course",
 }

@@ -33,7 +33,6 @@ from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
 from phases.appendix.latency.layers import LatencyAttention, install
-from triton_paged_attention.feature import LAYERS
 from triton_paged_attention.layers import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
@@ -66,8 +65,8 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     )
     models = {
         "06_triton_paged_attention": install(optimize(clone(base))),
-        "without kernels for one token": optimize(clone(base), ["projections"]),
-        "attention only": optimize(clone(base), LAYERS),
+        "without kernels for one token": optimize(clone(base)),
+        "attention only": clone(base),
     }
     config = base.config
     blocks = -(-max(CONTEXTS) // BLOCK)

@@ -6,6 +6,7 @@ The kernels by themselves are measured by `benchmarks/kernels/paged_attention.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,44 +24,37 @@ from benchmarks.targets import load_target, targets
 from benchmarks.workloads import uniform
 from common.errors import UserError
 from forward.model import Model
-from paged_cache import PagedEngine
+from paged_cache import EngineBuilder, PagedEngine, Preset
+from triton_paged_attention.feature import CUDA_BLOCK_SIZE, Kernels
 
 PHASE, BEFORE = "06_triton_paged_attention", "05_paged_cache"
-CHOICES = (
-    "attention_prefill",
-    "attention_decode",
-    "norms",
-    "rope",
-    "activation",
-    "projections",
-)
+LAYERS_BY_TORCH = f"{PHASE}, layers by torch"
 REQUESTS = 64
 PROMPT = 512
 OUTPUT = 64
 
 
 def run(options: BenchOptions) -> Evidence:
-    """One full batch through both phases, and through this one with one kind of kernel left to torch."""
+    """One full batch through both phases, and through this one's attention beside phase 01's layers."""
     if options.device.type != "cuda":
         raise UserError(
             f"device is {options.device.type!r}, but phase 06 is measured on 'cuda' only"
         )
-    runs = [measured for target in targets(options) for measured in variants(target)]
+    runs = [run for target in targets(options) for run in measured(target)]
     return collect(
         PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
     )
 
 
-def variants(options: BenchOptions) -> list[Run]:
+def measured(options: BenchOptions) -> list[Run]:
     """Every variant on the same requests, in alternating order."""
     model, name = load_target(options), options.model or ""
     requests, output = (16, 16) if options.quick else (REQUESTS, OUTPUT)
     work = uniform(f"batch-{requests}x{PROMPT}+{output}", requests, PROMPT, output)
-    chosen: dict[str, dict[str, Any]] = {BEFORE: {}, PHASE: {}}
-    chosen |= {f"{PHASE}, {choice} by torch": {choice: "torch"} for choice in CHOICES}
+    variants = (BEFORE, PHASE, LAYERS_BY_TORCH)
 
     def build(variant: str) -> PagedEngine:
-        """A new engine each time: seven caches beside each other would not fit."""
+        """A new engine each time: several caches beside each other would not fit."""
         tokens = 2 * requests * (PROMPT + output)
         return load(
             variant,
@@ -69,14 +63,13 @@ def variants(options: BenchOptions) -> list[Run]:
             max_len=PROMPT + output,
             step_tokens=8192,
             cache_bytes=tokens * model.config.kv_bytes_per_token(model.dtype),
-            **chosen[variant],
         )
 
     def once(variant: str, repeat: int) -> Sample:
         return time_generation(build(variant), work.cold(repeat), options.device)
 
     samples = alternate(
-        {variant: partial(once, variant) for variant in chosen},
+        {variant: partial(once, variant) for variant in variants},
         repeats=options.repeats,
     )
     top = ceilings(options.device, options.dtype)
@@ -98,9 +91,24 @@ def variants(options: BenchOptions) -> list[Run]:
 
 def load(variant: str, model: Model, **options: Any) -> PagedEngine:
     """The engine of a variant."""
+    if variant == LAYERS_BY_TORCH:
+        return Preset(on=[AttentionOnly]).load(model, **options)
     return (paged_cache if variant == BEFORE else triton_paged_attention).load(
         model, **options
     )
+
+
+@dataclass(frozen=True)
+class AttentionOnly(Kernels):
+    """Attention by kernels, and phase 01's layers as they are."""
+
+    def install(self, builder: EngineBuilder) -> None:
+        """Replace attention alone."""
+        from triton_paged_attention.attention import TritonPagedAttention
+
+        heads = builder.model.config.num_heads
+        builder.attention.replace(self, partial(TritonPagedAttention, num_heads=heads))
+        builder.default_block_size = CUDA_BLOCK_SIZE
 
 
 def draw(evidence: Evidence, out: Path) -> None:

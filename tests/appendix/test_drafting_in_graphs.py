@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,10 @@ from speculative.ngram import NGramIndex
 from tests.compiling import spilled
 from tests.equivalence.compare import assert_all_same
 from tests.heads import clean_drafts, head_of, hidden_states, save_head
+from tests.kernel_layers import only_attention
 from tests.schedules import check
 
-PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
+PLAIN = {"sampling": "torch"}
 AHEAD = dict.fromkeys(("kernels", "graphs", "draft_ahead"), True) | PLAIN
 AHEAD |= {
     "graph_tokens": 0,
@@ -72,7 +74,8 @@ def ahead_engine(
     given = {"drafter": kind, "draft_adaptive": False, "draft_length": 2}
     given |= {} if kind == "ngram" else {"draft_model": str(path)}
     given["max_rows"] = rows
-    return load(model, **{**AHEAD, **given, **options})
+    with nullcontext() if "latency" in options else only_attention():
+        return load(model, **{**AHEAD, **given, **options})
 
 
 @pytest.mark.long
@@ -90,7 +93,7 @@ def test_a_lone_request_is_verified_by_the_kernels_for_few(
     )
     prompts, params = [[5, 6, 7]], [SamplingParams(max_tokens=6, ignore_eos=True)]
     right = continuous.load(model, max_rows=1, max_len=64).generate(prompts, params)
-    fused = {**dict.fromkeys(PLAIN, "triton"), "latency": True}
+    fused = {"sampling": "triton", "latency": True}
     engine = ahead_engine(model, "head", tmp_path, rows=1, **fused)
     seen.clear()
     made = engine.generate(prompts, params)

@@ -25,6 +25,7 @@ from cuda_graphs import OverlappedLoop
 from forward.model import Model
 from paged_cache import PagedEngine
 from tests.guidance_kit import GRAMMARS, SCHEMAS, engine_of, must_obey
+from tests.kernel_layers import only_attention
 from tests.schedules import check
 from tests.structured_kit import PROMPT, SMALL, text_of
 
@@ -126,7 +127,6 @@ def obey_beside_free_rows(model: Model, **options: Any) -> None:
 
 
 PLAIN: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0}
-PLAIN |= dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
 
 
 def plan_of(engine: PagedEngine) -> Any:
@@ -160,6 +160,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("calls")
+@only_attention()
 def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows end before others, so a graph's masks are fewer than in the step before, at other places."""
     from phases.appendix.masked_graphs.graphs import LogitsGraph, MaskedGraph
@@ -220,6 +221,7 @@ def test_masked_steps_are_two_graphs(model: Model, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("calls")
+@only_attention()
 def test_the_next_step_is_staged_while_masks_are_made(model: Model) -> None:
     """With rows that become free, get new owners with nothing but one token to compute, and fail."""
     options: dict[str, Any] = {

@@ -93,8 +93,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no switch": ("09", {"overlap": "yes"}, "overlap is 'yes', but must be True or False"),
     "an option of what is off": ("09", {"prefix_cache": False, "index": "hash"},
         "index is 'hash', but prefix_cache is off on cpu: switch it on with prefix_cache=True"),
-    "kernels' option without kernels": ("09", {"attention_decode": "triton"},
-        "attention_decode is 'triton', but kernels is off on cpu"),
+    "kernels of another library": ("09", {"kernels": "cuda"}, "kernels is 'cuda'"),
     "a policy": ("05", {"policy": "fcsf"}, r"policy is 'fcsf', but must be one of .*did you mean 'fcfs'"),
 }  # fmt: skip
 

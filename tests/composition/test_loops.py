@@ -17,6 +17,7 @@ from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from forward.model import Model
 from parallel.engine import RankZeroLoop
+from tests.kernel_layers import only_attention
 from tests.ranks_kit import agree, end_crews
 from tests.structured_kit import tokenizer
 
@@ -34,8 +35,7 @@ BOUND = SamplingParams(
 SIZES: dict[str, Any] = {
     "max_rows": 4, "max_len": 48, "step_tokens": 48, "block_size": 4, "cache_bytes": 1 << 20
 }  # fmt: skip
-PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections"), "torch")
-GRAPHS: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0, **PLAIN}
+GRAPHS: dict[str, Any] = {"kernels": True, "graphs": True, "graph_tokens": 0}
 SWITCHES = ("overlap", "speculate", "structured")
 SETS = list(product([False, True], repeat=3))
 # The interpreter takes its time: `make test` tries all three around graphs.
@@ -97,6 +97,7 @@ def test_every_set_of_loops_gives_the_same_tokens(
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("on", AROUND_GRAPHS, ids=str)
+@only_attention()
 def test_every_set_of_loops_around_graphs(
     on: tuple[bool, ...], model: Model, expected: list[list[int]]
 ) -> None:

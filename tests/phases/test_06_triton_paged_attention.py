@@ -25,11 +25,13 @@ import triton
 
 import paged_cache
 import triton_paged_attention
+from common.errors import UserError
 from common.sampling.params import SamplingParams
 from forward.loading import load_model, random_model
 from forward.model import Model
 from forward.shapes import SHAPES
 from forward.surgery import clone
+from paged_cache import TorchPagedAttention
 from paged_cache.reference import gather
 from tests.paged_batches import (
     CUDA,
@@ -45,6 +47,7 @@ from tests.paged_batches import (
     make,
 )
 from tests.programs import environment
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.decode_v1 import paged_decode_v1
 from triton_paged_attention.decode_v2 import paged_decode_v2
@@ -384,25 +387,25 @@ def logits_of(load: Any, model: Model, **options: Any) -> Tensor:
     return torch.cat(seen)
 
 
-@pytest.mark.parametrize(
-    "choice",
-    ["attention_prefill", "attention_decode", "norms", "rope", "activation", "projections"],
-)
-@pytest.mark.slow
-def test_every_backend_can_be_switched_off_by_itself(choice: str) -> None:
-    """Logits of a mixed step, one prompt and one decode, with one kind of layer left to torch."""
-    shape = (
-        "tiny-window" if choice == "rope" else "tiny"
-    )  # which has norms of heads, to come before
-    model, by_torch, by_kernels = two_steps(shape)
-    part = logits_of(triton_paged_attention.load, model, **{choice: "torch"})
-    for other in (part, by_kernels):
-        assert_near(
-            other,
-            by_torch,
-            1e-4,
-            f"logits [row, token] with {choice} by torch, or all by kernels",
-        )
+def test_logits_are_the_same_by_kernels_and_by_torch() -> None:
+    """Logits of a mixed step, one prompt and one decode, in a model with norms of heads and windows."""
+    _, by_torch, by_kernels = two_steps("tiny-window")
+    assert_near(by_kernels, by_torch, 1e-4, "logits [row, token] by kernels")
+
+
+def test_kernels_are_one_option_and_its_old_parts_warn() -> None:
+    model, _, _ = two_steps("tiny")
+    sizes = {"max_len": 64, "max_rows": 2, "block_size": 16}
+    plain = triton_paged_attention.load(model, kernels="torch", **sizes)
+    assert isinstance(plain.runner.attention, TorchPagedAttention)
+    with pytest.warns(FutureWarning, match="norms is now part of kernels"):
+        old = triton_paged_attention.load(model, norms="torch", **sizes)
+    assert isinstance(old.runner.attention, TorchPagedAttention)
+    with pytest.warns(FutureWarning, match="rope is now part of kernels"):
+        fused = triton_paged_attention.load(model, rope="triton", **sizes)
+    assert isinstance(fused.runner.attention, TritonPagedAttention)
+    with pytest.raises(UserError, match="kernels is 'cuda'"), pytest.warns(FutureWarning):
+        triton_paged_attention.load(model, norms="cuda", **sizes)
 
 
 def test_surgery_leaves_the_given_model_alone_and_shares_its_weights() -> None:

@@ -44,6 +44,7 @@ from forward.shapes import SHAPES
 from paged_cache import PagedCache, PagedEngine
 from tests.equivalence.compare import assert_all_same
 from tests.fakes import FakePending, FakeRunner
+from tests.kernel_layers import only_attention
 from tests.programs import environment
 
 CUDA = torch.cuda.is_available()
@@ -51,7 +52,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 GPU = pytest.mark.gpu
 pytestmark = pytest.mark.usefixtures("poison")
 # All but attention in torch: what a graph is made of is not tested here, and the interpreter is slow.
-PLAIN = dict.fromkeys(("norms", "rope", "activation", "projections", "sampling"), "torch")
+PLAIN = {"sampling": "torch"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,10 @@ def load(model: Model, **options: Any) -> PagedEngine:
         "graph_tokens": 32,
         "cache_bytes": 4_000_000,
     }
-    return cuda_graphs.load(model, kernels=True, graphs=True, **{**PLAIN, **given, **options})
+    with only_attention():
+        return cuda_graphs.load(
+            model, kernels="triton", graphs=True, **{**PLAIN, **given, **options}
+        )
 
 
 def runner_of(engine: PagedEngine) -> GraphRunner:
@@ -474,7 +478,7 @@ def test_steps_that_fit_no_graph_run_eagerly(model: Model) -> None:
     ("options", "words"),
     [
         ({"kernels": False}, "graphs is True"),
-        ({"attention_decode": "torch"}, "graphs is True"),
+        ({"kernels": "torch"}, "graphs is True"),
         ({"graph_rows": 0}, "graph_rows is 0"),
         ({"graph_tokens": -1}, "graph_tokens is -1"),
         ({"max_rows": 0}, "max_rows is 0"),

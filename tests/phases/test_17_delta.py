@@ -344,10 +344,7 @@ def test_kernels_and_torch_agree(
     model: Model, expected: dict[tuple[int, int], list[int | None]]
 ) -> None:
     """In the interpreter, or on a GPU inside graphs."""
-    own = ("norms", "rope", "activation", "projections")
-    options: dict[str, Any] = (
-        {} if DEVICE == "cuda" else dict.fromkeys(own, "torch") | {"kernels": True}
-    )
+    options: dict[str, Any] = {} if DEVICE == "cuda" else {"kernels": True}
     on_device = copy.deepcopy(model).to(DEVICE)
     engine = hybrid_cache.load(on_device, block_size=16, step_tokens=60, **options)
     few = AT_ONCE[1:3]

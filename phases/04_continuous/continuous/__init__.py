@@ -24,9 +24,11 @@ from forward.model import Model
 
 __all__ = ["LLM", "Engine", "Runner", "load"]
 
-USUAL_MAX_LEN = 2048
-"""A row has memory for the longest request, so a model's whole context is rarely what one wants."""
-USUAL_ROWS = 16
+DEFAULT_MAX_LEN = 2048
+"""Tokens of a row. A row has memory for the longest request, and a model's whole context would take too
+much.
+"""
+DEFAULT_ROWS = 16
 
 
 def load(
@@ -37,7 +39,7 @@ def load(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
-    """This phase's engine for a model's name or a loaded model.
+    """Make this phase's engine for a model's name or a loaded model.
 
     Args:
         model, device, dtype: see `forward.load_model`.
@@ -51,7 +53,7 @@ def load(
     """
     sizes = Sizes(**route(options, [Sizes])[0])
     loaded = load_model(model, device=device, dtype=dtype)
-    length = sizes.context(loaded, USUAL_MAX_LEN)
+    length = sizes.context(loaded, DEFAULT_MAX_LEN)
     steps = sizes.step_tokens or max(2048, length)
     each = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
@@ -64,7 +66,7 @@ def load(
 def _rows(sizes: Sizes, row_bytes: int, length: int, free: int) -> int:
     """Return the number of rows: as many as were asked for, or as fit. This allocates nothing."""
     if sizes.cache_bytes is None:
-        count = sizes.max_rows or USUAL_ROWS
+        count = sizes.max_rows or DEFAULT_ROWS
         if count * row_bytes > free:
             raise UserError(
                 f"max_rows is {count}, which takes {count * row_bytes} bytes for rows of {length} tokens, "

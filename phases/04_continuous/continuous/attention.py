@@ -1,8 +1,7 @@
 """Attention over a ragged batch, and its form for contiguous rows.
 
-The requests of a step differ in how many queries they bring and in how many keys they look back on. One
-call for all would pad every request to the longest; one call for each costs a launch each. `group` finds the
-middle.
+The requests of a step differ in their numbers of queries and of keys. One call for all would pad every
+request to the longest; one call for each costs a launch each. `group` finds the middle.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ key in 0.1 microseconds, a call costs 12)."""
 class Group:
     """Requests whose attention is computed in one call, padded to the longest query and context among them.
 
-    members: `[G]`, their places in the batch. host: the batch.
+    members: `[G]`, the indices of these requests in the batch. host: the batch.
     queries, context: the longest query and context.
     gather: which tokens of the batch are the group's queries: a slice if they are adjacent and need no
         padding, or `[G, queries]` int64 on the device, where padding repeats a request's last token.
     scatter: for a padded group, the tokens to write and where in the flat `[G * queries]` their results are.
-    masks: by sliding window, filled by what computes attention.
+    masks: by sliding window, made when a layer first needs one.
     """
 
     members: Ints
@@ -53,9 +52,9 @@ class Group:
         device: torch.device,
         meant: NDArray[np.bool_] | None = None,
     ) -> Group:
-        """Plan the group of these members of the batch.
+        """Return the group of these members of the batch, with its indices on the device.
 
-        meant: `[G]`, false for members that only fill a gap; their results are dropped. None: all are meant.
+        meant: `[G]` bool, False for members that only fill a gap; their results are dropped. None: all True.
         """
         starts, lens = host.query_starts[members], host.query_lens[members]
         queries, context = int(lens.max()), int(host.context_lens[members].max())
@@ -77,7 +76,10 @@ class Group:
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
-        """`[G, 1, queries, columns]`, made once a step and kind of layer; None if every query sees all."""
+        """Return the mask `[G, 1, queries, columns]`, made once a step and sliding window; None if every
+        query
+        sees every key.
+        """
         if window not in self.masks:
             contexts, lens = (
                 self.host.context_lens[self.members],
@@ -101,7 +103,7 @@ class Group:
         return self.masks[window]
 
     def take(self, x: Tensor) -> Tensor:
-        """The group's tokens of `x [T, heads, D]`, heads first: `[G, heads, queries, D]`."""
+        """Return the group's tokens of `x [T, heads, D]`, heads first: `[G, heads, queries, D]`."""
         taken = x[self.gather]
         return taken.reshape(len(self.members), self.queries, *x.shape[1:]).transpose(1, 2)
 
@@ -122,18 +124,18 @@ def group(
 ) -> list[Ints]:
     """Split requests into groups, each padded to its longest query and context, so that little is padded.
 
-    The requests are taken in the given order; the next one joins the group before it as long as the group's
-    padding stays within `padding` query-key pairs. So every further call saves more padding than it costs.
+    Requests are taken in the given order. One is added to the current group as long as the group's padding
+    stays within `padding` query-key pairs, so every further call saves more padding than it costs.
 
     Args:
-        order: places in the batch, sorted so that neighbours are alike.
-        queries, contexts: `[B]`.
-        padding: see `PADDING_PER_CALL`.
+        order: indices into the batch, sorted so that neighbours have similar lengths.
+        queries, contexts: `[B]`, numbers of new tokens and of keys.
+        padding: most padded query-key pairs of a group.
         rows: `[B]`, increasing in this order; if given, one view must cover a group's rows, and rows between
             them that no request of the group has are padding too.
 
     Returns:
-        Each group's members.
+        The members of each group, as indices into the batch.
     """
     groups: list[Ints] = []
     current: list[int] = []
@@ -193,15 +195,15 @@ def avoid_plans_per_shape() -> None:
 
 
 def prompt_groups(host: HostBatch, device: torch.device) -> tuple[list[Group], Ints]:
-    """Groups of the requests that start from nothing, by length, and the places of all the others.
+    """Return groups of the requests that have no cached tokens, by length, and the indices of the others.
 
-    A request without a past needs no cache to attend: its keys and values are this step's.
+    A request without cached tokens needs no cache to attend: its keys and values are this step's.
     """
     fresh = (host.query_lens == host.context_lens) & (host.query_lens > 1)
-    places = np.flatnonzero(fresh)
-    order = places[np.argsort(host.query_lens[places], kind="stable")].tolist()
-    found = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
-    return [Group.of(members, host, device) for members in found], np.flatnonzero(~fresh)
+    found = np.flatnonzero(fresh)
+    order = found[np.argsort(host.query_lens[found], kind="stable")].tolist()
+    groups = group(order, host.query_lens, host.context_lens, PADDING_PER_CALL[device.type])
+    return [Group.of(members, host, device) for members in groups], np.flatnonzero(~fresh)
 
 
 def prompt_attention(
@@ -242,7 +244,7 @@ class RowAttention:
         self._decodes: list[tuple[Group, slice]] = []
 
     def begin(self, batch: Batch) -> None:
-        """Plan one step."""
+        """Group the requests of a step, whose batch is given."""
         self.batch = batch
         host, device = batch.host, batch.positions.device
         self._prompts, decoding = prompt_groups(host, device)
@@ -261,7 +263,7 @@ class RowAttention:
             self._decodes.append((plan, slice(first, last + 1)))
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`; also keeps `k` and `v`."""
+        """Store `k` and `v [T, KH, D]` in the rows, and return attention of `q [T, H, D]`: `[T, H, D]`."""
         keys, values = self.store.layers[layer.index]  # [R, KH, max_len, D]
         keys[self.batch.token_rows, :, self.batch.positions] = k
         values[self.batch.token_rows, :, self.batch.positions] = v
@@ -278,5 +280,5 @@ class RowAttention:
         return out
 
     def wipe(self, row: int) -> None:
-        """Zeros again, as at the start; see `RowStore`."""
+        """Fill a row with zeros, as at the start: NaN in it would reach the next request there."""
         self.store.data[:, :, row] = 0

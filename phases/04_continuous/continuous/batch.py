@@ -25,13 +25,13 @@ class HostBatch:
 
     A batch has `B` works, `T` tokens and `S` samples; with work `i`'s tokens at
     `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last `k + 1`
-    tokens, any other one at its last token, once for each of its takers.
+    tokens, any other one at its last token, once for each of its sampled requests.
 
     rows: `[B]`, each work's row.
     query_lens: `[B]`, tokens computed now.
     query_starts: `[B + 1]`, running sum of `query_lens`.
     context_lens: `[B]`, every key that a request has after this step, the new ones included.
-    token_rows, positions: `[T]`, each token's row and its place in its sequence.
+    token_rows, positions: `[T]`, each token's row and its index in its sequence.
     sample_at: `[S]`, the tokens (indices into `T`) whose hidden state is sampled.
     sample_rows: `[S]`, the rows that take the samples.
     sample_positions: `[S]`, where in its row each sampled token goes.
@@ -51,9 +51,9 @@ class HostBatch:
 
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
-        """Lay out the works of one step, in order: every array is int64. `prompt_lens [R]` is by row.
+        """Return the arrays of a step's works, in their order; `prompt_lens [R]` is by row.
 
-        Samples stand in the order of works, of a work's takers, and of the tokens after which they come.
+        Samples are in the order of works, then of sampled requests, then of tokens.
         """
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
@@ -70,7 +70,7 @@ class HostBatch:
         sample_at = ends - 1
         sample_rows = rows
         sample_positions = contexts
-        if (counts != 1).any():  # parts of prompts, which are not sampled, or several takers
+        if (counts != 1).any():  # parts of prompts, which are not sampled, or several requests
             sample_at, sample_positions = (
                 np.repeat(sample_at, counts),
                 np.repeat(contexts, counts),
@@ -80,7 +80,7 @@ class HostBatch:
             )
         if any(
             drafts
-        ):  # a work with drafts has one taker, which is sampled after each of its last tokens
+        ):  # a work with drafts has one sampled request, with a sample after each of its last tokens
             behind = np.array(
                 [
                     len(d)
@@ -139,15 +139,15 @@ class Batch:
 
         more: fields of a subclass that lie on the host as well.
         """
-        arrays = {name: getattr(host, name) for name in WIDE}
-        arrays |= {name: getattr(host, name).astype(np.int32) for name in NARROW}
+        arrays = {name: getattr(host, name) for name in INT64}
+        arrays |= {name: getattr(host, name).astype(np.int32) for name in INT32}
         moved = upload(rows.tokens.device, arrays | more)
         return cls(
             host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved
         )
 
 
-WIDE = (
+INT64 = (
     "positions",
     "token_rows",
     "rows",
@@ -156,7 +156,7 @@ WIDE = (
     "sample_positions",
     "sample_steps",
 )
-NARROW = ("query_starts", "context_lens")
+INT32 = ("query_starts", "context_lens")
 """The fields of a batch that are int64 and int32 on the device."""
 ALIGNED = 16
 TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
@@ -171,14 +171,14 @@ def upload(
     lie in one buffer of bytes, and are views of its copy on the device. Each begins at a multiple of 16
     bytes: a kernel that was compiled for such an address would have to be compiled again for another.
     """
-    places: dict[str, slice] = {}
+    slices: dict[str, slice] = {}
     end = 0
     for name, array in arrays.items():
-        places[name] = slice(end, end + array.nbytes)
+        slices[name] = slice(end, end + array.nbytes)
         end += -(-array.nbytes // ALIGNED) * ALIGNED
     flat = np.zeros(max(end, ALIGNED), np.uint8)  # not none at all, of which there is no view
     for name, array in arrays.items():
-        flat[places[name]].view(array.dtype)[:] = array.ravel()
+        flat[slices[name]].view(array.dtype)[:] = array.ravel()
     packed = torch.from_numpy(flat)
     if device.type == "cuda":
         packed = (
@@ -186,6 +186,6 @@ def upload(
         )  # only from pinned memory does the copy not wait for the device
     packed = packed.to(device, non_blocking=True)
     return {
-        name: packed[places[name]].view(TYPES[array.dtype]).view(array.shape)
+        name: packed[slices[name]].view(TYPES[array.dtype]).view(array.shape)
         for name, array in arrays.items()
     }

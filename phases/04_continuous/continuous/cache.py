@@ -14,12 +14,12 @@ from common.request import Request
 class CacheManager(Protocol):
     """The host's side of a cache: which requests have room. It moves no data and never waits for the device.
 
-    The scheduler keeps to an order. Admission: `fits`, `lookup`, then a row and the first `reserve`, which
-    must not refuse what `fits` has just allowed; the caller of `lookup` sets `num_computed_tokens` to what it
-    says. Then, once a step, `reserve` before any token is scheduled, and `commit` when the step has ended
-    well. At last `release`, once, and after it the row is taken away.
+    The scheduler calls it in this order. Admission: `fits`, `lookup`, then the first `reserve`, which must
+    not refuse what `fits` has just allowed; before it the request gets a row, and `num_computed_tokens` is
+    set to what `lookup` returned. In each step: `reserve` before any token is scheduled, and `commit` when
+    the step has succeeded. At the end: `release`, once, and then the row is freed.
 
-    By itself there is room for all, and nothing is shared.
+    The methods here describe a cache that has room for all and shares nothing.
     """
 
     def holds(self, tokens: int) -> bool:
@@ -42,15 +42,15 @@ class CacheManager(Protocol):
         return True
 
     def commit(self, request: Request, upto: int) -> None:
-        """The request's first `upto` tokens are known and computed: others may share them from now on."""
+        """Record that the request's first `upto` tokens are known and computed: others may share them now."""
         return None
 
     def release(self, request: Request) -> None:
-        """Give back all that `request` holds."""
+        """Free all cache memory of `request`."""
         return None
 
     def check(self) -> None:
-        """Raise `AssertionError` if the books do not balance."""
+        """Raise `AssertionError` if the counts of what is in use contradict each other."""
         return None
 
 
@@ -58,7 +58,7 @@ class RowCache(CacheManager):
     """Room for the longest request in every row, so a request that has a row has room."""
 
     def holds(self, tokens: int) -> bool:
-        """Always: no request is longer than a row. See `CacheManager`."""
+        """Return True: no request is longer than a row."""
         return True
 
 
@@ -87,5 +87,5 @@ class RowStore:
 
     @staticmethod
     def bytes_needed(config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype) -> int:
-        """Bytes that such a store takes."""
+        """Return the bytes that such a store takes."""
         return rows * max_len * config.kv_bytes_per_token(dtype)

@@ -38,9 +38,9 @@ from continuous.work import Work
 log = logging.getLogger(__name__)
 
 WAIT = 0.005
-"""Seconds that an engine sleeps which has nothing to do but to wait for a grammar."""
+"""Seconds that a step sleeps if all requests wait for their grammars."""
 MOST_LOOKS = 64
-"""Requests that wait for their grammar and are looked at in a step; if there are more, they take turns."""
+"""Most waiting requests whose grammars are checked in a step; if there are more, they take turns."""
 
 
 @final
@@ -54,10 +54,10 @@ class Engine:
         scheduler: decides each step.
         runner: computes it.
         tokenizer: needed for stop strings only; the engine speaks token ids.
-        grammar_manager: says which tokens may be chosen; by default, every token.
+        grammar_manager: masks the tokens that may be sampled; by default, none is masked.
         loop: advances the steps; by default, one after the other.
-        observer: hears what happens; by default, none does.
-        memory_plan: how the memory is divided, where it is.
+        observer: is called at each event; the default does nothing.
+        memory_plan: how the memory is divided between weights and cache; None in this phase.
 
     cache: the scheduler's.
     """
@@ -89,11 +89,11 @@ class Engine:
         self.inbox: deque[Add | Abort] = deque()
         self._waiting_for_grammar: deque[list[Request]] = (
             deque()
-        )  # not in line yet: what they need is being made
+        )  # their grammars are being compiled
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
-        self._landed = 0.0  # when the newest results came
+        self._collected = 0.0  # when the newest results came
         scheduler.drafter.attach(self)
 
     # Requests.
@@ -144,7 +144,7 @@ class Engine:
         priority: int = 0,
         salt: str = "",
     ) -> list[Request]:
-        """The `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
+        """Return the `n` requests of one prompt, checked. Raises `UserError` if they can never be served."""
         ids = check_prompt(
             prompt,
             self.config.vocab_size,
@@ -186,7 +186,7 @@ class Engine:
             self._enqueue([request for request in requests if request.finish_reason is None])
 
     def _enqueue(self, requests: list[Request]) -> None:
-        """Put requests in line, or hold them until they may stand there."""
+        """Give requests to the scheduler, or keep them until their grammar is compiled."""
         try:
             ready = all([self.grammar_manager.ready(request) for request in requests])
         except UserError as error:
@@ -208,7 +208,7 @@ class Engine:
     def _abort(self, request: Request) -> None:
         """End a request with "abort", and the siblings that still wait for its prompt, unless it has ended.
 
-        The journal hears of it first.
+        The observer is called first.
         """
         if request.finish_reason is None:
             self.observer.on_request_aborted(request)
@@ -227,7 +227,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step for all requests that can take part, and return what came of it.
 
-        Ctrl-C is raised at its end, when the books balance: what has come out is returned by the next step.
+        Ctrl-C is raised at its end, when no request is half changed; the next step returns these outputs.
         """
         with uninterrupted(), self._marks:
             self.process_inbox()
@@ -260,7 +260,9 @@ class Engine:
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
-        """Hand the second half of a step to the device."""
+        """Hand the second half of a step to the device. None if there was no first half or the step
+        failed.
+        """
         if step is None:
             return None
         with self.failing(step.works):
@@ -284,14 +286,14 @@ class Engine:
         """Wait for the tokens of a step; None if it failed."""
         with self.failing(pending.works):
             results = pending.get()
-            self._landed = time.perf_counter()
+            self._collected = time.perf_counter()
             return results
         return None
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
         self.observer.on_step_finished(pending.works, results)
-        now = self._landed
+        now = self._collected
         result = iter(results)
         for work in pending.works:
             accepted, ended = 0, []
@@ -317,7 +319,10 @@ class Engine:
                 self.scheduler.leave(request)
 
     def _receive(self, request: Request, tokens: Sequence[Token], now: float) -> bool:
-        """Append what was sampled for a request, up to its end; returns whether it is still to leave."""
+        """Append sampled tokens to a request until it finishes.
+
+        Returns True if the request finished and must release its row.
+        """
         for token, logprob in tokens:
             if token == NAN_TOKEN:
                 self.runner.attention.wipe(request.row)
@@ -369,8 +374,9 @@ class Engine:
     def fail(self, works: Sequence[Work], error: BaseException) -> None:
         """End the requests of a step that raised; what they hold is released and nothing is committed.
 
-        Each work lands as one that was not computed. Then its request, its takers and the siblings that wait
-        for its prompt end with "error" and the error, unless they have ended. The journal hears of it last.
+        Each work is finished with `computed=False`. Then its request, its sampled requests and the siblings
+        that wait for its prompt end with "error" and the error, unless they have ended. The observer is
+        called last.
         """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
@@ -383,7 +389,7 @@ class Engine:
         self.observer.on_step_failed(error)
 
     def take_outputs(self) -> list[Output]:
-        """Return the outputs since the last call, in order; streams get theirs as well."""
+        """Return the outputs since the last call, in order, and append each to its stream's queue as well."""
         outputs, self.outputs = self.outputs, []
         for output in outputs:
             sink = self.sinks.get(output.request)
@@ -392,15 +398,15 @@ class Engine:
         return outputs
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless the books balance. It reads all of them: not for every step."""
+        """Raise `AssertionError` if the cache's counts contradict each other. Slow: not for every step."""
         self.scheduler.check_integrity()
 
     def end(
         self, request: Request, reason: FinishReason, error: BaseException | None = None
     ) -> None:
-        """End a request without a token: it leaves the scheduler, and an output tells its reader so.
+        """End a request without a token: it leaves the scheduler, and its last output has the reason.
 
-        Without an error, the one that it has stays. The output brings the text that was held back for a stop
+        Without an error, the one that it has stays. The output has the text that was held back for a stop
         string.
         """
         request.finish_reason, request.finished = reason, time.perf_counter()
@@ -425,14 +431,14 @@ class Engine:
         for settings in each:
             self.grammar_manager.wait_until_compiled(
                 settings
-            )  # this caller has nothing else to do, and wants to be told
+            )  # this caller has nothing else to do
         return self._stream(groups)
 
     def _stream(self, groups: list[list[Request]]) -> Iterator[TokenEvent]:
         """Put requests in line, run steps while they last, and yield their tokens."""
         mine: deque[Output] = deque()
         requests = [request for group in groups for request in group]
-        left, gone = set(requests), set(requests)
+        left, own = set(requests), set(requests)
         try:
             self.sinks.update((request, mine) for request in requests)
             self.inbox.extend(Add(group) for group in groups)
@@ -455,8 +461,8 @@ class Engine:
                     self.abort(request)
             self.process_inbox()  # this thread runs the steps: what is left can end at once
             self.outputs = [
-                o for o in self.outputs if o.request not in gone
-            ]  # which no reader has any more
+                o for o in self.outputs if o.request not in own
+            ]  # which this stream will not yield any more
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""

@@ -9,7 +9,7 @@ from common.request import Request
 
 
 class Output(NamedTuple):
-    """One token of one request, or its end; the fields are those of `TokenEvent`."""
+    """One token of one request, or its end; `common.events.TokenEvent` describes the fields."""
 
     request: Request
     token_id: int | None
@@ -20,7 +20,7 @@ class Output(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A command: put the samples of one prompt in line."""
+    """A command: give the samples of one prompt to the scheduler."""
 
     requests: list[Request]
 

@@ -1,7 +1,7 @@
-"""Scheduling policies: each gives a request a rank, once, when it arrives. Smaller goes first.
+"""Scheduling policies: each computes a request's rank, once, when it arrives. Smaller goes first.
 
-The rank orders the waiting line, and the largest is preempted. A preempted request keeps its rank, so it
-returns to its old place in line and not to the end.
+Waiting requests are sorted by rank, and the running one of the largest is preempted. A preempted request
+keeps its rank, so it returns to its old position in line and not to the end.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ Policy = Callable[[Request], tuple[float, ...]]
 
 
 def by_rank(request: Request) -> tuple[float, ...]:
-    """The key to sort by, or to find the last one by."""
+    """Return a request's rank, as a key for sorting."""
     return request.rank
 
 
 def fcfs(request: Request) -> tuple[float, ...]:
-    """First come, first served: no request waits for ever."""
+    """Rank by arrival: first come, first served, so no request waits for ever."""
     return (request.id,)
 
 
 def shortest_first(request: Request) -> tuple[float, ...]:
-    """The least work first, which makes the mean wait as short as it can be (Smith, 1956).
+    """Rank by work, the least first, which makes the mean wait as short as it can be (Smith, 1956).
 
     The work is the prompt and the most tokens that may be generated. A long request can starve as long as
     short ones keep coming.
@@ -33,7 +33,7 @@ def shortest_first(request: Request) -> tuple[float, ...]:
 
 
 def priority(request: Request) -> tuple[float, ...]:
-    """By the number that the caller gave, lower first; equals by arrival."""
+    """Rank by the number that the caller gave, lower first; equals by arrival."""
     return (request.priority, request.id)
 
 

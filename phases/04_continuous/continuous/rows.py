@@ -1,4 +1,4 @@
-"""Rows: the place of each running request in arrays that live as long as the engine.
+"""Rows: each running request has one in arrays that live as long as the engine.
 
 A step's inputs are read from these arrays by index, for all requests at once. The alternative, to build them
 from every request's lists at every step, costs the host more than the GPU needs for the step itself.
@@ -24,7 +24,7 @@ class RequestRows:
     tokens: `[R, max_len]` int64 on the device. A sampled token is written here by the device, so the next
         step can read it before the host has seen it.
     prompt_lens: `[R]` int64 on the host.
-    fresh: by row, requests of which the device knows nothing yet.
+    fresh: by row, requests whose tokens are not on the device yet.
     """
 
     def __init__(self, count: int, max_len: int, device: torch.device | str = "cpu") -> None:
@@ -50,7 +50,7 @@ class RequestRows:
         self.fresh[request.row] = request
 
     def release(self, request: Request) -> None:
-        """Take the row of `request` back."""
+        """Free the row of `request`."""
         heapq.heappush(self._free, request.row)
         self.fresh.pop(request.row, None)
         request.row = NO_ROW
@@ -67,14 +67,14 @@ class RequestRows:
 def write(
     rows: Tensor, lines: Sequence[tuple[int, int, Sequence[int] | NDArray[np.int64]]]
 ) -> None:
-    """Write tokens into `rows [R, max_len]`: for each line its row, the first place, and tokens."""
+    """Write tokens into `rows [R, max_len]`: for each line its row, the first position, and tokens."""
     of, first, tokens = zip(*lines, strict=True)
     counts = list(map(len, tokens))
     ends = np.cumsum(counts)
     columns = {
         "rows": np.repeat(of, counts),
-        "places": np.arange(ends[-1]) + np.repeat(first - ends + counts, counts),
+        "positions": np.arange(ends[-1]) + np.repeat(first - ends + counts, counts),
         "tokens": np.concatenate(tokens),
     }
     moved = upload(rows.device, columns)
-    rows[moved["rows"], moved["places"]] = moved["tokens"]
+    rows[moved["rows"], moved["positions"]] = moved["tokens"]

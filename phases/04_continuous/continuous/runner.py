@@ -31,30 +31,30 @@ _by_row = attrgetter("row")
 Token = tuple[int, Logprob | None]
 """A sampled token, and its log-probabilities if they were asked for."""
 Results = Sequence[Sequence[Token]]
-"""The tokens of a step: for each taker of each work, in order, those that it gets."""
+"""The tokens of a step: for each sampled request of each work, in order, a list of tokens."""
 
 
 class BatchAttention(Protocol):
-    """The seam's object, which is given the batch once a step."""
+    """The attention that a model calls, once for each layer; it is given the batch once a step."""
 
     def begin(self, batch: Batch) -> None:
-        """Plan the step."""
+        """Prepare masks and indices for a step."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [T, H, D]`, `k` and `v [T, KH, D]` -> `[T, H, D]`."""
+        """Store `k` and `v [T, KH, D]`, and return attention of `q [T, H, D]`: `[T, H, D]`."""
 
     def wipe(self, row: int) -> None:
-        """The request in this row ends, and the cache may hold NaN of it, which no later owner may read."""
+        """Overwrite a row's keys and values, which may be NaN: no later request may read them."""
 
 
 class OutputVerifier:
-    """The tokens of a step: one for each request that takes one. A later phase verifies several."""
+    """Decides which sampled tokens a request gets: here all, one each. A later phase verifies drafts."""
 
     def write(self, works: Sequence[Work]) -> None:
         """Write the drafts of a step into the rows, before it runs."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Deal out what was sampled, in order."""
+        """Return the tokens of each sampled request, from the samples of the step in order."""
         return [[token] for token in tokens]
 
 
@@ -105,7 +105,7 @@ class Forwarded:
 
 
 class StepExecutor(Protocol):
-    """Runs certain steps in a faster way.
+    """Runs some kinds of steps faster, such as a CUDA graph for steps of decodes.
 
     order: executors of a smaller number are asked first.
     """
@@ -116,7 +116,7 @@ class StepExecutor(Protocol):
         """Return a ticket for `run`, or None to leave the step to the next executor."""
 
     def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Refresh, and run the first half of a step that this executor supports."""
+        """Call `Runner.refresh`, and run the first half of a step that this executor supports."""
 
 
 class Runner:
@@ -129,8 +129,8 @@ class Runner:
         sampler_backend: computes the sampler's choices.
         verifier: says which tokens each sampled request gets of a step.
 
-    executors: asked for each step in this order; the eager way comes last.
-    last: the first half of the newest step, whose hidden states are good until the next one.
+    executors: asked for each step in this order; `eager` runs what none supports.
+    last: the first half of the newest step; its hidden states are valid until the next step.
     """
 
     executors: Sequence[StepExecutor] = ()
@@ -154,7 +154,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """The first half: from tokens to hidden states.
+        """Run the first half: from tokens to hidden states.
 
         masked: the second half will be given masks. (A graph that does both halves at once must know.)
         """
@@ -178,7 +178,8 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: Forwarded, allowed: TokenBitmask | None = None) -> Pending:
-        """The second half: from the last hidden states of every work to its takers' next tokens.
+        """Run the second half: from the last hidden states of every work to the next tokens of its sampled
+        requests.
 
         allowed: see `Sampler.sample`; None: every token may be chosen.
         """
@@ -202,20 +203,20 @@ class Runner:
         return Pending(step.works, sampled, self.verifier)
 
     def logits(self, hidden: Tensor, plan: SamplingMetadata) -> Tensor:
-        """Logits of the hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
+        """Return the logits of hidden states `[S, hidden]` that are sampled: `[S, V]` float32."""
         return self.model.logits(hidden)
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Before a step: hand over what the device does not know of its requests yet.
+        """Upload tokens and sampling settings of the requests that got a row since the last step.
 
-        That is the tokens and settings of those that got a row since the last step.
+        The drafts of this step's works are written to their rows as well.
         """
         for request in self.rows.upload():
             self.set_row(request)
         self.verifier.write(works)
 
     def set_row(self, request: Request) -> None:
-        """Tell the sampler how the request in a row wants its tokens chosen."""
+        """Copy a request's sampling settings to its row of the sampler."""
         self.sampler.set_row(
             request.row,
             request.params,
@@ -226,5 +227,5 @@ class Runner:
         )
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """The step's inputs."""
+        """Return the inputs of a step on the device."""
         return Batch.of(HostBatch.of(works, self.rows.prompt_lens), self.rows)

@@ -1,7 +1,7 @@
 """The scheduler: before every step it decides which requests take part and how many tokens each computes.
 
-Batches are made anew at every step, not once for many (Orca, Yu et al., OSDI 2022): a request joins as soon
-as there is room and leaves the moment it ends.
+Batches are made anew at every step, not once for many (Orca, Yu et al., OSDI 2022): a request enters as soon
+as there is room and leaves when it ends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scheduler:
             )
 
     def add(self, requests: list[Request]) -> None:
-        """Put the samples of one prompt in line, each by itself: rows share nothing."""
+        """Put the samples of one prompt in the waiting line, each by itself: rows share nothing."""
         for request in requests:
             request.rank = self.policy(request)
             self._push(request)
@@ -139,7 +139,8 @@ class Scheduler:
     def _admit_waiting(
         self, works: list[Work], budget: int, before: tuple[float, ...] | None = None
     ) -> int:
-        """Let requests in from the head of the line while there is room; returns what is left of the budget.
+        """Admit requests from the head of the waiting line while there is room; returns what is left of
+        the budget.
 
         No request overtakes the head. With `before`, only those of a smaller rank get in.
         """
@@ -180,9 +181,9 @@ class Scheduler:
         """Return a work of `count` tokens and its drafts, and advance the request by both.
 
         A work that ends before the newest token, known or placeholder, samples none: the request has a step
-        more in flight. One that reaches it has takers: the request, or what `fork` returns where siblings
-        wait for its prompt. Each taker has a step more in flight and a placeholder more. Drafts behind a
-        placeholder are `drafts_forced`: then each of them is a placeholder, too.
+        more in flight. One that reaches it has sampled requests: the request itself, or what `fork` returns
+        where siblings wait for its prompt. Each of these has a step more in flight and a placeholder more.
+        Drafts behind a placeholder are `drafts_forced`: then each of them is a placeholder, too.
         """
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + count + len(drafts)
@@ -205,18 +206,18 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless the cache's books balance."""
+        """Raise `AssertionError` if the cache's counts contradict each other."""
         self.cache.check()
 
     # Hooks.
 
     def order(self, running: list[Request]) -> list[Request]:
-        """A new list of the running requests in the order in which they are served."""
+        """Return a new list of the running requests in the order in which they are served."""
         return running.copy()
 
     def reserved_for_decodes(self, later: int) -> int:
-        """Tokens of the budget that drafts may not use: one for each request that is still to be
-        served in this step.
+        """Return the tokens of the budget that drafts may not use: one for each of the `later` requests
+        that this step has still to serve.
         """
         return later
 
@@ -229,18 +230,19 @@ class Scheduler:
 
         It is behind by its tokens and placeholders that are not computed yet. It gets 0 if these are more
         than `budget`, and if its last allowed token (`limit`) is known or on its way: nothing is computed
-        behind that. A request whose drafts are on their way is ahead, not behind, and gets 0 as well.
+        behind that. A request whose drafts are on their way is not behind, and gets 0 as well.
         """
         known = len(request.tokens) + request.placeholders
         count = known - request.num_computed_tokens
-        # A request whose last allowed token is on its way has nothing left to compute; one whose drafts are
-        # on their way is not behind, but ahead.
+        # A request whose last allowed token is on its way has nothing left to compute, and while its drafts
+        # are on their way it is not behind.
         return count if 0 < count <= budget and known < request.limit else 0
 
     def preempt_for(self, request: Request, upto: int, queue: list[Request], at: int) -> bool:
-        """Reserve by taking room from the requests `queue[at:]`, which this step does not serve yet.
+        """Reserve cache for the first `upto` tokens of `request` by preempting requests of `queue[at:]`.
 
-        A request that loses its room leaves the queue. False if `request` gets none; it may lose its own.
+        Those are not served yet in this step, and a preempted one is removed from the queue. Returns False
+        if there is still no room; then `request` may be preempted itself. Here: preempt none.
         """
         return False
 
@@ -249,17 +251,18 @@ class Scheduler:
         return self.rows.free > 0 and self.cache.fits(request)
 
     def start_request(self, request: Request) -> None:
-        """Give an admitted request its row and its room."""
+        """Give an admitted request its row, and reserve cache for its tokens."""
         self.rows.acquire(request)
         if not self.cache.reserve(request, len(request.tokens)):
             raise AssertionError("the cache refused what it said would fit")
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """Let the siblings of `request`, whose prompt this step completes, run beside it.
+        """Start the siblings of `request`, whose prompt this step completes.
 
         Returns:
-            The takers of the step: `request` and its siblings, but for those that have ended meanwhile. Each
-            has a row, stands in `running` by its rank, counts as many computed tokens as `request`, and
+            The sampled requests of the step: `request` and its siblings, but for those that have ended
+            meanwhile. Each has a row, stands in `running` by its rank, counts as many computed tokens as
+            `request`, and
             shares its cache. `request` has no siblings left.
         """
         raise NotImplementedError("this cache does not share prompts")
@@ -267,13 +270,13 @@ class Scheduler:
     # What comes back from a step.
 
     def finish_step(self, work: Work, *, accepted: int = 0, computed: bool = True) -> None:
-        """The host has seen the end of one work's step, and its tokens are appended to the takers.
+        """Record that a scheduled step has completed for one work, after its tokens were appended.
 
-        Called once for every work, in order, whatever became of its requests. All takers land with it: each
-        has one step and one placeholder less, and commits what is computed; siblings share blocks, but each
-        answers for its own.
+        Called once for every work, in order, whatever became of its requests. Each sampled request has one
+        step in flight and its placeholders less, and its computed tokens are committed to the cache;
+        siblings share blocks, but each commits its own.
 
-        accepted: how many of its drafts were right; what the others left in the cache counts for nothing.
+        accepted: number of drafts that the model confirmed; tokens computed from the others do not count.
         computed: False if the step failed.
         """
         end = work.start + work.count - len(work.drafts) + accepted
@@ -288,9 +291,9 @@ class Scheduler:
             self.drafter.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """Take back what a request holds, if it has a row: it has finished, or it is preempted.
+        """Free the cache memory and the row of a request that has finished or is preempted, if it has a row.
 
-        The drafter hears of it first (`leave`), and the row is the last to go: the cache finds room by it.
+        The drafter is called first (`leave`), and the row is freed last: the cache needs it to find memory.
         """
         if request.row >= 0:
             self.drafter.leave(request)
@@ -302,7 +305,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.rank, request))
 
     def _head(self) -> Request | None:
-        """The first in line; requests that ended while they waited are dropped on the way."""
+        """Return the first waiting request, or None; requests that ended while they waited are dropped."""
         while self._waiting:
             request = self._waiting[0][1]
             if request.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Places where a later phase takes part in a step, and what stands there in this one."""
+"""Interfaces by which later phases take part in a step, each with a default that does nothing."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ class Drafter:
         return False
 
     def attach(self, engine: Engine) -> None:
-        """Learn which engine this drafter guesses for; called once, when the engine is complete."""
+        """Keep the engine that this drafter guesses for; called once, when the engine is complete."""
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """A step is about to be scheduled; returns whether `propose` is to be called in it."""
+        """Prepare for a step that is about to be scheduled. Returns True if `propose` may be called in it."""
         return False
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """At most `most` token ids that may follow what the request has; none is always right.
+        """Return at most `most` token ids that may follow the tokens of a request; an empty list is allowed.
 
-        Where the newest token is still on its way (`Request.placeholders`), drafts follow that one and must
-        be certain.
+        Where the newest token is still on its way (`Request.placeholders`), drafts follow that token and
+        must be certain to be accepted.
         """
         return ()
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """A step has ended well for a work, and `accepted` of its drafts were right."""
+        """Record that a scheduled step completed. accepted: drafts of the work that the model confirmed."""
 
     def leave(self, request: Request) -> None:
-        """A request gives back its row: it has ended, or it is preempted."""
+        """Forget a request that frees its row: it has ended, or it is preempted."""
 
 
 class Loop(Protocol):
-    """Advances an engine, step by step; it keeps what is under way."""
+    """Runs an engine's steps, and keeps those that are in flight."""
 
     @property
     def idle(self) -> bool:
         """True if nothing is in flight."""
 
     def advance(self, engine: Engine) -> None:
-        """Launch the next step, and collect what is due."""
+        """Launch the next step, and collect the results of the step whose turn it is."""
 
 
 class SequentialLoop:
@@ -67,70 +67,74 @@ class SequentialLoop:
     idle = True
 
     def advance(self, engine: Engine) -> None:
-        """Launch a step, and collect it."""
+        """Launch a step, wait for it, and collect its results."""
         pending = engine.launch(engine.schedule())
         if pending is not None:
             engine.collect(pending)
 
 
 class EngineObserver:
-    """Hears what happens in an engine, in order. This one forgets it; a later phase sends it elsewhere."""
+    """Is called at each event of an engine, in order. This one does nothing; a later phase sends the
+    events on.
+    """
 
     def on_requests_added(self, requests: Sequence[Request]) -> None:
-        """The samples of a prompt stand in line."""
+        """Requests, the samples of one prompt, have been given to the scheduler."""
 
     def on_request_aborted(self, request: Request) -> None:
-        """A request is aborted."""
+        """A request is about to be aborted."""
 
     def on_step_scheduled(self, works: Sequence[Work]) -> None:
-        """A step has been decided."""
+        """A step has been scheduled; `works` is empty if there is nothing to do."""
 
     def on_step_finished(self, works: Sequence[Work], results: Results) -> None:
-        """The tokens of a step have come."""
+        """The results of a step have arrived; they are appended to the requests next."""
 
     def on_step_failed(self, error: BaseException) -> None:
         """A step has failed, and its requests have ended."""
 
 
 class GrammarManager:
-    """Says which tokens may be chosen, between the two halves of a step; by itself, that every token may.
+    """Makes the masks of tokens that may be sampled, between the two halves of a step; this one masks none.
 
-    A request whose grammar takes time waits outside of the line, so that no other request waits with it.
+    A request whose grammar is still being compiled waits outside the line, so that no other waits with it.
     """
 
     def check(self, params: SamplingParams) -> None:
-        """Begin whatever these settings need. Any thread may call it.
+        """Start to compile the grammar of these settings, if they have one. Any thread may call it.
 
         Raises:
-            UserError: they ask for what there is not.
+            UserError: the grammar cannot be used here.
         """
         if params.grammar is not None:
             raise UserError(NO_GRAMMARS)
 
     def ready(self, request: Request) -> bool:
-        """Return True if a request may wait in line; else the scheduler asks again at every step.
+        """Return True if the grammar of a request is compiled; else the engine asks again at every step.
 
         Raises:
-            UserError: it never will.
+            UserError: the grammar cannot be compiled.
         """
         return True
 
     def wait_until_compiled(self, params: SamplingParams) -> None:
-        """Wait until all that `check` has begun is done. Raises `UserError` if that cannot be used."""
+        """Wait until the grammar that `check` started is compiled. Raises `UserError` if it cannot be
+        used.
+        """
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
         """Return True if a sampled request of these works is constrained.
 
-        Then `fill_bitmask` must know all tokens before this step.
+        Then all tokens before this step must be known when `fill_bitmask` is called.
         """
         return False
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Begin the masks that `fill_bitmask` will be asked for; every token before them is known now.
+        """Start to fill the masks of these works, whose earlier tokens are all known now.
 
-        sampled: the newest of those tokens, which their requests do not have yet.
+        sampled: by request, the newest tokens, which are not appended to it yet.
 
-        Returns True if nothing is left to wait for.
+        Returns True if `fill_bitmask` will not have to wait.
         """
         return True
 
@@ -139,7 +143,7 @@ class GrammarManager:
         return None
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Requests whose grammar has failed since the last call, and why."""
+        """Return the requests whose grammar has failed since the last call, each with its error."""
         return []
 
 

@@ -16,7 +16,9 @@ MOST_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Sizes:
-    """None: what is usual in a phase. Raises `UserError` for a value out of its limits."""
+    """Sizes of an engine; None is the default of its phase. Raises `UserError` for a value out of its
+    limits.
+    """
 
     LIMITS: ClassVar[dict[str, tuple[int, int | None]]] = {
         "max_rows": (1, MOST_ROWS),
@@ -39,14 +41,15 @@ class Sizes:
                 object.__setattr__(self, name, integer(name, value, low=low, high=high))
         choice("policy", self.policy, POLICIES)
 
-    def context(self, model: Model, usual: int | None = None) -> int:
-        """The context length to serve: `max_len`, which the model must have, or `usual` or the model's.
+    def context(self, model: Model, default: int | None = None) -> int:
+        """Return the most tokens of a request: `max_len`, else the smaller of `default` and the model's
+        context.
 
         Raises:
-            UserError: the model has no such context.
+            UserError: `max_len` is larger than the model's context.
         """
         if self.max_len is None:
-            return model.max_len if usual is None else min(model.max_len, usual)
+            return model.max_len if default is None else min(model.max_len, default)
         if self.max_len > model.max_len:
             raise UserError(
                 f"max_len is {self.max_len}, but must be between 2 and the model's context of {model.max_len}"

@@ -8,13 +8,15 @@ from common.request import Request
 
 
 class Work(NamedTuple):
-    """A request's part of one step, as it was decided. It stays true whatever happens to the request later.
+    """The tokens that one step computes for one request. It does not change, whatever happens to the
+    request later.
 
     start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
-    drafts: guessed tokens among them, at the end; only a work with one taker has any.
-    certain: whether these drafts cannot be wrong, so that the next step may be scheduled behind them.
-    takers: requests that take what is sampled from the last one's logits: none in the middle of a
+    drafts: guessed tokens among them, at the end; only a work with one sampled request has any.
+    sampled_requests: requests that get a token sampled from the last one's logits: none in the middle of a
         prompt, then the request itself, and after a shared prompt its siblings too.
+    drafts_forced: True if the drafts are certain to be accepted, so that the next step may be scheduled
+        behind them.
     """
 
     request: Request
@@ -27,5 +29,8 @@ class Work(NamedTuple):
 
     @property
     def placeholders(self) -> int:
-        """Tokens that each taker will have got when this has landed, as far as one can count on them."""
+        """Number of tokens that each sampled request is certain to gain in this step.
+
+        Drafts count only if they are certain to be accepted.
+        """
         return len(self.drafts) + 1 if self.drafts_forced else bool(self.sampled_requests)

@@ -27,8 +27,8 @@ from paged_cache.pool import BlockPool, LayerBlocks, encode
 class PagedBatch(Batch):
     """A batch that knows where its tokens live.
 
-    block_tables: `[B, max_blocks]` int32, as wide as the longest context needs; entries past a request's last
-        block may hold anything.
+    block_tables: `[B, max_blocks]` int32, with as many columns as the longest context has blocks; entries
+        past a request's last block may hold anything.
     slots: `[T]` int64, `block * P + offset` of each new token.
     """
 
@@ -120,7 +120,7 @@ class TorchPagedAttention(PagedAttention):
         `self.batch.block_tables`. Padding is a request's own first block: it is masked, but 0 times a NaN in
         another's block would be NaN.
 
-        members: `[G]`, their places in the batch.
+        members: `[G]`, indices into the batch.
         """
         size = self.pool.data.shape[3]
         counts = -(-self.batch.host.context_lens[members] // size)

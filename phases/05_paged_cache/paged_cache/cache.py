@@ -84,8 +84,8 @@ class PagedCache:
     def grow(self, request: Request, upto: int) -> bool:
         """The slow path of `reserve`: take blocks, and copy one that is shared and about to be written.
 
-        Returns False, and changes nothing, if there are too few. The copy is made before the step's writes,
-        see `take_copies`.
+        Returns False, and changes nothing, if there are not enough blocks. The copy is made before the
+        step's writes, see `take_copies`.
         """
         row = request.row
         owned = self._owned[row]

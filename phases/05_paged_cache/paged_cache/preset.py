@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.device import pick_device
-from common.errors import UserError, boolean, shown
+from common.errors import UserError, shown
 from common.options import route
 from common.text.llm import LLM
 from common.text.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class Preset:
         """
         kinds = [*self.on, *self.fitting]
         kinds += [kind for kind in more if kind not in kinds]
+        options = _renamed(options, kinds)
         sizes, *own = route(options, [PagedSizes, *kinds], [kind.name for kind in kinds])
         features: list[Feature] = []
         for kind, given in zip(kinds, own, strict=True):
@@ -94,7 +96,7 @@ class Preset:
             default = kind in self.on or (
                 kind in self.fitting and kind.enabled_by_default(device, features)
             )
-            on = default if switch is None else boolean(kind.name, switch)
+            on = default if switch is None else kind.switched_on(switch)
             made = kind(**given)  # which refuses wrong values, whether it is on or not
             if on:
                 features.append(made)
@@ -102,6 +104,19 @@ class Preset:
                 _refuse_options_of(kind, given, device)
         sizes = {**self.defaults.get(device.type, {}), **sizes}
         return Chosen(PagedSizes(**sizes), tuple(features))
+
+
+def _renamed(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict[str, Any]:
+    """Return options with the switch of a feature for each old option of it, and warn of these."""
+    given = dict(options)
+    for kind in kinds:
+        for old in kind.renamed:
+            if old in given:
+                value = given.pop(old)
+                warnings.warn(f"{old} is now part of {kind.name}", FutureWarning, stacklevel=4)
+                if given.get(kind.name) is None or not kind.switched_on(value):
+                    given[kind.name] = value
+    return given
 
 
 def _refuse_options_of(

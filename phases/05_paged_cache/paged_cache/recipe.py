@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from common.errors import number
+from common.errors import boolean, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from continuous.sizes import Sizes
@@ -57,12 +57,14 @@ class Feature(ABC):
     phase: the number of the phase that brings it; features are installed in this order.
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
+    renamed: old options for which the switch, with the same value, stands now.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
     """
 
     name: ClassVar[str]
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
+    renamed: ClassVar[Sequence[str]] = ()
     for_draft_models: ClassVar[bool] = False
 
     def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading
@@ -71,6 +73,11 @@ class Feature(ABC):
     @abstractmethod
     def install(self, builder: EngineBuilder) -> None:
         """Replace or decorate parts. Raises `UserError` where that makes no sense, or not on this device."""
+
+    @classmethod
+    def switched_on(cls, value: Any) -> bool:
+        """Return True if a value of the feature's option turns it on. Raises `UserError` for a wrong one."""
+        return boolean(cls.name, value)
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:

@@ -75,9 +75,9 @@ class PagedScheduler(Scheduler):
             self.rows.acquire(sibling)
 
     def fork(self, request: Request) -> tuple[Request, ...]:
-        """The prompt's blocks get `n` users, and its last logits are sampled `n` times.
+        """Share the prompt's blocks with the siblings; its last logits are sampled once for each.
 
-        All earlier chunks of the prompt have landed: if one failed after the fork, the siblings would go on
+        All earlier chunks of the prompt have finished: if one failed after the fork, the siblings would go on
         with what was never computed.
         """
         siblings = [sibling for sibling in request.siblings if sibling.finish_reason is None]

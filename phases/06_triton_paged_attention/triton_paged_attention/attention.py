@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +12,12 @@ from torch import Tensor
 
 from continuous.batch import HostBatch, upload
 from forward.attention import LayerSpec
-from paged_cache import BlockPool, LayerBlocks, PagedAttention, PagedBatch, TorchPagedAttention
+from paged_cache import BlockPool, LayerBlocks, PagedAttention, PagedBatch
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.hardware import multiprocessors
 from triton_paged_attention.kernels.kv_store import kv_store
 from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import for_keys, prefill_default
-
-if TYPE_CHECKING:
-    from triton_paged_attention.feature import Backend
 
 TILE_ROWS = 16
 """Rows of the decode kernel's tile. A request with at most `16 / GROUP` new tokens goes through that kernel;
@@ -35,24 +32,13 @@ class TritonPagedAttention(PagedAttention):
     Args:
         pool: the cache.
         num_heads: query heads of the model, `H`.
-        prefill, decode: "triton" or "torch" for each kind of request. With one of each, a step that has
-            both kinds computes all of it in torch first; such mixtures are for comparisons, not for speed.
 
     A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
     Graphs of other steps begin by `begin_sorted`.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        num_heads: int,
-        *,
-        prefill: Backend = "triton",
-        decode: Backend = "triton",
-    ) -> None:
+    def __init__(self, pool: BlockPool, num_heads: int) -> None:
         super().__init__(pool)
-        self.prefill, self.decode = prefill, decode
-        self._torch = TorchPagedAttention(pool)
         device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
         self._group = num_heads // kv_heads
         self.most_queries = triton.next_power_of_2(max(1, TILE_ROWS // self._group))
@@ -63,34 +49,20 @@ class TritonPagedAttention(PagedAttention):
         rows = self.most_queries * self._group
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
-    @property
-    def stores_early(self) -> bool:
-        """True if a kernel before attention may store keys and values in the pool: both backends are Triton.
-
-        Torch's prefill needs them as tensors.
-        """
-        return self.prefill == self.decode == "triton"
-
     def plan(self) -> None:
         """Sort the step's requests into the two kinds, and split the longer ones into query tiles."""
         host = self.batch.host
-        short = host.query_lens <= self.most_queries
-        decodes, longer = (
-            short & (self.decode == "triton"),
-            ~short & (self.prefill == "triton"),
-        )
-        self._needs_torch = not (decodes | longer).all()
-        if self._needs_torch:
-            self._torch.begin(self.batch)
+        decodes = host.query_lens <= self.most_queries
         # One or the most: a kernel in between would be compiled for each number, and gain nothing.
         most = int(host.query_lens[decodes].max(initial=0))
         self._max_queries = most if most < 2 else self.most_queries
         self._only: Tensor | None = None  # the requests that are decodes; None: all
-        self._prefill_keys = int(host.context_lens[longer].max(initial=0))
+        self._prefill_keys = int(host.context_lens[~decodes].max(initial=0))
         self._tiles: Tensor | None = None
         if not decodes.all():
-            members, tiles = np.flatnonzero(decodes).astype(np.int32), self._cut(host, longer)
-            moved = upload(self.batch.positions.device, {"members": members, "tiles": tiles})
+            members, tiles = self.sort(host)
+            arrays = {"members": members.astype(np.int32), "tiles": tiles}
+            moved = upload(self.batch.positions.device, arrays)
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -98,10 +70,8 @@ class TritonPagedAttention(PagedAttention):
         of the others.
         """
         short = host.query_lens <= self.most_queries
-        return np.flatnonzero(short), self._cut(host, ~short)
-
-    def _cut(self, host: HostBatch, longer: NDArray[np.bool_]) -> NDArray[np.int32]:
-        return query_tiles(host.query_lens, host.context_lens, self.tile_tokens, longer)
+        tiles = query_tiles(host.query_lens, host.context_lens, self.tile_tokens, ~short)
+        return np.flatnonzero(short), tiles
 
     @property
     def tile_tokens(self) -> int:
@@ -118,7 +88,6 @@ class TritonPagedAttention(PagedAttention):
         tiles: `[n, 4]` int32, padded with tiles of no tokens.
         """
         self.batch = batch
-        self._needs_torch = False
         self._prefill_keys = 0
         self._max_queries = 0 if members is None else self.most_queries
         self._only, self._tiles = members, tiles
@@ -130,15 +99,17 @@ class TritonPagedAttention(PagedAttention):
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return attention's output `[T, H, D]`, see `PagedAttention.attend`; `k` and `v` are read by torch
-        only.
+        """Return attention's output `[T, H, D]`, see `PagedAttention.attend`. `k` and `v` are not read:
+        the pool has them.
         """
         batch, q = self.batch, q.contiguous()
-        out = (
-            self._torch.attend(layer, q, k, v, cache)
-            if self._needs_torch
-            else torch.empty_like(q)
-        )
+        scores: dict[str, Any] = {
+            "scale": layer.scale,
+            "sliding_window": layer.sliding_window,
+            "soft_cap": layer.soft_cap,
+            "sinks": layer.sinks,
+        }
+        out = torch.empty_like(q)
         if self._max_queries:
             one_each = self._only is None and self._max_queries == 1
             paged_decode(
@@ -146,10 +117,7 @@ class TritonPagedAttention(PagedAttention):
                 cache,
                 batch.block_tables,
                 batch.context_lens,
-                scale=layer.scale,
-                sliding_window=layer.sliding_window,
-                soft_cap=layer.soft_cap,
-                sinks=layer.sinks,
+                **scores,
                 query_starts=None if one_each else batch.query_starts,
                 max_queries=self._max_queries,
                 requests=self._only,
@@ -162,10 +130,7 @@ class TritonPagedAttention(PagedAttention):
                 cache,
                 batch.block_tables,
                 self._tiles,
-                scale=layer.scale,
-                sliding_window=layer.sliding_window,
-                soft_cap=layer.soft_cap,
-                sinks=layer.sinks,
+                **scores,
                 out=out,
                 config=for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
             )

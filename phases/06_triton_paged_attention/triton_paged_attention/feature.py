@@ -2,92 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
 from common.errors import UserError, choice
-from common.options import option
-from forward.model import Model
-from paged_cache import EngineBuilder, Feature, PagedAttention
-
-if TYPE_CHECKING:
-    from triton_paged_attention.attention import TritonPagedAttention
+from paged_cache import EngineBuilder, Feature
 
 Backend = Literal["torch", "triton"]
-"""The backend of a kind of operator: plain torch as in phase 01, or the kernels of this phase."""
-LAYERS = ("norms", "rope", "activation", "projections")
-"""Kinds of operators in a model's layers."""
+"""What computes an engine's operators: torch as in phase 05, or the kernels of this phase."""
 CUDA_BLOCK_SIZE = 64
 """One tile of keys then lies in one block, and a step of the kernel looks up one block id instead of 64."""
 
 
 @dataclass(frozen=True)
 class Kernels(Feature):
-    """Each kind of operator by "triton" or by "torch"; the tokens are the same."""
+    """Attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
 
     name: ClassVar[str] = "kernels"
     phase: ClassVar[int] = 6
     for_draft_models: ClassVar[bool] = True
+    renamed: ClassVar[Sequence[str]] = (
+        "attention_prefill", "attention_decode", "norms", "rope", "activation", "projections",
+    )  # fmt: skip
 
-    attention_prefill: Backend = option("triton", "attention of requests with many new tokens")
-    attention_decode: Backend = option(
-        "triton", "attention of requests with one or a few new tokens"
-    )
-    norms: Backend = option("triton", "RMSNorm, and the addition before it")
-    rope: Backend = option("triton", "query and key norm, RoPE and KV store in one kernel")
-    activation: Backend = option("triton", "SwiGLU and GeGLU")
-    projections: Backend = option(
-        "triton", "one matrix product for q, k and v, and one for gate and up"
-    )
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        for name in KINDS:
-            choice(name, getattr(self, name), get_args(Backend))
+    @classmethod
+    def switched_on(cls, value: Any) -> bool:
+        """Return True for "triton", and False for "torch"."""
+        if isinstance(value, bool):
+            return value
+        choice(cls.name, value, get_args(Backend))
+        return bool(value == "triton")
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a GPU; elsewhere kernels run in the interpreter."""
+        """Return True on a GPU; elsewhere kernels run in the interpreter."""
         return device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Fused layers, and kernels for attention."""
+        """Replace the model's layers by fused ones, and torch's attention by kernels."""
         device = builder.model.device.type
         check_triton(device)
         from triton_paged_attention.attention import TritonPagedAttention
         from triton_paged_attention.layers import optimize
 
-        optimize(
-            builder.own_model(), [name for name in LAYERS if getattr(self, name) == "torch"]
+        model = optimize(builder.own_model())
+        builder.attention.replace(
+            self, partial(TritonPagedAttention, num_heads=model.config.num_heads)
         )
-        builder.attention.replace(self, self.attention_of(TritonPagedAttention, builder.model))
         if device == "cuda":
             builder.default_block_size = CUDA_BLOCK_SIZE
-
-    @property
-    def attends(self) -> bool:
-        """True if all attention is in kernels, as graphs need it."""
-        return self.attention_prefill == self.attention_decode == "triton"
-
-    def attention_of(
-        self, kind: type[TritonPagedAttention], model: Model
-    ) -> Callable[..., PagedAttention]:
-        """Makes attention of a kind, with these backends, over a pool."""
-        return partial(
-            kind,
-            num_heads=model.config.num_heads,
-            prefill=self.attention_prefill,
-            decode=self.attention_decode,
-        )
-
-
-KINDS = tuple(field.name for field in fields(Kernels))
-"""Kinds of operators."""
-Kernels.without = dict.fromkeys(KINDS, "torch")
 
 
 def check_triton(device: str) -> None:

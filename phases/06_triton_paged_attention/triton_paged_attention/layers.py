@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -16,15 +16,13 @@ from forward.layers import GatedMLP, RMSNorm
 from forward.model import Model
 from forward.models.gemma3 import Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
-from forward.rope import Rope, apply_rope
+from forward.rope import Rope
 from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.kernels.norms import NormWeights, add_rms_norm, rms_norm
 from triton_paged_attention.kernels.rope import FusedRope, HeadNorms, ProductScales, norm_rope
 from triton_paged_attention.linear import (
     KINDS,
     Concatenable,
-    FusedLinear,
-    FusedProjection,
     join,
 )
 
@@ -65,33 +63,21 @@ class FusedRMSNorm(nn.Module):
         return x, rms_norm(x, *self.weights)
 
 
-def _projections(
-    parts: tuple[nn.Module, ...], out: nn.Module, by_torch: Collection[str]
-) -> tuple[FusedLinear, FusedLinear]:
-    """Return the projections `parts` of one input as one layer, and the projection `out`."""
-    if "projections" in by_torch:
-        return FusedLinear(FusedProjection(*parts)), FusedLinear(FusedProjection(out))
-    return join(*parts), join(out)
-
-
 class FusedAttention(nn.Module):
     """`LlamaAttention` and its subclasses with one QKV projection, and one kernel from there to attention."""
 
-    def __init__(self, old: LlamaAttention, by_torch: Collection[str]) -> None:
+    def __init__(self, old: LlamaAttention) -> None:
         super().__init__()
         self.spec = old.spec
-        self.qkv_proj, self.o_proj = _projections(
-            (old.q_proj, old.k_proj, old.v_proj), old.o_proj, by_torch
-        )
-        self.fused = "rope" not in by_torch
+        self.qkv_proj = join(old.q_proj, old.k_proj, old.v_proj)
+        self.o_proj = join(old.o_proj)
         self.q_norm, self.k_norm = (getattr(old, name, None) for name in ("q_norm", "k_norm"))
 
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
         """See `LlamaAttention.forward`."""
-        attend = self.attend if self.fused else self._attend_unfused
-        return self.o_proj(attend(self.qkv_proj(x), cos_sin, attention))
+        return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, attention))
 
     @property
     def norms(self) -> HeadNorms | None:
@@ -118,7 +104,7 @@ class FusedAttention(nn.Module):
         rotate = partial(
             norm_rope, qkv.flatten(0, -2), cos, sin, spec, norms=self.norms, pending=pending
         )
-        if isinstance(attention, TritonPagedAttention) and attention.stores_early:
+        if isinstance(attention, TritonPagedAttention):
             cache, slots = attention.place(spec)
             q, _, _ = rotate(cache=cache, slots=slots)
             out = attention.attend(spec, q, q, q, cache)
@@ -126,39 +112,19 @@ class FusedAttention(nn.Module):
             out = attention(spec, *(part.unflatten(0, qkv.shape[:-1]) for part in rotate()))
         return out.reshape(*qkv.shape[:-1], -1)
 
-    def _attend_unfused(
-        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
-    ) -> Tensor:
-        """Compute everything between the projections by phase 01's norms and RoPE."""
-        spec = self.spec
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        parts = qkv.split([n * spec.head_dim for n in heads], dim=-1)
-        q, k, v = (
-            part.unflatten(-1, (n, spec.head_dim))
-            for part, n in zip(parts, heads, strict=True)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return attention(spec, apply_rope(q, cos_sin), apply_rope(k, cos_sin), v).flatten(-2)
-
 
 class FusedMLP(nn.Module):
     """`GatedMLP` with gate and up in one matrix product, and the activation in one kernel."""
 
-    def __init__(self, old: GatedMLP, kind: str, by_torch: Collection[str]) -> None:
+    def __init__(self, old: GatedMLP, kind: str) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = _projections(
-            (old.gate_proj, old.up_proj), old.down_proj, by_torch
-        )
-        self.act, self.kind = old.act, kind
-        self.fused = "activation" not in by_torch
+        self.gate_up_proj = join(old.gate_proj, old.up_proj)
+        self.down_proj = join(old.down_proj)
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `down(act(gate(x)) * up(x))`: `[..., hidden]` -> `[..., hidden]`."""
-        if self.fused:
-            return self.down_proj(self.gate_up_proj(x, gate=self.kind))
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
+        return self.down_proj(self.gate_up_proj(x, gate=self.kind))
 
 
 class BlockKernel(Protocol):
@@ -208,29 +174,23 @@ class FusedBlock(nn.Module):
         return Stream(total, self.mlp(normed))
 
 
-def optimize(model: Model, by_torch: Collection[str] = ()) -> Model:
+def optimize(model: Model) -> Model:
     """Replace phase 01's layers by those of this phase, and return the same model.
 
-    Projections are joined layer by layer, and the old ones of a layer are released before the next is
-    joined. A caller that still needs the model as it was passes a `clone`, and so keeps both.
+    Projections are concatenated layer by layer, and the old ones of a layer are released before the next is
+    made. A caller that still needs the model as it was passes a `clone`, and so keeps both.
 
     GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and only attention becomes faster.
-
-    by_torch: names of `feature.LAYERS` that stay as in phase 01.
     """
     kind = model.config.activation
-    if "rope" not in by_torch or "projections" not in by_torch:
-        replace(model, LlamaAttention, lambda old: FusedAttention(old, by_torch))
-    if "rope" not in by_torch:
-        replace(model, Rope, FusedRope)
-    if kind in KINDS and ("activation" not in by_torch or "projections" not in by_torch):
-        replace(model, GatedMLP, lambda old: FusedMLP(old, kind, by_torch))
-    if "norms" not in by_torch:
-        # The kernel of "rope" takes care of the heads' norms.
-        skip = None if "rope" in by_torch else FusedAttention
-        replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=skip)
-        replace(model, LlamaBlock, FusedBlock)
-    if "projections" not in by_torch and isinstance(model.lm_head, (nn.Linear, Concatenable)):
+    replace(model, LlamaAttention, FusedAttention)
+    replace(model, Rope, FusedRope)
+    if kind in KINDS:
+        replace(model, GatedMLP, lambda old: FusedMLP(old, kind))
+    # The kernel between the projections normalizes the heads.
+    replace(model, (RMSNorm, Gemma3RMSNorm), FusedRMSNorm, skip=FusedAttention)
+    replace(model, LlamaBlock, FusedBlock)
+    if isinstance(model.lm_head, (nn.Linear, Concatenable)):
         model.lm_head = join(model.lm_head)
     return model
 

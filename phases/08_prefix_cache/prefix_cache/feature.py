@@ -21,7 +21,7 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """Blocks outlive their requests, and requests that begin alike share them."""
+    """Blocks outlive their requests, and requests with the same first tokens share them."""
 
     name: ClassVar[str] = "prefix_cache"
     phase: ClassVar[int] = 8
@@ -35,7 +35,7 @@ class Prefix(Feature):
         choice("index", self.index, INDEXES)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Another cache."""
+        """Replace the cache by a `PrefixCache`."""
         builder.cache.replace(self, self._cache)
 
     def _cache(self, rows: int, max_len: int, blocks: int, block_size: int) -> PrefixCache:

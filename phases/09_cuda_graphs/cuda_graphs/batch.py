@@ -13,7 +13,9 @@ from paged_cache import PagedBatch
 
 
 def fixed_batch(size: int, max_blocks: int, device: torch.device, each: int = 1) -> PagedBatch:
-    """A batch of `size` requests with `each` tokens, everything zero; block tables `[size, max_blocks]`."""
+    """Return a batch of `size` requests with `each` tokens, everything zero; block tables `[size,
+    max_blocks]`.
+    """
     lens = np.full(
         size, each
     )  # context lengths may not be read: they differ from replay to replay

@@ -10,7 +10,8 @@ from forward.model import Model
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Batch sizes up to `most`: powers of two up to 16, then steps of 16, so at most 15 rows are padding.
+    """Return batch sizes up to `most`: powers of two up to 16, then steps of 16, so at most 15 rows are
+    padding.
 
     A padding row costs next to nothing in attention (no keys) and little in matrix products, whose tiles have
     16 rows or more anyway.
@@ -20,7 +21,9 @@ def decode_sizes(most: int) -> list[int]:
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Token counts up to `most` for steps with prompt tokens in them: powers of two from 32, and between."""
+    """Return token counts up to `most` for steps with prompt tokens: powers of two from 32, and sizes
+    between.
+    """
     sizes, size = [], 32
     while size < most:
         sizes.append(size)
@@ -31,11 +34,11 @@ def chunk_sizes(most: int) -> list[int]:
 
 
 def full_step(model: Model, step_tokens: int, most: int) -> int:
-    """The tokens of a step that computes prompts as fast as it may, if it has a graph by itself; else 0.
+    """Return the tokens of a full step if such steps have a graph of their own, else 0.
 
     Beyond the `most` tokens of a chunk graph padding would cost much, and the device takes longer than the
     launches of an eager step do. Not so with a small model on a large GPU: there one more graph, for steps
-    that are full, pays. A large model has long steps, and would give memory for nothing.
+    that are full, is faster. With a large model steps are long, and the graph would only take memory.
     """
     config = model.config
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -52,12 +55,15 @@ FULL = 0.9
 
 
 def fills(full: int, works: Sequence[Work], longest: int) -> bool:
-    """Return True for a step of the full steps' graph. Prompts of `longest` tokens have another kernel."""
+    """Return True if a step is to use the graph of full steps: nearly full, and no prompt of `longest`
+    tokens,
+    which another kernel computes.
+    """
     ends = [work.start + work.count for work in works if work.count > 1]
     return sum(work.count for work in works) >= FULL * full and max(ends, default=0) < longest
 
 
 def smallest(sizes: Sequence[int], wanted: int) -> int | None:
-    """The smallest of the sorted sizes that holds `wanted`, or None."""
+    """Return the smallest of the sorted sizes that is at least `wanted`, or None."""
     at = bisect_left(sizes, wanted)
     return sizes[at] if at < len(sizes) else None

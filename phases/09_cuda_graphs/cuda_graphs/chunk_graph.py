@@ -37,13 +37,13 @@ def most_tiles(attention: TritonPagedAttention, tokens: int, requests: int) -> i
 
 
 class Layout:
-    """The places of a chunk graph's inputs in one flat array of int64, so that one copy sends them all.
+    """The offsets of a chunk graph's inputs in one flat array of int64, so that one copy sends them all.
 
     Inputs that are parts of a `HostBatch` have their names there.
 
-    samples: the most tokens that are sampled; None: one a request, and drafts are in the rows already.
+    samples: most sampled tokens; None: one a request, and drafts are in the rows already.
 
-    With room for one request more than are served: the last one has no tokens, and pads what lists requests.
+    There is room for one request more than `requests`: it has no tokens, and pads lists of requests.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class Layout:
         self.part(flat, "tiles").reshape(-1, 4)[len(tiles) :] = self.tile
 
     def part(self, flat: Ints, name: str) -> Ints:
-        """One input, as a view of the array."""
+        """Return one input, as a view of the array."""
         return flat[self.starts[name] : self.starts[name] + self.sizes[name]]
 
     def tensors(self, flat: Tensor) -> dict[str, Tensor]:
-        """All inputs, as views of the tensor."""
+        """Return all inputs by name, as views of the tensor."""
         return dict(zip(self.sizes, torch.split(flat, list(self.sizes.values())), strict=True))
 
 
 class ChunkGraph:
     """A step of any tokens and requests that its layout holds, to its hidden states.
 
-    Sampling is left out: few of the rows are sampled, a different number every time, and a few launches more
-    are no matter here.
+    Sampling is left out: the number of sampled rows changes every time, and its launches are a small part of
+    such a step.
 
     Args:
         layout: of its inputs, for the most tokens and requests that fit; fewer are padded.
@@ -135,7 +135,7 @@ class ChunkGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """The forward pass; what is captured."""
+        """Run the forward pass; this is what is captured."""
         on = self.machine
         batch = self.batch
         given = self.inputs
@@ -153,7 +153,7 @@ class ChunkGraph:
         self.hidden = on.model(batch.input_ids, batch.positions, on.attention)
 
     def sampled(self, host: HostBatch) -> PagedBatch:
-        """The batch with its samples, as `Runner` samples them from `hidden`."""
+        """Return the batch with its samples, from which `Runner` samples `hidden`."""
         count = len(host.sample_at)
         names = ("sample_at", "sample_rows", "sample_positions", "sample_steps")
         return replace(

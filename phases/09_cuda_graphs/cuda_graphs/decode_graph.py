@@ -69,7 +69,7 @@ def narrow_logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def logits_dtype(model: Model) -> torch.dtype:
-    """That of `narrow_logits`."""
+    """Return the dtype of `narrow_logits`."""
     return model.dtype if model.config.final_soft_cap is None else torch.float32
 
 
@@ -107,13 +107,13 @@ class DecodeGraph:
         self.replay = capturer.capture(self.compute)
 
     def pad(self) -> None:
-        """Before a capture: all is padding, which writes nowhere. Graphs of other sizes share this memory."""
+        """Make all inputs padding, which writes nowhere: graphs of other sizes share this memory."""
         self.rows[:] = 0
         self.at[:] = -1
         self.steps[:] = 0
 
     def compute(self) -> None:
-        """The step; what is captured."""
+        """Run the step; this is what is captured."""
         on, batch = self.machine, self.batch
         on.gather(self.rows, self.at, batch, decodes=True)
         on.attention.begin(batch)
@@ -130,7 +130,9 @@ class DecodeGraph:
         scatter_tokens(self.rows, self.at, self.tokens, on.rows.tokens)
 
     def sampled(self, rows: Ints) -> PagedBatch:
-        """The batch of requests in these rows with their samples, as `Runner` samples them from `hidden`."""
+        """Return the batch of the requests in these rows with their samples, from which `Runner` samples
+        `hidden`.
+        """
         own = slice(len(rows))
         device_rows, at, steps = self.inputs
         return replace(

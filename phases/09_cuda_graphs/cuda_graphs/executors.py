@@ -22,8 +22,8 @@ from cuda_graphs.staging import Staging
 from triton_paged_attention.tables import LONG
 
 SMALL_BATCH = 16
-"""Requests for which each size of chunk has a second graph. With few requests the decode kernel splits
-contexts over programs, and how often is fixed at capture."""
+"""Requests for which each size of chunk has a second graph. For a small batch the decode kernel splits
+contexts over programs, and the number of splits is fixed at capture."""
 _by_row = attrgetter("row")
 _PADDING = np.array([[0], [-1], [0]])  # row 0, no position, no step
 
@@ -53,12 +53,12 @@ class DecodeGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> tuple[int, bool] | None:
-        """The size of a graph, and whether the second half comes later."""
+        """Return the size of a graph, and whether the step's samples are masked; None if no graph fits."""
         size = smallest(self.sizes, len(works)) if decodes(works) else None
         return None if size is None else (size, masked)
 
     def run(self, works: Sequence[Work], ticket: tuple[int, bool]) -> Forwarded:
-        """The first half of a step; unless its samples are to be masked, a graph does the second as well."""
+        """Run the first half of a step; unless its samples are to be masked, the graph samples as well."""
         size, masked = ticket
         self.runner.replays += 1
         self.runner.refresh(works)
@@ -74,7 +74,7 @@ class DecodeGraphExecutor:
         return Forwarded(works, graph.sampled(rows), graph.hidden)
 
     def stage(self, works: Sequence[Work], size: int) -> Ints:
-        """Send what the graphs of a size read: rows, positions and tables; returns the rows."""
+        """Send the inputs of a graph of this size, rows, positions and tables, and return the rows `[B]`."""
         runner = self.runner
         count = len(works)
         starts = [work.start for work in works]
@@ -130,7 +130,9 @@ class ChunkGraphExecutor:
             )
 
     def supports(self, works: Sequence[Work], masked: bool) -> ChunkGraph | None:
-        """The smallest graph that holds a step; that of full steps only for one that nearly is."""
+        """Return the smallest graph that holds a step, or None; the one of full steps only if it is nearly
+        full.
+        """
         count = sum(work.count for work in works)
         samples = sum(max(1, len(work.sampled_requests)) + len(work.drafts) for work in works)
         tokens, requests = smallest(self._sizes, count), smallest(self._requests, samples)
@@ -143,7 +145,7 @@ class ChunkGraphExecutor:
         return self._graphs[tokens, requests]
 
     def run(self, works: Sequence[Work], ticket: ChunkGraph) -> Forwarded:
-        """The first half of a step; it is sampled eagerly."""
+        """Run the first half of a step by a graph; the step is sampled eagerly."""
         self.runner.refresh(works)
         works, host = replay_chunk(self.runner, self._staging, works, ticket)
         return Forwarded(works, ticket.sampled(host), ticket.hidden)
@@ -159,7 +161,9 @@ def replay_chunk(
     graph: ChunkGraph,
     drafts_of: DraftsOf | None = None,
 ) -> tuple[Sequence[Work], HostBatch]:
-    """Send a step's inputs and replay its graph; returns the works in the order of the batch, and that."""
+    """Send a step's inputs and replay its graph. Returns the works in the order of the batch, and the
+    batch.
+    """
     runner.replays += 1
     works = sorted(works, key=_by_row)
     host = HostBatch.of(works, runner.rows.prompt_lens)

@@ -40,11 +40,11 @@ class Graphs(Feature):
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """On a GPU, around attention in kernels."""
-        return device.type == "cuda" and _capturable(find(others, Kernels))
+        return device.type == "cuda" and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """A runner with graphs, two kinds of these, memory for them, and kernels that choose tokens."""
-        if not _capturable(builder.feature(Kernels)):
+        """Replace the runner by one with graphs, of decodes and of chunks, and the sampler by kernels."""
+        if builder.feature(Kernels) is None:
             raise UserError(
                 "graphs is True, but must be False without the kernels' attention: torch's attention chooses "
                 "its calls by the lengths of the requests, which a graph cannot"
@@ -85,10 +85,5 @@ class Overlap(Feature):
     phase: ClassVar[int] = 9
 
     def install(self, builder: EngineBuilder) -> None:
-        """Another loop."""
+        """Replace the loop by `OverlappedLoop`."""
         builder.loop.replace(self, OverlappedLoop(builder.prefetchers))
-
-
-def _capturable(kernels: Kernels | None) -> bool:
-    """Return True if all attention is by kernels, which a graph can hold."""
-    return kernels is not None and kernels.attends

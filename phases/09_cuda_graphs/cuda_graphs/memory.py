@@ -26,7 +26,7 @@ PER_GRAPH = 8 << 20
 
 
 def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
-    """An estimate from above of what capturing takes.
+    """Return an upper estimate of the bytes that capturing takes.
 
     The graphs share one pool, so of the steps inside them only the largest counts.
 
@@ -42,7 +42,7 @@ def graph_bytes(model: Model, rows: int, tokens: int, step_tokens: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the device; what the allocator merely keeps for later counts as free."""
+    """Return the free bytes of the device; memory that the allocator keeps for later counts as free."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()

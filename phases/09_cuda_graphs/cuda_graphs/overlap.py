@@ -1,7 +1,7 @@
 """Overlap: the host schedules step n + 1 while the device computes step n.
 
-A step needs the tokens of the one before, but the host need not know them: they are on the device, where the
-next step reads them. So the host runs one step ahead and learns what a token was one step late. (The
+A step needs the tokens of the step before, but only on the device, where it reads them. So the host can
+launch it before it has seen them, and reads each token while the next step is computed. (The
 "zero-overhead scheduler" of SGLang v0.4, 2024, and vLLM's asynchronous scheduling do the same.)
 """
 
@@ -18,20 +18,20 @@ from continuous.work import Work
 class OverlappedLoop:
     """A `Loop` that launches a step before it reads the results of the last one.
 
-    What changes for a request: nothing but time. It is scheduled on a *placeholder* for the token that is on
-    its way. If that token ends it, the step that was scheduled meanwhile computes one token too many, which
-    `collect` drops; its row and blocks may have a new owner by then, whose first write comes later in the
-    device's queue than that last stray one.
+    A request is scheduled on a *placeholder* for the token that is on its way. If that token ends it, the
+    step that was scheduled meanwhile computes one token too many, which `collect` drops. Its row and blocks
+    may belong to another request by then; the first write of that request comes later in the device's queue
+    than the write of the dropped token.
 
-    Two things must be known on the host earlier. A drafter that guesses sees every token before a step is
-    scheduled. And the masks of a step depend on the tokens of the step before: they are begun as soon as
-    these have come, and the second half of the step is launched when they are done.
+    Two parts need tokens on the host earlier. Some drafters must see every token before a step is scheduled.
+    And the masks of a step depend on the tokens of the step before: they are begun as soon as these have
+    arrived, and the second half of the step is launched when the masks are ready.
 
     Args:
         prefetchers: called with the works of the next step while masks are being made.
 
-    in_flight_step: the newest step, of which the host knows nothing yet.
-    half: a step whose second half is not launched yet, since its masks are being made.
+    in_flight_step: the newest launched step, whose results the host has not read.
+    half: a step whose second half is not launched yet, because its masks are not ready.
     """
 
     in_flight_step: Pending | None = None
@@ -50,23 +50,23 @@ class OverlappedLoop:
         if engine.scheduler.drafter.needs_finished_step:
             self.finish_steps(engine)
         step = engine.forward(self._schedule(engine))
-        landing, self.in_flight_step = self.in_flight_step, None
-        if step and landing and engine.grammar_manager.needs_mask(step.works):
-            self._begin_masks(engine, step, landing)
+        previous, self.in_flight_step = self.in_flight_step, None
+        if step and previous and engine.grammar_manager.needs_mask(step.works):
+            self._begin_masks(engine, step, previous)
             return
         self.in_flight_step = engine.sample(step)
-        if landing is not None:
-            engine.collect(landing)
+        if previous is not None:
+            engine.collect(previous)
 
     def finish_steps(self, engine: Engine) -> None:
-        """Launch the half that is left, and wait for what is on its way."""
+        """Launch the waiting second half, if any, and collect the step in flight."""
         self._sample_half(engine)
-        landing, self.in_flight_step = self.in_flight_step, None
-        if landing is not None:
-            engine.collect(landing)
+        previous, self.in_flight_step = self.in_flight_step, None
+        if previous is not None:
+            engine.collect(previous)
 
     def _schedule(self, engine: Engine) -> list[Work]:
-        """Decide the next step, and launch the half that is left of the one before."""
+        """Return the works of the next step; the waiting second half of the step before is launched first."""
         works = engine.schedule()
         if self.half is None:
             return works
@@ -75,13 +75,13 @@ class OverlappedLoop:
         self._sample_half(engine)
         return unfinished(engine, works)
 
-    def _begin_masks(self, engine: Engine, step: Forwarded, landing: Pending) -> None:
+    def _begin_masks(self, engine: Engine, step: Forwarded, previous: Pending) -> None:
         """Begin to make the masks of a step, and append the tokens of the step before meanwhile.
 
         Its second half then comes with the next step, or at once where the masks are made already.
         """
-        results = engine.wait(landing)
-        sampled = {} if results is None else by_request(landing, results)
+        results = engine.wait(previous)
+        sampled = {} if results is None else by_request(previous, results)
         begun: bool | BaseException
         try:
             begun = engine.grammar_manager.begin(step.works, sampled)
@@ -89,7 +89,7 @@ class OverlappedLoop:
             begun = error
         self.half = step
         if results is not None:
-            engine.append_tokens(landing, results)
+            engine.append_tokens(previous, results)
         if isinstance(begun, BaseException):
             self.half = None
             engine.fail(step.works, begun)
@@ -99,14 +99,14 @@ class OverlappedLoop:
             self._sample_half(engine)
 
     def _sample_half(self, engine: Engine) -> None:
-        """Hand the second half of a step to the device, if one is left."""
+        """Hand the waiting second half of a step to the device, if there is one."""
         if self.half is not None:
             half, self.half = self.half, None
             self.in_flight_step = engine.sample(half)
 
 
 def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
-    """Leave out the works of requests that ended since they were scheduled: their room is given back."""
+    """Return the works whose requests have not ended since they were scheduled, and finish the others."""
     left = []
     for work in works:
         if any(
@@ -120,7 +120,9 @@ def unfinished(engine: Engine, works: list[Work]) -> list[Work]:
 
 
 def by_request(pending: Pending, results: Results) -> dict[Request, list[int]]:
-    """Return the tokens of a step, without their log-probabilities and without those that are none (NaN)."""
+    """Return the tokens of a step by request, without log-probabilities; tokens of NaN logits are left
+    out.
+    """
     sampled_requests = (request for work in pending.works for request in work.sampled_requests)
     pairs = zip(sampled_requests, results, strict=True)
     return {request: [token for token, _ in given if token >= 0] for request, given in pairs}

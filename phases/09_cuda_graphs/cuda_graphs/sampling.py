@@ -2,8 +2,8 @@
 
 In torch every step of the draw (hash, logarithm, subtract, scale, exponentiate, divide) reads and writes
 `[B, V]`. Here one kernel reads the logits once: each program takes a chunk of a row's vocabulary, makes the
-noise of its tokens in registers, and leaves the chunk's largest logit and its winner. A second, small kernel
-compares the winners of a row.
+noise of its tokens in registers, and stores the chunk's largest logit and its sampled token. A second, small
+kernel compares the chunks of a row.
 
 The noise's bits are those of torch, exactly. Its logarithm and the weights agree to some 1e-6, so the tokens
 are the same but where two of them are closer than that.
@@ -42,7 +42,7 @@ _UNIT = tl.constexpr(NOISE_UNIT)
 
 @triton.jit
 def shift_right(z, BITS: tl.constexpr):
-    """A shift of an int64 that brings zeros in."""
+    """Return an int64 shifted right, with zeros from the left."""
     return (z >> BITS) & ((_ONE << (64 - BITS)) - 1)
 
 
@@ -76,7 +76,9 @@ def negative_exponentials(lower, upper, ids, NATIVE: tl.constexpr):
 
 @triton.jit
 def first_best(x, ids):
-    """The largest of `x`, and the smallest of the ids that have it. NaN is larger than all, as in torch."""
+    """Return the largest of `x`, and the smallest of the ids that have it. NaN is the largest, as in
+    torch.
+    """
     nan = x != x
     any_nan = tl.max(nan.to(tl.int32)) > 0
     largest = tl.max(tl.where(nan, -_INF, x))
@@ -86,12 +88,12 @@ def first_best(x, ids):
 
 @triton.jit
 def chunk_race(x, column, hot, key, step, first, NATIVE: tl.constexpr):
-    """Of a chunk's logits `x` the largest, and the winner's -E / weight and column.
+    """Return a chunk's largest logit of `x`, and the sampled token's -E / weight and column.
 
     -E is the noise of a token, whose id is `first + column`; hot is the row's temperature, 0 if it is greedy.
     A weight is exp((logit - largest of the chunk) / temperature), so it never overflows and needs no other
-    chunk. The winner has the largest -E / weight, and of equals the smallest column. In a greedy row, or
-    where the chunk's largest is not finite, the winner is the largest itself, and its race minus infinity.
+    chunk. The sampled token has the largest -E / weight, and of equals the smallest column. In a greedy row,
+    or where the chunk's largest is not finite, it is the argmax, and its -E / weight is minus infinity.
     """
     largest = tl.max(tl.where(x == x, x, _INF))  # NaN must not get lost
     best = -float("inf")
@@ -115,9 +117,9 @@ def chunk_kernel(
     V: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, DRAW: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and chunk: its largest logit, its winner, and with DRAW the winner's -E / weight.
+    """Store a chunk's largest logit and sampled token, and with DRAW that token's -E / weight.
 
-    first: the token id of the first column; the ids of the winners are columns.
+    One program per row and chunk. first: the token id of the first column; stored ids are columns.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -142,10 +144,12 @@ def finish_kernel(
     tokens, best, races, ids, rows, floats, float_stride,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: of its chunks' winners the one that wins with weights of the row's largest.
+    """Store the token of a row: of its chunks' tokens the one of the largest -E / weight, with weights
+    relative
+    to the row's largest logit.
 
-    In a greedy row, or where the row's largest logit is not finite, that of the largest; first of equals.
-    Room behind the last chunk never wins.
+    In a greedy row, or where the row's largest logit is not finite, it is the argmax, the first of equals.
+    One program per row.
     """
     row, i = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     x = tl.load(best + row * CHUNKS + i, mask=i < CHUNKS, other=-float("inf"))
@@ -161,7 +165,7 @@ def finish_kernel(
 
 @triton.jit
 def report_kernel(reported, tokens, logits, row_stride, token_stride, NAN_TOKEN: tl.constexpr):
-    """One program per row: its token, unless that one's logit is NaN."""
+    """Store a row's token, or NAN_TOKEN if the logit of that token is NaN. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     x = tl.load(logits + row * row_stride + token * token_stride).to(tl.float32)
@@ -191,7 +195,7 @@ class DrawSettings(NamedTuple):
 
 
 class BestTokens(NamedTuple):
-    """Each row's chunks' best, `[B, CHUNKS]`: largest logit, its winner's -E / weight, the winner's column.
+    """The chunks of each row, `[B, CHUNKS]`: largest logit, and the sampled token's -E / weight and column.
 
     races: None where nothing is drawn.
     """
@@ -242,12 +246,15 @@ def best_of_rows(found: BestTokens, draw: DrawSettings | None = None) -> Tensor:
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """`[B, V]` -> `[B]` int64, as `logits.argmax(1)`: of equals the first, and NaN counts as the largest."""
+    """Return `logits.argmax(1)` of `[B, V]`: `[B]` int64; of equals the first, and NaN counts as the
+    largest.
+    """
     return best_of_rows(best_of_chunks(logits))
 
 
 def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
-    """One token per row, `[B]` int64: the sampler's, drawn from all tokens whose logit is above -inf.
+    """Return one token per row, `[B]` int64, drawn as the sampler draws from all tokens with a logit above
+    -inf.
 
     A row whose temperature is 0, or whose largest logit is not finite, gets its argmax.
 
@@ -257,7 +264,7 @@ def draw_rows(logits: Tensor, draw: DrawSettings) -> Tensor:
 
 
 class TritonSamplerBackend(SamplerBackend):
-    """The tokens of `SamplerBackend`. What top-k, top-p and min-p keep is found by torch."""
+    """Samples the same tokens as `SamplerBackend`, by kernels; torch computes top-k, top-p and min-p."""
 
     def choose(
         self,

@@ -1,4 +1,4 @@
-"""A step's few numbers on their way to the tensors that a graph reads."""
+"""Copies the inputs of a step from pinned memory to the tensors that a graph reads."""
 
 from __future__ import annotations
 

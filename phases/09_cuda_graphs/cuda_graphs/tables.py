@@ -27,11 +27,10 @@ class DeviceTables:
     def update(self, rows: Ints, blocks: int) -> None:
         """Make the first `blocks` entries of these rows what they are on the host.
 
-        An entry is sent when it differs from what was sent last for its place, and only then: one that has
-        not changed is not written again, and a call with no change sends nothing. So no caller has to report
-        changes: a new block, a copy on write and a block replaced by its twin in the prefix cache all look
-        alike here. Entries of other rows, and those behind `blocks`, stay as they are until they are asked
-        for.
+        An entry is sent only if it differs from the value that was sent last; a call with no change sends
+        nothing. So no caller has to report changes, be it a new block, a copy on write or a block that the
+        prefix cache replaced by an equal one. Entries of other rows, and those behind `blocks`, stay as they
+        are until they are asked for.
 
         rows: distinct rows of the tables.
         """

@@ -113,7 +113,7 @@ class Quant(Feature):
 def _pairs(builder: EngineBuilder, kind: str) -> bool:
     """Return True if values lie in pairs: for kernels that read them so, with conversion by hardware."""
     kernels = builder.feature(Kernels)
-    if kernels is None or not kernels.attends or kind != "fp8" or builder.block_size % 2:
+    if kernels is None or kind != "fp8" or builder.block_size % 2:
         return False
     from triton_paged_attention.hardware import ADA, at_least
 

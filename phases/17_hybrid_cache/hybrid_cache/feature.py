@@ -54,7 +54,7 @@ class Hybrid(Feature):
             return GroupedTorch
         from hybrid_cache.kernels import GroupedTriton
 
-        return kernels.attention_of(GroupedTriton, builder.model)
+        return partial(GroupedTriton, num_heads=builder.model.config.num_heads)
 
 
 def _pool(

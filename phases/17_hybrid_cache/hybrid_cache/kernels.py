@@ -48,8 +48,6 @@ class GroupedTriton(TritonPagedAttention, Mixer):
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
         """Return a layer's blocks and the step's slots in them, and switch to the tables of its group."""
         self.batch = self.batches[self.pool.group_of[layer.index]]
-        if self._needs_torch:
-            self._torch.place(layer)
         return self.pool.layers[layer.index], self.batch.slots
 
     def mix(self, inputs: DeltaInputs) -> Tensor:

@@ -13,7 +13,7 @@ from common.errors import UserError
 from hybrid_cache import Hybrid
 from paged_cache import EngineBuilder, Feature, PagedAttention, find
 from triton_paged_attention import Kernels
-from triton_paged_attention.feature import LAYERS, check_triton
+from triton_paged_attention.feature import check_triton
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,22 @@ class DeltaLayers(Feature):
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """Return True if all layers are the kernels', and states have their cache."""
-        return find(others, Hybrid) is not None and _whole(find(others, Kernels))
+        return find(others, Hybrid) is not None and find(others, Kernels) is not None
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Replace layers as soon as the model is loaded: other features look for products later."""
-        if _whole(builder.feature(Kernels)):
+        if builder.feature(Kernels) is not None:
             builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
         """Begin steps in one kernel."""
         if builder.model.config.delta is None:
             return
-        if builder.feature(Hybrid) is None or not _whole(builder.feature(Kernels)):
+        if builder.feature(Hybrid) is None or builder.feature(Kernels) is None:
             raise UserError(
                 "delta_layers is on, but hybrid_cache is off, or layers are left to torch"
             )
         builder.attention.decorate(self, lambda made: partial(_attention, made))
-
-
-def _whole(kernels: Kernels | None) -> bool:
-    return kernels is not None and all(getattr(kernels, name) == "triton" for name in LAYERS)
 
 
 def _fuse(builder: EngineBuilder) -> None:

@@ -100,7 +100,7 @@ class FusedGatedAttention(FusedAttention):
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
         """Return True if `single_request` computes the step: one token, and a cache without scales."""
         scaled = attention.pool.layers[self.spec.index].scaled
-        return tokens == 1 and attention.decodes and attention.stores_early and not scaled
+        return tokens == 1 and attention.decodes and not scaled
 
     def single_request(
         self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -29,12 +30,12 @@ class Latency(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Add ways to the kernels' layers, and one more kernel to their attention."""
-        kernels = builder.feature(Kernels)
-        if kernels is None or not kernels.attends:
+        if builder.feature(Kernels) is None:
             raise UserError(
                 "latency is True, but must be False without the kernels' layers and attention"
             )
         from phases.appendix.latency.layers import LatencyAttention, install
 
-        made = kernels.attention_of(LatencyAttention, install(builder.own_model()))
+        model = install(builder.own_model())
+        made = partial(LatencyAttention, num_heads=model.config.num_heads)
         builder.attention.decorate(self, lambda plain: made)

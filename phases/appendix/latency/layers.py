@@ -57,7 +57,7 @@ class LatencyAttention(TritonPagedAttention):
     @property
     def alone(self) -> bool:
         """True if the step has one request, and the cache has no scales."""
-        return self.stores_early and not self.pool.layers[0].scaled and self._requests == 1
+        return not self.pool.layers[0].scaled and self._requests == 1
 
     def plan(self) -> None:
         """Sort the requests as `TritonPagedAttention.plan` does, and count them."""
@@ -187,7 +187,7 @@ class LatencyBlock:
             return False
         if len(x) == 1 and attention.alone:
             return True
-        return self.small_batch and len(x) <= MAX_SMALL_BATCH and attention.stores_early
+        return self.small_batch and len(x) <= MAX_SMALL_BATCH
 
     def __call__(
         self,
@@ -261,12 +261,9 @@ def whole(block: FusedBlock) -> bool:
     replaces the MLP.
     """
     attend, mlp = block.self_attn, block.mlp
-    inside = (
-        (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) and mlp.fused else ()
-    )
+    inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
     return (
         isinstance(attend, FusedAttention)
-        and attend.fused
         and attend.spec.sinks is None
         and (bool(inside) or not isinstance(mlp, FusedMLP | GatedMLP))
         and not any(

@@ -215,12 +215,7 @@ def eight_bits(block: FusedBlock) -> Activations | None:
     numbers, else None.
     """
     attend, mlp = block.self_attn, block.mlp
-    if not (
-        isinstance(attend, FusedAttention)
-        and isinstance(mlp, FusedMLP)
-        and attend.fused
-        and mlp.fused
-    ):
+    if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)):
         return None
     kinds = {
         fused.linear.scheme.activations
