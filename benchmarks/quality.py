@@ -4,7 +4,7 @@
     ladder bench quality --model smollm2      one of them
     ladder bench quality --device cuda        the same numbers, sooner
 
-Measured is on the first 20,480 tokens of `quant.calibrate.TEXT`; GPTQ and AWQ are
+Measured is on the first 20,480 tokens of `checkpoint_formats.calibrate.TEXT`; GPTQ and AWQ are
 calibrated on its end. All layers are computed by their definition, in float32 (`benchmarks/defined.py`), so a
 number says something about a format and a method, and nothing about a device.
 """
@@ -30,12 +30,12 @@ from forward import Model, load_model
 from forward.attention import Attention, RecomputeAttention
 from forward.surgery import clone
 from paged_cache.pool import KVFormat
-from quant.calibrate import TEXT, samples
+from phases.appendix.checkpoint_formats.calibrate import TEXT, samples
+from phases.appendix.checkpoint_formats.quantize import quantize_model
 from quant.feature import head_for
 from quant.formats import SCHEMES
 from quant.kv import KV_DTYPES, head_scales, sample
 from quant.loading import Quantize
-from quant.methods import quantize_model
 
 NAME, CPU = "quality", torch.device("cpu")
 TOKENS = 20_480

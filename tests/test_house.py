@@ -27,7 +27,6 @@ LARGER = {
 OVER = {
     "continuous": 10_510,
     "triton_paged_attention": 16_190,
-    "quant": 13_260,
     "speculative": 10_910,
     "structured": 12_350,
     "serving": 13_840,

@@ -27,7 +27,7 @@ def joined(values: Iterable[str] | None) -> str | None:
     return None if values is None else ",".join(values)
 
 
-# What `quant.formats` and `quant.methods` have, written down because the help must not wait for them.
+# Of `quant.formats` and `checkpoint_formats.quantize`: the help must not wait for their imports.
 SCHEMES = ("fp8", "fp8-block", "fp8-weights", "int8", "w8a8", "int4")
 METHODS = ("rtn", "gptq", "awq")
 _EXTRAS = (

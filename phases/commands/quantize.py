@@ -13,10 +13,10 @@ from common.progress import bar
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from paged_cache.memory import weight_bytes
+from phases.appendix.checkpoint_formats.calibrate import TEXT, blocks_of, samples
 from phases.appendix.checkpoint_formats.export import check_source, check_target, export
-from quant.calibrate import TEXT, blocks_of, samples
+from phases.appendix.checkpoint_formats.quantize import quantize_model
 from quant.formats import SCHEMES
-from quant.methods import quantize_model
 
 LONGEST_TEXT = 1 << 24
 

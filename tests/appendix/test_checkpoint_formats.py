@@ -34,11 +34,11 @@ from phases.appendix.checkpoint_formats.layouts import (
     TensorLayout,
     pack_words,
 )
+from phases.appendix.checkpoint_formats.quantize import quantize_model
 from phases.cli import main
 from phases.registry import load_engine
 from quant.formats import FP8, INT4, SCHEMES, Scheme
 from quant.linear import QuantLinear
-from quant.methods import quantize_model
 from tests.quant_kit import IDS, PARAMS, PROMPTS, SMALL, checked, exactly, logits
 from tests.quant_kit import folders as folders
 

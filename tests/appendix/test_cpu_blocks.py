@@ -20,6 +20,7 @@ from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from forward.loading import load_model
 from phases import ROOT, phase_named
+from phases.appendix.checkpoint_formats.calibrate import TEXT
 from phases.appendix.cpu_step import feature
 from phases.appendix.cpu_step.blocks import BlockProduct
 from phases.registry import check_options, default_weights, load_engine
@@ -162,9 +163,7 @@ def test_greedy_tokens_are_those_of_float32(
 @pytest.mark.timeout(1800)
 def test_two_hundred_prompts_say_what_float32_says(smollm2_folder: Path) -> None:
     """200 prompts of 8 to 39 tokens of a book, 64 greedy tokens each: equal, but for ties within 1e-3."""
-    text = (ROOT / "benchmarks" / "texts" / "news_from_nowhere.txt").read_text(
-        encoding="utf-8"
-    )
+    text = TEXT.read_text(encoding="utf-8")
     tokens = Tokenizer(smollm2_folder).encode(text[: 1 << 16])
     prompts = [tokens[50 * i : 50 * i + 8 + i % 32] for i in range(200)]
     params = [SamplingParams(max_tokens=64, ignore_eos=True)] * len(prompts)

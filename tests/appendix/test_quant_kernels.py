@@ -19,7 +19,7 @@ from phases.appendix.latency.single_request import SingleRequestSplits
 from phases.appendix.latency.tables import SingleRequestConfig
 from phases.appendix.quant_kernels import gemv, gemv4
 from phases.appendix.quant_kernels.configs import LoopConfig
-from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows
+from phases.appendix.quant_kernels.inputs import PendingScales, gated_rows, norm_rows
 from phases.appendix.quant_kernels.layers import (
     EightBitBlock,
     QuantLatencyKernel,
@@ -31,7 +31,6 @@ from quant.kernel_layers import KernelLinear
 from quant.kernel_layers import install as kernels
 from quant.linear import QuantLinear
 from quant.loading import Quantize
-from quant.products import PendingScales
 from quant.rtn import rounded
 from tests.compiling import spilled
 from tests.quant_layers import CLOSE, DEVICE, DTYPE, assert_close, layer_of, named
@@ -115,6 +114,11 @@ def test_a_program_takes_row_after_row(
     assert not wrong, f"{scheme.name}: outputs {wrong} of {rows} are wrong; a round has 12"
 
 
+def finished(pending: PendingScales) -> Tensor:
+    """The product itself."""
+    return (pending.values.float() * pending.rows[:, None] * pending.columns).to(DTYPE)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8", None])
 def test_add_norm_and_round_take_a_pending_product(
     kind: str | None, rng: torch.Generator
@@ -127,7 +131,7 @@ def test_add_norm_and_round_take_a_pending_product(
     norm = NormWeights(torch.randn(size, device=DEVICE, generator=rng).to(DTYPE), 1e-6)
     pending = PendingScales(values, rows, columns)
     total, found = norm_rows(x, pending, norm, kind)  # type: ignore[arg-type]
-    wanted = x + pending.finished(DTYPE)
+    wanted = x + finished(pending)
     assert_close(total, wanted, "the sum")
     wide = wanted.float()
     normed = (
@@ -155,7 +159,7 @@ def test_gates_take_a_pending_product(kind: str, rng: torch.Generator) -> None:
     columns = torch.rand(2 * size, device=DEVICE, generator=rng) + 0.5
     pending = PendingScales(values, rows, columns)
     found = gated_rows(pending, "silu", kind, DTYPE)  # type: ignore[arg-type]
-    both = pending.finished(DTYPE).float()
+    both = finished(pending).float()
     wanted = F.silu(both[:, :size]) * both[:, size:]
     off = (
         found.values.float() * found.scale[:, None] - wanted

@@ -6,19 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forward.attention import LayerSpec
-from paged_cache.pool import LayerBlocks
 from quant.formats import Scheme
 from quant.kernel_layers import KernelLinear
-from quant.pairs import PAIRS
-from quant.products import PendingScales, round_rows
+from quant.products import round_rows
 from quant.rtn import quantize_tokens
 from tests.quant_layers import DEVICE, DTYPE, assert_close, layer_of, named
-from triton_paged_attention.decode import paged_decode
-from triton_paged_attention.kernels.kv_store import kv_store
-from triton_paged_attention.kernels.rope import HeadNorms, ProductScales, norm_rope
-from triton_paged_attention.prefill import paged_prefill, query_tiles
-from triton_paged_attention.tables import DecodeConfig, PrefillConfig
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
@@ -60,109 +52,3 @@ def test_rows_are_rounded_as_the_lesson_does_it(
     wanted, wanted_scale = quantize_tokens(x, kind)  # type: ignore[arg-type]
     assert torch.equal(scale, wanted_scale[:, 0]), "scales"
     assert torch.equal(values.float(), wanted.float()), "numbers"
-
-
-# Keys and values of eight bits, those of two tokens side by side.
-
-QUICK = {(16, 16), (40, 6), (40, 2)}
-"""Sizes of heads and blocks that are tried every time: the interpreter takes its time."""
-
-
-def caches(
-    lens: list[int], size: int, kv_heads: int, d: int, rng: torch.Generator
-) -> tuple[LayerBlocks, LayerBlocks, Tensor]:
-    """The same keys and values one by one and in pairs, and the block tables that both have."""
-    per = [-(-n // size) for n in lens]
-    tables = torch.full((len(lens), max(per) + 1), 10**6, dtype=torch.int32)
-    order, at = torch.randperm(sum(per)).to(torch.int32), 0
-    for row, count in enumerate(per):
-        tables[row, :count], at = order[at : at + count], at + count
-    scales = torch.rand(2, kv_heads, device=DEVICE, generator=rng) / 50 + 0.01
-    shape = (sum(per), size, kv_heads, d)
-    made = []
-    for paired in (False, True):
-        data = torch.full((2, *shape), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
-        if paired:  # the other half of a pair is multiplied by 0: it may be anything that `kv_store` stores
-            data[1] = 448.0
-        made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
-    for row, n in enumerate(lens):
-        k, v = torch.randn(2, n, kv_heads, d, device=DEVICE, generator=rng).to(DTYPE)
-        places = torch.arange(n)
-        slots = (tables[row, places // size].long() * size + places % size).to(DEVICE)
-        for cache in made:
-            kv_store(k, v, cache, slots)
-    return made[0], made[1], tables.to(DEVICE)
-
-
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize(
-    ("d", "size", "block_n"),
-    [
-        pytest.param(d, size, block_n, marks=[] if (d, size) in QUICK else [pytest.mark.long])
-        for d in (16, 40, 64)
-        for size, block_n in ((16, 16), (32, 16), (6, 16), (2, 32))
-    ],
-)
-def test_attention_reads_values_in_pairs(
-    d: int, size: int, block_n: int, window: int | None, rng: torch.Generator
-) -> None:
-    lens = [1, 2, 33, 40, 7]
-    queries = [1, 1, 1, 1, 1]
-    heads = 6
-    kv_heads = 2
-    one, two, tables = caches(lens, size, kv_heads, d, rng)
-    contexts = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    q = torch.randn(len(lens), heads, d, device=DEVICE, generator=rng).to(DTYPE)
-    for splits in (1, 4):
-        config = DecodeConfig(block_n, 2, 2, splits)
-        found, wanted = (
-            paged_decode(
-                q, cache, tables, contexts, scale=d**-0.5, sliding_window=window, config=config
-            )
-            for cache in (two, one)
-        )
-        assert_close(found, wanted, f"decode, {splits} splits")
-    queries = [1, 2, 20, 5, 7]
-    q = torch.randn(sum(queries), heads, d, device=DEVICE, generator=rng).to(DTYPE)
-    tiles = torch.from_numpy(query_tiles(queries, lens, 16 // (heads // kv_heads))).to(DEVICE)
-    config = PrefillConfig(16, block_n, 2, 2)
-    found, wanted = (
-        paged_prefill(
-            q, cache, tables, tiles, scale=d**-0.5, sliding_window=window, config=config
-        )
-        for cache in (two, one)
-    )
-    assert_close(found, wanted, "prefill")
-
-
-@pytest.mark.parametrize("paired", [False, True])
-def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) -> None:
-    """A pending projection, normalized, rotated and stored at once, as if each were done by itself."""
-    tokens = 5
-    heads = 4
-    kv_heads = 2
-    d = 24
-    size = 4
-    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5, None, None)
-    columns = (heads + 2 * kv_heads) * d
-    values = torch.randn(tokens, columns, device=DEVICE, generator=rng).to(DTYPE)
-    rows, each = (torch.rand(n, device=DEVICE, generator=rng) + 0.5 for n in (tokens, columns))
-    angles = torch.randn(tokens, d // 2, device=DEVICE, generator=rng)
-    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    norms = HeadNorms(*torch.randn(2, d, device=DEVICE, generator=rng).to(DTYPE), 1e-6, False)
-    slots = torch.tensor([3, 0, 7, -1, 9], device=DEVICE)
-    scales = torch.rand(2, kv_heads, device=DEVICE, generator=rng) / 50 + 0.01
-    made = []
-    for _ in range(2):
-        data = torch.zeros(2, 3, size, kv_heads, d, device=DEVICE).to(torch.float8_e4m3fn)
-        made.append(LayerBlocks(data[0], data[1], *scales, PAIRS if paired else None))
-    pending = ProductScales(rows, each, DTYPE)
-    q, _, _ = norm_rope(
-        values, cos, sin, spec, norms=norms, cache=made[0], slots=slots, pending=pending
-    )
-    product = PendingScales(values, rows, each).finished(DTYPE)
-    wanted, k, v = norm_rope(product, cos, sin, spec, norms=norms)
-    kv_store(k, v, made[1], slots)
-    assert_close(q, wanted, "queries")
-    assert torch.equal(made[0].k.view(torch.uint8), made[1].k.view(torch.uint8)), "keys"
-    assert torch.equal(made[0].v.view(torch.uint8), made[1].v.view(torch.uint8)), "values"

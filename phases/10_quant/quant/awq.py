@@ -31,7 +31,7 @@ def input_scales(weights: Sequence[Tensor], hessian: Tensor, scheme: Scheme) -> 
 
     Args:
         weights: `[N, K]` each.
-        hessian: `[K, K]` float32 of their input, see `calibrate`.
+        hessian: `[K, K]` float32 of their input, `X^T X` over the rows of inputs `X`.
         scheme: int4.
     """
     size = hessian.diagonal().sqrt().clamp_min(1e-6)

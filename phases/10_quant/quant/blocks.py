@@ -71,10 +71,10 @@ class BlockWeight(nn.Module):
 
 
 class BlockEmbedding(BlockWeight):
-    """Takes the place of an `nn.Embedding`."""
+    """An embedding table in a GGUF file's groups; it replaces an `nn.Embedding`."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`[...]` -> `[..., K]` float32."""
+        """Return the rows of token ids `[...]`: `[..., K]` float32."""
         return self.dequantize(ids)
 
 
@@ -83,9 +83,9 @@ Product = Callable[["BlockLinear", Tensor], Tensor]
 
 
 class BlockLinear(BlockWeight):
-    """Takes the place of an `nn.Linear`. Activations stay in floating point.
+    """A linear layer in a GGUF file's groups; it replaces an `nn.Linear`. Inputs are not rounded.
 
-    product: multiplies; None: the weight is dequantized at each call, then multiplied by PyTorch.
+    product: computes `x [..., K]` times the weight; None: the weight is dequantized at each call.
     """
 
     product: Product | None = None
@@ -99,7 +99,7 @@ class BlockLinear(BlockWeight):
 
     @classmethod
     def tied(cls, embedding: BlockEmbedding) -> BlockLinear:
-        """Return the head that shares an embedding's memory."""
+        """Return an output head that has the tensors of an embedding."""
         with torch.device("meta"):
             head = cls(embedding.kind, *embedding.shape)
         head.data = embedding.data
@@ -108,7 +108,7 @@ class BlockLinear(BlockWeight):
         return head
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., K]` -> `[..., N]` in `x`'s dtype."""
+        """Map `x [..., K]` to `[..., N]` in `x`'s dtype."""
         if self.product is None or not x.numel():
             return F.linear(x, self.dequantize().to(x.dtype), self.bias)
         out = self.product(self, x.float()).to(x.dtype)
@@ -137,7 +137,7 @@ def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
 
 
 def tie_blocks(model: Model) -> None:
-    """Make the heads of quantized embeddings, now that these are loaded."""
+    """Replace output heads that are tied to quantized embeddings, once these are loaded."""
     for head, embedding in tied_blocks(model):
         model.set_submodule(head, BlockLinear.tied(embedding))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from common.options import option
 from forward.loading import WeightLoader
 from paged_cache import EngineBuilder, Feature
 from paged_cache.pool import KVFormat
+from quant import cpu
 from quant.formats import INT4, SCHEMES, Scheme
 from quant.kv import KV_DTYPES, head_scales, sample
 from quant.linear import QuantLinear
@@ -22,10 +23,10 @@ AUTO, PLAIN = "auto", "none"
 
 
 def head_for(scheme: str, device: torch.device) -> str:
-    """Return the head's format by default: that of the layers, but for four bits, by which it loses most.
+    """Return the format of the output head for `head=auto`, given the layers' format.
 
-    Then it is what a device reads fastest of those with eight: one with e4m3 products multiplies many tokens
-    by them without unpacking.
+    It is the layers' own, except for int4: the head loses most by four bits, so it gets eight. On a GPU with
+    e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
     """
     if scheme != "int4":
         return scheme
@@ -38,7 +39,7 @@ def head_for(scheme: str, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Quant(Feature):
-    """Weights, keys and values in 8 or 4 bits."""
+    """Quantize weights, keys and values to 8 or 4 bits."""
 
     name: ClassVar[str] = "quant"
     phase: ClassVar[int] = 10
@@ -68,11 +69,11 @@ class Quant(Feature):
         INT4.with_group(self.group_size)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Let the layers be quantized while the model is loaded."""
+        """Quantize layers while the model is loaded."""
         builder.weight_loader.replace(self, self.weight_loader())
 
     def weight_loader(self) -> WeightLoader:
-        """Return the say in how linear layers keep their weights."""
+        """Return the loader that quantizes linear layers as these options say."""
         layers = self._scheme(self.quantization)
         if self.head == AUTO and layers is not None:
             name = layers.name
@@ -88,15 +89,10 @@ class Quant(Feature):
         return scheme.with_group(self.group_size) if scheme.scales == "group" else scheme
 
     def install(self, builder: EngineBuilder) -> None:
-        """Keys and values; and the layers' fastest form, for the weights are there already."""
+        """Set the format of keys and values, and give quantized layers the device's fastest product."""
         if self.kv_cache != PLAIN:
             scales = head_scales(builder.model, [sample(builder.model)], self.kv_cache)
-            kv = KVFormat(KV_DTYPES[self.kv_cache], scales)
-            if _pairs(builder, self.kv_cache):
-                from quant.pairs import PAIRS  # Triton comes with it
-
-                kv = replace(kv, layout=PAIRS)
-            builder.kv.replace(self, kv)
+            builder.kv.replace(self, KVFormat(KV_DTYPES[self.kv_cache], scales))
         if not any(isinstance(layer, QuantLinear) for layer in builder.model.modules()):
             return
         if builder.feature(Kernels) is not None:
@@ -105,17 +101,4 @@ class Quant(Feature):
             install(builder.own_model())
             builder.reservations.append(lambda builder: unpacked_bytes(builder.model))
         elif builder.model.device.type == "cpu":
-            for layer in builder.own_model().modules():
-                if isinstance(layer, QuantLinear):
-                    layer.pack_for_cpu()
-
-
-def _pairs(builder: EngineBuilder, kind: str) -> bool:
-    """Return True if values lie in pairs: for kernels that read them so, with conversion by hardware."""
-    kernels = builder.feature(Kernels)
-    if kernels is None or kind != "fp8" or builder.block_size % 2:
-        return False
-    from triton_paged_attention.hardware import ADA, at_least
-
-    device = builder.model.device
-    return device.type != "cuda" or at_least(device, ADA)
+            cpu.install(builder.own_model())

@@ -23,6 +23,8 @@ LARGEST = {"fp8": 448.0, "int8": 127.0}
 """The largest magnitude of each; int8 leaves -128 out, so that a weight and its opposite are both there."""
 BLOCK = 128
 """Side of a block of weights that share a scale."""
+FORMATS = {("fp8", "channel"), ("fp8", "block"), ("int8", "channel"), ("int4", "group")}
+"""Weights that are supported, each with what shares a scale."""
 GROUPS = (256, 128, 64, 32, 16)
 """Sizes of groups, in inputs: each holds whole bytes of four-bit numbers, and whole words of a file."""
 
@@ -49,9 +51,9 @@ class Scheme:
 
     def __post_init__(self) -> None:
         """Refuse what no layer here can be."""
-        if (self.weights == "int4") != (self.scales == "group"):
+        if (self.weights, self.scales) not in FORMATS:
             raise UserError(
-                f"{self.name}: {self.weights} weights with a scale for each {self.scales}"
+                f"{self.name}: {self.weights} weights with a scale for each {self.scales} are not supported"
             )
         if self.scales == "group" and self.group not in GROUPS:
             sizes = ", ".join(map(str, sorted(GROUPS)))
@@ -62,22 +64,18 @@ class Scheme:
             raise UserError(
                 f"{self.name}: zero points are supported for int4 only, not {self.weights}"
             )
-        if self.weights == "int8" and self.scales != "channel":
-            raise UserError(
-                f"{self.name}: int8 weights need a scale for each channel, not {self.scales}"
-            )
-        if self.activations is not None and self.activations != self.weights:
+        if self.activations not in (None, self.weights):
             raise UserError(
                 f"{self.name}: {self.weights} weights with {self.activations} activations"
             )
 
     @property
     def bits(self) -> int:
-        """Of one number."""
+        """Bits of one number."""
         return 4 if self.weights == "int4" else 8
 
     def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
-        """The shape of the scales of a weight `[n, k]`."""
+        """Return the shape of the scales of a weight `[n, k]`."""
         if self.scales == "channel":
             return (n,)
         if self.scales == "block":
@@ -85,7 +83,7 @@ class Scheme:
         return (n, k // self.group)
 
     def with_group(self, size: int) -> Scheme:
-        """The same with groups of another size."""
+        """Return this scheme with groups of another size."""
         return replace(self, group=size)
 
     def fitted(self, k: int, name: str) -> Scheme:

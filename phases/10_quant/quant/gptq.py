@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): round one input's weights, and let the inputs not yet rounded make up for it."""
+"""GPTQ (arXiv 2210.17323): round the weights of one input, and correct those of the inputs that follow."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from quant.rtn import group_scales, to_eight_bits, to_nibbles
 from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 
 DAMPING = 0.01
-"""Of the mean diagonal, added to it: inputs that were never seen apart cannot be separated."""
+"""Share of the mean diagonal that is added to it: else inputs that are always equal give no inverse."""
 COLUMNS = 128
 """Inputs rounded before their errors are passed on to all the others in one product."""
 SHRINKS = tuple(1 - step / 40 for step in range(13))
-"""Scales that are tried for a group: of the one that just holds its largest weight, down to 0.7."""
+"""Factors tried for a group's scale: 1 just holds its largest weight, 0.7 clips the largest ones."""
 
 
 def quantize(
     weight: Tensor, hessian: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """Round a layer's weight to few bits, with the least error in what it makes of the inputs it was shown.
+    """Round a layer's weight so that its outputs change least for the inputs that the Hessian describes.
 
     Inputs are rounded in the order of the Hessian's diagonal, the largest first, while most others are left
-    to make up for them ("act-order"). Scales are those of the groups as they lie, chosen before: so the file
-    needs no index, and reading it costs nothing ("static" order). They are those of `search_scales` with the
-    diagonal for int4, and those of `rtn.quantize` for eight bits. An input that was never seen, 0 on the
-    diagonal, has 1 there in its place, and weights of 0. `weight` and `hessian` themselves stay as they are.
+    to make up for them ("act-order"). Scales belong to groups of neighbouring inputs and are chosen before,
+    so the file needs no index ("static" order): by `search_scales` for int4, by `rtn.quantize` for eight
+    bits. An input that was never seen has 0 on the diagonal; 1 is put there, and its weights become 0.
+    `weight` and `hessian` stay as they are.
 
     Args:
         weight: `[N, K]`.
-        hessian: `[K, K]` float32, see `calibrate`.
+        hessian: `[K, K]` float32, `X^T X` over the rows of inputs `X`.
         scheme: int4 without zero points, or eight bits with a scale for each channel.
         scale_dtype: of the scales of groups.
     """

@@ -1,9 +1,10 @@
-"""Quantized products by kernels, in the places of those in plain torch."""
+"""Quantized layers whose products are Triton kernels and a library's, instead of plain PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,19 +12,21 @@ from forward.model import Model
 from quant.linear import QuantLinear
 from quant.products import (
     eight_bits_are_faster,
-    eight_by_eight_whole,
-    from_words,
+    eight_by_eight,
     round_rows,
     to_words,
     unpack,
     words_fit,
 )
-from quant.weights import QuantizedWeight, pack_nibbles
+from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
 from triton_paged_attention.linear import FusedLinear
 
 
 class KernelLinear(QuantLinear):
-    """A `QuantLinear` that is multiplied by kernels and by the library; four bits lie in words."""
+    """A `QuantLinear` for a GPU: multiplied in eight bits, or unpacked to 16 and multiplied.
+
+    eight: whether the product is one of eight bits by eight. Four-bit numbers lie in the order of `to_words`.
+    """
 
     def __init__(self, linear: QuantLinear) -> None:
         weight = linear.weight
@@ -34,51 +37,48 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """The weight as it lies here: four bits in words, see `to_words`, and `order` left out."""
+        """The tensors as kernels read them: four bits in words, see `to_words`; without `order`."""
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 
     @property
     def weight(self) -> QuantizedWeight:
         """See `QuantLinear.weight`."""
-        four = self.scheme.weights == "int4"
-        data = pack_nibbles(from_words(self.data, self.shape[1])) if four else self.data
+        if self.scheme.weights != "int4":
+            return replace(self.stored, order=self.order)
+        numbers = QuantizedWeight(self.scheme, self.data, torch.ones_like(self.scale))
+        data = pack_nibbles(unpack(numbers, self.shape[1], torch.float32) + MIDDLE)
         return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., K]` -> `[..., N]` in `x`'s dtype."""
+        """Map `x [..., K]` to `[..., N]` in `x`'s dtype."""
         x = x if self.order is None else x.index_select(-1, self.order)
         kind = self.scheme.activations
         if kind is not None and x.numel():
             numbers = round_rows(x, kind)
             if self.eight:
-                out = eight_by_eight_whole(numbers, self.stored, x.dtype).view(
-                    *x.shape[:-1], self.shape[0]
-                )
+                out = eight_by_eight(numbers, self.stored, x.dtype)
+                out = out.view(*x.shape[:-1], self.shape[0])
                 return out if self.bias is None else out + self.bias
             x = (numbers.values.float() * numbers.scale[:, None]).to(x.dtype).view(x.shape)
         return F.linear(x, unpack(self.stored, self.shape[1], x.dtype), self.bias)
 
 
 def install(model: Model) -> Model:
-    """Put kernels in the places of quantized products, and return the model, which is the same object."""
+    """Replace quantized layers inside phase 06's `FusedLinear`s by `KernelLinear`s; return the same model."""
     for fused in model.modules():
-        linear = fused.linear if isinstance(fused, FusedLinear) else None
-        if (
-            isinstance(fused, FusedLinear)
-            and isinstance(linear, QuantLinear)
-            and words_fit(linear.scheme)
-        ):
+        if not isinstance(fused, FusedLinear):
+            continue
+        linear = fused.linear
+        if isinstance(linear, QuantLinear) and words_fit(linear.scheme):
             fused.linear = KernelLinear(linear)
     return model
 
 
 def unpacked_bytes(model: Model) -> int:
-    """Bytes of the largest weight that is unpacked as a whole where it meets many tokens."""
-    layers = [
-        layer
+    """Return the bytes of the largest weight that is unpacked to the model's dtype to be multiplied."""
+    sizes = [
+        layer.shape[0] * layer.shape[1]
         for layer in model.modules()
         if isinstance(layer, KernelLinear) and not layer.eight
     ]
-    return max(
-        (layer.shape[0] * layer.shape[1] * model.dtype.itemsize for layer in layers), default=0
-    )
+    return max(sizes, default=0) * model.dtype.itemsize

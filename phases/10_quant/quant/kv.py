@@ -1,4 +1,4 @@
-"""Keys and values in eight bits: what a head's numbers are divided by, to use the range there is."""
+"""Scales for keys and values in eight bits: each head has its own, to use the range of the format."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from paged_cache.pool import largest
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ROOM = {"fp8": 2.0, "int8": 1.1}
-"""How much larger than all that were seen a key may be: a float loses nothing by it, int8 a tenth."""
+"""Factor by which a key may exceed the largest of the sample; int8 loses a tenth of its steps by it."""
 SAMPLE = 256
-"""Tokens that scales are taken from while an engine is made."""
+"""Most tokens from which scales are computed when an engine is made."""
 
 
 def sample(model: Model) -> list[int]:
-    """`SAMPLE` tokens from all over the vocabulary, the same every time.
+    """Return at most `SAMPLE` token ids from all over the vocabulary, the same at each call.
 
-    What is large in keys is large for every token: a few channels that the rotation hardly turns, and biases.
+    They suffice for scales: what makes keys large does so for every token (channels that RoPE hardly rotates,
+    and biases).
     """
     generator = torch.Generator().manual_seed(0)
     count = min(SAMPLE, model.max_len)
@@ -33,7 +34,12 @@ def sample(model: Model) -> list[int]:
 
 
 def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tensor:
-    """Scales `[L, 2, KH]` float32 with which the keys and values of `texts` fit into `kind`, with `ROOM`."""
+    """Return scales `[L, 2, KH]` float32 that fit the keys and values of `texts`, times `ROOM`, into `kind`.
+
+    Args:
+        texts: token ids, each text by itself.
+        kind: a key of `KV_DTYPES`.
+    """
     seen = HeadMaxima(model)
     with torch.inference_mode():
         for tokens in texts:
@@ -44,7 +50,7 @@ def head_scales(model: Model, texts: Sequence[Sequence[int]], kind: str) -> Tens
 
 
 class HeadMaxima(RecomputeAttention):
-    """Phase 01's attention, which remembers the largest key and value of every head: `[L, 2, KH]`."""
+    """Phase 01's attention that records each head's largest key and value: `largest [L, 2, KH]`."""
 
     def __init__(self, model: Model) -> None:
         config = model.config
@@ -53,7 +59,7 @@ class HeadMaxima(RecomputeAttention):
         )
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [S, H, D]`, `k` and `v [S, KH, D]` -> `[S, H, D]`."""
+        """Record `k` and `v [S, KH, D]`, and return the attention of `q [S, H, D]`: `[S, H, D]`."""
         for side, x in enumerate((k, v)):
             most = x.float().abs().amax(dim=(0, 2))
             self.largest[layer.index, side] = self.largest[layer.index, side].maximum(most)

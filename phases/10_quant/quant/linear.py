@@ -1,115 +1,92 @@
-"""A linear layer that keeps its weight in few bits, in plain torch: on any device, and fast on a CPU."""
+"""A linear layer with a quantized weight, in plain PyTorch on any device."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quant import cpu
 from quant.formats import Scheme
 from quant.rtn import quantize, rounded
 from quant.weights import QuantizedWeight
 
 
 class QuantLinear(nn.Module):
-    """Takes the place of an `nn.Linear`. Its tensors are buffers, so they go where the model goes."""
+    """A linear layer with a `QuantizedWeight`; it replaces an `nn.Linear`.
+
+    The weight's tensors are buffers, so they move with the model. The weight is dequantized at each call:
+    `cpu.CpuLinear` and `kernel_layers.KernelLinear` are the same layer with faster products.
+    """
 
     data: Tensor
     scale: Tensor
     zero: Tensor | None
     order: Tensor | None
-    tiles: Tensor | None
-    scale_zero: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.scheme, self.shape = weight.scheme, weight.shape
-        for name in ("data", "scale", "zero", "order"):
-            self.register_buffer(name, getattr(weight, name))
-        self.register_buffer("tiles", None)
-        self.register_buffer("scale_zero", None)
+        self.register_buffer("data", weight.data)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("zero", weight.zero)
+        self.register_buffer("order", weight.order)
         self.register_parameter(
             "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
         )
 
     @classmethod
     def of(cls, linear: nn.Linear, scheme: Scheme, name: str) -> QuantLinear:
-        """The layer `name`, its weight rounded to the nearest that `scheme` has."""
+        """Quantize the layer `name`: round its weight to the nearest numbers of `scheme`."""
         return cls(quantized(linear.weight, scheme, name), linear.bias)
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The weight in the form that `QuantizedWeight` describes."""
-        data = (
-            self.data if self.tiles is None else cpu.from_tiles(self.tiles, self.scheme.group)
-        )
-        return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
-
-    def pack_for_cpu(self) -> None:
-        """Take the form that is the fastest to multiply with where the layer is now; no second copy stays."""
-        about = self.scheme, self.shape[0]
-        if self.tiles is None and self.data.device.type == "cpu" and cpu.tiles_fit(*about):
-            self.tiles = cpu.to_tiles(self.data)
-            self.data = self.data.new_empty((self.shape[0], 0))
-            self.scale_zero = cpu.scale_zero(self.scale, self.zero)
+        """The layer's weight in the layout that `QuantizedWeight` describes."""
+        return QuantizedWeight(self.scheme, self.data, self.scale, self.zero, self.order)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., K]` -> `[..., N]` in `x`'s dtype."""
-        x = x if self.order is None else x.index_select(-1, self.order)
-        if x.device.type == "cpu" and x.numel():
-            flat = x.reshape(-1, self.shape[1])
-            out = self._on_cpu(flat)
-            if out is not None:
-                out = out.view(*x.shape[:-1], self.shape[0])
-                return out if self.bias is None else out + self.bias
-        plain = replace(self.weight, order=None)
-        return F.linear(
-            rounded(x, self.scheme.activations), plain.dequantize().to(x.dtype), self.bias
-        )
-
-    def _on_cpu(self, x: Tensor) -> Tensor | None:
-        """`[M, K]` -> `[M, N]` by what PyTorch has for this scheme, or None."""
-        if self.tiles is not None and self.scale_zero is not None:
-            return cpu.int4_product(x, self.tiles, self.scheme.group, self.scale_zero)
-        if self.scheme.weights == "fp8" and self.scheme.scales != "block":
-            return cpu.fp8_product(
-                x, self.data, self.scale, self.scheme.activations is not None
-            )
-        if self.scheme.weights != "int8":
-            return None
-        if self.scheme.activations == "int8":
-            return cpu.w8a8_product(x, self.data, self.scale)
-        return cpu.int8_product(x, self.data, self.scale)
+        """Map `x [..., K]` to `[..., N]` in `x`'s dtype."""
+        return self.exact(x).to(x.dtype)
 
     def exact(self, x: Tensor) -> Tensor:
-        """Dequantize, then multiply, all in float32: what `forward` and every kernel must come to."""
+        """Map `x [..., K]` to `[..., N]`, computed in float32 by the definition.
+
+        Round the input if the scheme says so, dequantize the weight, multiply, and add the bias. Every faster
+        product is tested against this one.
+        """
         bias = None if self.bias is None else self.bias.float()
-        return F.linear(
-            rounded(x.float(), self.scheme.activations), self.weight.dequantize(), bias
-        )
+        inputs = rounded(x.float(), self.scheme.activations)
+        return F.linear(inputs, self.weight.dequantize(), bias)
 
     @staticmethod
     def joined(*parts: nn.Module) -> QuantLinear | None:
-        """Join layers that are quantized in the same way, all with a bias or none; see phase 06's `join`."""
-        found = [layer for layer in parts if isinstance(layer, QuantLinear)]
-        biases = [layer.bias for layer in found if layer.bias is not None]
-        alike = all(a.weight.can_concatenate(b.weight) for a, b in pairwise(found))
-        if len(found) < len(parts) or len(biases) not in (0, len(parts)) or not alike:
+        """Concatenate layers of one input along their outputs; see phase 06's `join`.
+
+        Returns:
+            None if a layer is not quantized, formats differ, or only some of the layers have a bias.
+        """
+        layers = [layer for layer in parts if isinstance(layer, QuantLinear)]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weights = [layer.weight for layer in layers]
+        if len(layers) < len(parts) or len(biases) not in (0, len(parts)):
             return None
-        weight = QuantizedWeight.cat([layer.weight for layer in found])
-        return QuantLinear(weight, torch.cat(tuple(biases)) if biases else None)
+        if not all(first.can_concatenate(second) for first, second in pairwise(weights)):
+            return None
+        bias = torch.cat(tuple(biases)) if biases else None
+        return QuantLinear(QuantizedWeight.cat(weights), bias)
 
 
 def quantized(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeight:
-    """A layer's weight `[N, K]` rounded to nearest. Scales of groups are bfloat16 unless it is float16.
+    """Round the weight `[N, K]` of the layer `name` to the nearest numbers of `scheme`.
+
+    Scales of groups are bfloat16, or float16 if the weight is.
+    Groups that do not divide K are made smaller.
 
     Raises:
-        UserError: no group divides its rows.
+        UserError: no size of group divides K.
     """
     kind = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
     return quantize(weight.detach(), scheme.fitted(weight.shape[1], name), kind)

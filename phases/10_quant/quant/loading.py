@@ -1,4 +1,4 @@
-"""Linear layers become quantized while a model is loaded: one at a time, so that two copies never exist."""
+"""Quantize linear layers while a model is loaded, one at a time: two copies of the weights never exist."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HEAD = "lm_head"
 
 
 class Quantize:
-    """Phase 01's `WeightLoader`: plain layers become quantized ones.
+    """A `WeightLoader` that replaces plain linear layers by quantized ones.
 
-    scheme: of every linear layer but the head; None: they stay as they are.
-    head: of the head; None: it stays as it is. A function is asked for each device.
+    scheme: the format of every linear layer but the output head; None: they stay plain.
+    head: the format of the output head; None: it stays plain. A function returns it for a device.
     """
 
     def __init__(
@@ -32,17 +32,21 @@ class Quantize:
         self.scheme, self.head = scheme, head
 
     def wanted(self, name: str, device: torch.device) -> Scheme | None:
-        """Return what is to be made of the plain layer `name`, whose weight is on `device`."""
+        """Return the format for the plain layer `name`, whose weight is on `device`; None: it stays plain."""
         if name != HEAD:
             return self.scheme
         return self.head(device) if callable(self.head) else self.head
 
     def reading(self) -> Quantize:
-        """Return one that reads the same checkpoints and quantizes nothing."""
+        """Return a loader that reads the same checkpoints and quantizes nothing."""
         return type(self)()
 
     def expect(self, model: Model) -> None:
-        """See `WeightLoader.expect`: of quantized checkpoints only the blocks of a GGUF file are read."""
+        """Add modules for a checkpoint with a GGUF file's blocks.
+
+        Raises:
+            UserError: the checkpoint is quantized in another format, or is to be quantized again.
+        """
         stored = model.config.quantization
         if stored is None:
             return
@@ -57,7 +61,7 @@ class Quantize:
         expect_blocks(model, stored["types"])
 
     def place(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """See `WeightLoader.place`: a weight that is to be quantized is so at once, and then let go of."""
+        """Store a checkpoint's tensor at `name` in `model`; a weight is quantized first, and then freed."""
         owner, _, leaf = name.rpartition(".")
         scheme = self.wanted(owner, tensor.device)
         layer = model.get_submodule(owner)
@@ -65,7 +69,7 @@ class Quantize:
             assign(model, name, tensor)
             return
         # The bias is on `meta` until it is placed in its turn.
-        replace_layer(model, owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
+        model.set_submodule(owner, QuantLinear(quantized(tensor, scheme, owner), layer.bias))
 
     def finish(self, model: Model) -> Model:
         """See `WeightLoader.finish`."""
@@ -74,7 +78,7 @@ class Quantize:
             layer = model.get_submodule(name)
             scheme = self.wanted(name, model.device)
             if scheme is not None and isinstance(layer, nn.Linear):
-                replace_layer(model, name, QuantLinear.of(layer, scheme, name))
+                model.set_submodule(name, QuantLinear.of(layer, scheme, name))
         return model
 
     def changes(self, model: Model) -> bool:
@@ -83,11 +87,5 @@ class Quantize:
 
 
 def plain_layers(model: nn.Module) -> list[str]:
-    """Return names, not layers: a list of these would keep them all alive until the last is replaced."""
+    """Return the names of a model's `nn.Linear`s. A list of the layers would keep them all in memory."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-
-
-def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of `name`."""
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, layer)

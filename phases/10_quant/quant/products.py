@@ -5,7 +5,6 @@ A kernel rounds an input to eight bits. Four bits lie in words, in the order in 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,42 +31,30 @@ class Rounded(NamedTuple):
 
 @triton.jit
 def token_scale(top, LARGEST: tl.constexpr):
-    """The scale of a token whose largest magnitude is `top`, and 1 over it; a token of zeros stays one."""
+    """Return a token's scale, from its largest magnitude `top`, and its inverse; the scale is never 0."""
     scale = tl.maximum(top * (1.0 / LARGEST), 1.1754943508222875e-38)
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def to_even(y):
-    """The nearest whole number; of two that are as near, the even one."""
-    down = tl.floor(y)
-    rest = y - down
-    odd = down - 2.0 * tl.floor(down * 0.5) > 0.5
-    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1.0, down)
-
-
-@triton.jit
 def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Numbers as eight bits can hold them, in float32: whole ones, or e4m3.
+    """Round float32 numbers to those that eight bits can hold: integers, or e4m3. They stay float32.
 
-    HARDWARE: it converts to e4m3 by itself. Not every GPU does, and the interpreter's conversion loses a
-    carry. A number of e4m3 has three bits behind its first; below 2^-6 it is a multiple of 2^-9.
+    WHOLE: integers, otherwise e4m3, which has three bits behind its first; below 2^-6 its numbers are
+    multiples of 2^-9. HARDWARE: the GPU converts to e4m3. Not every GPU does, and the interpreter's
+    conversion loses a carry. To add and subtract 1.5 * 2^23 rounds to the nearest integer, ties to even.
     """
     if WHOLE:
-        y = to_even(tl.minimum(tl.maximum(y, -LARGEST), LARGEST))
+        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+        y = (y + 12582912.0) - 12582912.0
     elif HARDWARE:
-        y = y.to(tl.float8e4nv).to(
-            tl.float32
-        )  # nothing beyond the largest becomes more than that
+        y = y.to(tl.float8e4nv).to(tl.float32)  # the conversion itself clips at the largest
     else:
         y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
         bits = y.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        y = tl.where(
-            tl.abs(y) < 0.015625,
-            to_even(y * 512.0) * 0.001953125,
-            bits.to(tl.float32, bitcast=True),
-        )
+        small = ((y * 512.0 + 12582912.0) - 12582912.0) * 0.001953125
+        y = tl.where(tl.abs(y) < 0.015625, small, bits.to(tl.float32, bitcast=True))
     return y
 
 
@@ -133,92 +120,37 @@ def to_words(weight: QuantizedWeight) -> Tensor:
     return words.flatten(1)
 
 
-def from_words(words: Tensor, size: int) -> Tensor:
-    """Undo `to_words`: `[N, K]` uint8 of 0 to 15, for `size` inputs."""
-    shifts = torch.tensor(
-        [[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32, device=words.device
-    )
-    parts = (
-        words.view(len(words), -1, 1, 16, 1) >> shifts[:, None, :]
-    ) & 15  # [N, spans, 4, 16, 2]
-    return parts.flatten(1).to(torch.uint8)[:, :size]
-
-
-class PendingScales(NamedTuple):
-    """A product that still has to be multiplied: `values [T, N]` by `rows [T]` and `columns [N]`, float32."""
-
-    values: Tensor
-    rows: Tensor
-    columns: Tensor
-
-    def finished(self, dtype: torch.dtype) -> Tensor:
-        """Return the product itself: `[T, N]`."""
-        return (self.values.float() * self.rows[:, None] * self.columns).to(dtype)
-
-
-def scales_inside(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Return whether the library multiplies by the scales itself."""
-    return (
-        x.values.is_cuda
-        and weight.data.dtype == torch.float8_e4m3fn
-        and dtype == torch.bfloat16
-    )
-
-
-def unscaled(x: Rounded, weight: QuantizedWeight) -> PendingScales:
-    """`x` times an eight-bit weight with scales by channel, still to be multiplied by both scales."""
-    values, data = x.values, weight.data
-    if values.is_cuda and data.dtype == torch.float8_e4m3fn:
-        one = _one(values.device)
-        # Sums of such products overflow float16.
-        out = torch._scaled_mm(
-            values,
-            data.t(),
-            scale_a=one,
-            scale_b=one,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-    elif values.is_cuda:
-        short = max(0, LEAST_ROWS - len(values))
-        out = torch._int_mm(F.pad(values, (0, 0, 0, short)) if short else values, data.t())[
-            : len(values)
-        ]
-    else:
-        out = F.linear(values.float(), data.float())
-    return PendingScales(out, x.scale, weight.scale)
-
-
-def eight_by_eight_whole(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """`x` times an eight-bit weight with scales by channel: `[T, N]`."""
-    if scales_inside(x, weight, dtype):
+def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return `x` times an eight-bit weight with scales by channel: `[T, N]`."""
+    if x.values.is_cuda and weight.data.dtype == torch.float8_e4m3fn:
+        # Not float16, in which sums of such products overflow.
         return torch._scaled_mm(
             x.values, weight.data.t(), scale_a=x.scale[:, None], scale_b=weight.scale[None],
-            out_dtype=dtype, use_fast_accum=True,
-        )  # fmt: skip
-    return unscaled(x, weight).finished(dtype)
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        ).to(dtype)  # fmt: skip
+    sums = multiply_numbers(x.values, weight.data)
+    return (sums.float() * x.scale[:, None] * weight.scale).to(dtype)
 
 
-@cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
+def multiply_numbers(values: Tensor, data: Tensor) -> Tensor:
+    """Return `values [T, K]` times `data [N, K]`: int8 on a GPU, without any scales; `[T, N]`."""
+    if not values.is_cuda:
+        return F.linear(values.float(), data.float())
+    tokens = len(values)
+    if tokens < LEAST_ROWS:
+        values = F.pad(values, (0, 0, 0, LEAST_ROWS - tokens))
+    return torch._int_mm(values, data.t())[:tokens]
 
 
 def eight_bits_are_faster(weight: QuantizedWeight, device: torch.device) -> bool:
-    """Return True if eight by eight is a product that the device has, for this weight."""
-    n, k = weight.shape
-    if (
-        weight.scheme.activations is None
-        or weight.scheme.scales != "channel"
-        or weight.order is not None
-    ):
+    """Return True if the device multiplies inputs of eight bits by this weight without unpacking it."""
+    scheme = weight.scheme
+    if scheme.activations is None or scheme.scales != "channel" or weight.order is not None:
         return False
     if device.type != "cuda":
         return True
-    return (
-        at_least(device, ADA if weight.scheme.weights == "fp8" else TURING)
-        and n % 16 == k % 16 == 0
-    )
+    fits = all(size % 16 == 0 for size in weight.shape)
+    return fits and at_least(device, ADA if scheme.weights == "fp8" else TURING)
 
 
 @triton.jit
@@ -226,7 +158,10 @@ def unpack8_kernel(
     out, data, scale, scale_stride,
     K: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and part of it."""
+    """Dequantize eight bits; one program for each row and `BLOCK_K` of its inputs.
+
+    out: `[N, K]` of type HALF. SIDE: of blocks that share a scale; 0: each row has a scale.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     w = tl.load(data + row * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -265,7 +200,7 @@ def unpack4_kernel(
 
 
 def unpack(weight: QuantizedWeight, size: int, dtype: torch.dtype) -> Tensor:
-    """The weight `[N, K]` in a type that can be multiplied; four bits lie as `to_words` leaves them."""
+    """Return the dequantized weight `[N, K]` in `dtype`; four bits are in the order of `to_words`."""
     n = len(weight.data)
     out = torch.empty(n, size, dtype=dtype, device=weight.data.device)
     scheme = weight.scheme

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from quant.formats import BLOCK, LARGEST, Activations, Scheme
-from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles
+from quant.weights import MIDDLE, QuantizedWeight, pack_nibbles, spread_blocks
 
 
 def quantize(
     weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """Each number to the nearest that the scheme has, the largest of those that share a scale to its end.
+    """Round a weight to the nearest numbers of a scheme; the largest of those with one scale fits exactly.
 
     Args:
         weight: `[N, K]`.
@@ -28,7 +28,7 @@ def quantize(
         padded = torch.nn.functional.pad(sizes, (0, -k % BLOCK, 0, -n % BLOCK))
         blocks = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
         scale = _nonzero(blocks.amax(dim=(1, 3)) / most)
-        each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+        each = spread_blocks(scale, n, k)
     else:
         scale = _nonzero(sizes.amax(dim=1) / most)
         each = scale[:, None]
@@ -36,7 +36,7 @@ def quantize(
 
 
 def to_eight_bits(numbers: Tensor, kind: str) -> Tensor:
-    """Float32 numbers within the range of fp8 or int8, rounded to it (to even where two are as near)."""
+    """Round float32 numbers to fp8 or int8, ties to even; numbers beyond the range become its ends."""
     most = LARGEST[kind]
     if kind == "fp8":
         return numbers.clamp(-most, most).to(torch.float8_e4m3fn)
@@ -62,12 +62,12 @@ def group_scales(
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """1 in the place of 0, which a row of zeros has: any scale is right for it, and 0 / 0 is not a number."""
+    """Replace scales of 0 by 1: a row of zeros has them, and 0 / 0 is not a number."""
     return scale.masked_fill(scale == 0, 1)
 
 
 def to_nibbles(numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Float32 numbers -> the nearest of 0 to 15, uint8; `scale` and `zero` of a shape that broadcasts."""
+    """Quantize float32 numbers to 0 .. 15, uint8; `scale` and `zero` broadcast to their shape."""
     middle = float(MIDDLE) if zero is None else zero.float()
     return ((numbers / scale.float()).round() + middle).clamp(0, 15).to(torch.uint8)
 

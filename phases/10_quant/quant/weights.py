@@ -1,10 +1,9 @@
-"""One linear layer's weight in few bits: numbers, scales, and nothing else."""
+"""The quantized weight of one linear layer: numbers, scales, zero points."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,20 +41,16 @@ class QuantizedWeight:
         return rows, columns * 8 // self.scheme.bits
 
     def dequantize(self) -> Tensor:
-        """The weight that this stands for, `[N, K]` float32. It is the oracle of every kernel."""
+        """Return the weight in float32, `[N, K]`. Every kernel is tested against it."""
         n, k = self.shape
         scheme, scale = self.scheme, self.scale.float()
         if scheme.weights == "int4":
-            numbers = (
-                unpack_nibbles(self.data).float().view(n, -1, scheme.group)
-            )  # [N, K / g, g]
+            numbers = unpack_nibbles(self.data).float()
+            numbers = numbers.view(n, -1, scheme.group)  # [N, K / g, g]
             zero = float(MIDDLE) if self.zero is None else self.zero.float()[..., None]
             weight = ((numbers - zero) * scale[..., None]).view(n, k)
         elif scheme.scales == "block":
-            each = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[
-                :, :k
-            ]  # [N, K]
-            weight = self.data.float() * each
+            weight = self.data.float() * spread_blocks(scale, n, k)
         else:
             weight = self.data.float() * scale[:, None]
         if self.order is None:
@@ -63,34 +58,33 @@ class QuantizedWeight:
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def can_concatenate(self, other: QuantizedWeight) -> bool:
-        """Return True if the two can be one weight with the outputs of this one first."""
-        alike = replace(self.scheme, name="") == replace(other.scheme, name="")
-        whole = self.scheme.scales != "block" or self.shape[0] % BLOCK == 0
-        ordered = self.order is other.order or (
-            self.order is not None
-            and other.order is not None
-            and torch.equal(self.order, other.order)
-        )
-        same = self.shape[1] == other.shape[1] and self.scale.dtype == other.scale.dtype
-        return alike and whole and ordered and same
+        """Return True if `cat` may put the outputs of `other` behind those of this weight."""
+        same_scheme = replace(self.scheme, name="") == replace(other.scheme, name="")
+        same_inputs = self.shape[1] == other.shape[1] and self.order is other.order
+        whole_blocks = self.scheme.scales != "block" or self.shape[0] % BLOCK == 0
+        same_dtype = self.scale.dtype == other.scale.dtype
+        return same_scheme and same_inputs and whole_blocks and same_dtype
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Concatenate weights of one input along their outputs, with their scales."""
-        if len(parts) == 1:
-            return parts[0]
-        assert all(part.can_concatenate(after) for part, after in pairwise(parts)), (
-            "parts differ"
-        )
+        """Concatenate weights of one input along their outputs; each keeps its scales.
+
+        Args:
+            parts: each but the last `can_concatenate` the next one.
+        """
         zeros = [part.zero for part in parts if part.zero is not None]
+        data = torch.cat([part.data.view(torch.uint8) for part in parts])
         return replace(
             parts[0],
-            data=torch.cat([part.data.view(torch.uint8) for part in parts]).view(
-                parts[0].data.dtype
-            ),
+            data=data.view(parts[0].data.dtype),
             scale=torch.cat([part.scale for part in parts]),
             zero=torch.cat(zeros) if zeros else None,
         )
+
+
+def spread_blocks(scale: Tensor, n: int, k: int) -> Tensor:
+    """Repeat scales of blocks, `[ceil(N / 128), ceil(K / 128)]`, for each weight: `[N, K]`."""
+    return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
 
 def check_scale(name: str, scale: Tensor) -> None:
@@ -102,11 +96,11 @@ def check_scale(name: str, scale: Tensor) -> None:
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:
-    """`[N, K]` of 0 to 15 -> `[N, K / 2]` uint8, the even column in the low nibble."""
+    """Pack numbers `[N, K]` of 0 to 15 into `[N, K / 2]` uint8, the even column in the low nibble."""
     numbers = numbers.to(torch.uint8)
     return numbers[:, ::2] | (numbers[:, 1::2] << 4)
 
 
 def unpack_nibbles(data: Tensor) -> Tensor:
-    """`[N, K / 2]` uint8 -> `[N, K]` uint8 of 0 to 15."""
+    """Unpack bytes `[N, K / 2]` into numbers `[N, K]` uint8 of 0 to 15: the low nibble first."""
     return torch.stack([data & 15, data >> 4], dim=-1).flatten(1)

@@ -29,7 +29,7 @@ from parallel.ranks import Ranks
 from parallel.shard import ROWS, VOCABULARY, Shard, Slice
 from quant.formats import BLOCK, Scheme
 from quant.linear import QuantLinear, quantized
-from quant.loading import Quantize, replace_layer
+from quant.loading import Quantize
 from quant.weights import QuantizedWeight
 
 
@@ -72,7 +72,7 @@ def load_part(
         part.own if weight_loader is None else weight_loader.finish(part.own), where
     )
     for path in [path for path, _ in model.named_modules() if path.endswith(ROWS)]:
-        replace_layer(model, path, RowLinear(model.get_submodule(path), ranks))
+        model.set_submodule(path, RowLinear(model.get_submodule(path), ranks))
     return model
 
 
@@ -176,7 +176,7 @@ class Part:
         scheme = self.whole_first(name)
         if scheme is not None and isinstance(layer, nn.Linear):
             weight = cut_inputs(quantized(value, scheme, owner), self.shard, name)
-            replace_layer(self.own, owner, QuantLinear(weight, layer.bias))
+            self.own.set_submodule(owner, QuantLinear(weight, layer.bias))
         elif self.weight_loader is not None:
             self.weight_loader.place(self.own, name, value.contiguous().clone())
         else:

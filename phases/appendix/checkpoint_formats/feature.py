@@ -16,7 +16,7 @@ from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
 from quant import Quant
 from quant.blocks import METHOD
-from quant.loading import Quantize, plain_layers, replace_layer
+from quant.loading import Quantize, plain_layers
 
 
 class ReadFormats(Quantize):
@@ -42,7 +42,7 @@ class ReadFormats(Quantize):
         for name in plain_layers(model):
             layer, layout = model.get_submodule(name), plan.layout(name)
             if layout is not None and isinstance(layer, nn.Linear):
-                replace_layer(model, name, StoredLinear(layer, layout, name))
+                model.set_submodule(name, StoredLinear(layer, layout, name))
 
     def finish(self, model: Model) -> Model:
         """See `WeightLoader.finish`."""
@@ -51,7 +51,7 @@ class ReadFormats(Quantize):
         ]:
             layer = model.get_submodule(name)
             assert isinstance(layer, StoredLinear)
-            replace_layer(model, name, layer.understood(name))
+            model.set_submodule(name, layer.understood(name))
         return super().finish(model)
 
 
@@ -68,7 +68,7 @@ class CheckpointFormats(Feature):
         return find(others, Quant) is not None
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Read what the checkpoint has in few bits, and leave the rest to `Quant`."""
+        """Read the layers that the checkpoint has quantized, and leave the others to `Quant`."""
         plain = builder.weight_loader.part
         if not isinstance(plain, Quantize):
             raise UserError(

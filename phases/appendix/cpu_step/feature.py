@@ -1,4 +1,4 @@
-"""Decode steps of few requests as one call of `step.cpp`, which reads weights and cache where they lie."""
+"""Decode steps of at most 16 requests as one call of `step.cpp`, without copies of weights or cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quant.blocks import BlockLinear
 
 # Registers of 16 numbers, for which PyTorch orders weights of four bits.
-WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 CAPABLE = torch.backends.cpu.get_cpu_capability() in ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = (
@@ -45,7 +45,7 @@ FLAGS = (
 # Requests in such a step; PyTorch's products of matrices are the faster ones for more.
 MOST = 16
 # Inputs of a product and a head's numbers are multiples of WIDTH, outputs of SIDE; of BLOCK with four bits in
-# PyTorch's order. A product has TASKS at most: each fetches ahead what is another's, so few are faster.
+# PyTorch's order. A product has TASKS at most: a task prefetches beyond its end, so more would be slower.
 WIDTH = 16
 SIDE = 4
 BLOCK = 64
@@ -55,13 +55,13 @@ PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 BLOCKS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
 NUMBERS = "code x y added outputs inputs group tasks heads kv_heads window block_size rope "
-PLACES = "weight scale minimum bias q_norm k_norm keys values"
+POINTERS = "weight scale minimum bias q_norm k_norm keys values"
 
 
 class Operator(Structure):
-    """See `step.cpp`."""
+    """One operator of a step, as `step.cpp` declares it: numbers, then addresses of tensors."""
 
-    _fields_ = [(name, c_int64) for name in (NUMBERS + PLACES).split()] + [
+    _fields_ = [(name, c_int64) for name in (NUMBERS + POINTERS).split()] + [
         ("factor", c_double)
     ]
 
@@ -82,13 +82,6 @@ def block_fields(layer: BlockLinear) -> dict[str, Any]:
     return {"code": BLOCKS[layer.kind], **sizes, **tensors}
 
 
-def is_block_linear(layer: nn.Module) -> bool:
-    """Return True for a layer with a GGUF file's blocks; phase 10 is there, or all layers would be plain."""
-    from quant.blocks import BlockLinear
-
-    return isinstance(layer, BlockLinear)
-
-
 def whole_tiles(count: int) -> int:
     """Return the rows of a workspace for `count` tokens: one, or a multiple of `SIDE`."""
     return 1 if count == 1 else -(-count // SIDE) * SIDE
@@ -104,12 +97,12 @@ def call_step(
     half: bool = False,
 ) -> None:
     """Run operators over the first `count` rows of a workspace; see `step.cpp`."""
-    places = [
+    addresses = [
         0 if tensor is None else tensor.data_ptr() for tensor in (space, positions, tables)
     ]
     columns = 0 if tables is None else tables.shape[1]
     sizes = [len(operators), count, space.shape[1], columns, half, torch.get_num_threads()]
-    call(operators, *map(c_int64, [*places, *sizes]))
+    call(operators, *map(c_int64, [*addresses, *sizes]))
 
 
 class OneCall:
@@ -141,7 +134,7 @@ class OneCall:
         size = max(
             heads, 4 * config.head_dim, config.hidden_size, 2 * config.intermediate_size
         )
-        self.x, self.h, self.y, self.mixed, self.wide, self.rope, self.logits = range(
+        self.x, self.h, self.y, self.mixed, self.projected, self.rope, self.logits = range(
             0, 7 * size, size
         )
         self.width = self.logits + config.vocab_size
@@ -153,7 +146,7 @@ class OneCall:
         self.operators = (Operator * len(made))(*made)
 
     def operator(self, code: int, x: int, y: int, tasks: int = 1, **fields: Any) -> Operator:
-        """An operator from columns at `x` to columns at `y`; the tensors that it points to are kept."""
+        """Return an operator from columns at `x` to columns at `y`; keep the tensors that it points to."""
         self.kept += fields.values()
         defaults = {
             "inputs": self.config.hidden_size,
@@ -163,7 +156,7 @@ class OneCall:
         return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
-        """Attention, then the MLP; Gemma normalizes what they return."""
+        """Return the operators of a block: attention, then the MLP; Gemma also normalizes their outputs."""
         config = self.config
         attention = block.self_attn
         spec = block.self_attn.spec
@@ -187,69 +180,76 @@ class OneCall:
         return [
             self.norm(ADD, block.input_layernorm),
             *self.products(
-                attention, self.h, self.wide, "qkv_proj", "q_proj", "k_proj", "v_proj"
+                attention, self.h, self.projected, "qkv_proj", "q_proj", "k_proj", "v_proj"
             ),
-            self.operator(TURN, self.wide, self.wide, turns, **heads, **norms),
+            self.operator(TURN, self.projected, self.projected, turns, **heads, **norms),
             self.operator(
-                ATTEND, self.wide, self.mixed, spec.num_heads, factor=spec.scale, **heads
+                ATTEND, self.projected, self.mixed, spec.num_heads, factor=spec.scale, **heads
             ),
             *self.products(attention, self.mixed, self.y, "o_proj"),
             *([self.norm(NORM, block.post_attention_layernorm)] if self.gemma else []),
             self.norm(ADD, before),
             *self.products(
-                block.mlp, self.h, self.wide, "gate_up_proj", "gate_proj", "up_proj"
+                block.mlp, self.h, self.projected, "gate_up_proj", "gate_proj", "up_proj"
             ),
-            self.operator(gate, self.wide, self.wide, inputs=config.intermediate_size),
-            *self.products(block.mlp, self.wide, self.y, "down_proj"),
+            self.operator(
+                gate, self.projected, self.projected, inputs=config.intermediate_size
+            ),
+            *self.products(block.mlp, self.projected, self.y, "down_proj"),
             *([self.norm(NORM, block.post_feedforward_layernorm)] if self.gemma else []),
         ]
 
     def products(self, owner: nn.Module, x: int, y: int, *names: str) -> Iterator[Operator]:
-        """Linear layers of one input, those of the names that there are; outputs lie one behind the other."""
+        """Yield the products of linear layers with one input; their outputs lie one behind the other.
+
+        Args:
+            names: of children of `owner`; those that it does not have are skipped.
+        """
         children = dict[str, Any](owner.named_children())
         for layer in (children[name] for name in names if name in children):
-            quantized = not isinstance(layer, nn.Linear)
-            if quantized and is_block_linear(layer):
-                if layer.shape[0] % SIDE:
-                    raise NotImplementedError
-                bias = None if layer.bias is None else layer.bias.float()
-                yield self.operator(x=x, y=y, bias=bias, **block_fields(layer))
-                y += layer.shape[0]
-                continue
-            if quantized and not self.exact(layer):
-                raise NotImplementedError
-            group = layer.scheme.group if quantized and layer.tiles is not None else 0
-            weight = layer.tiles if group else layer.data if quantized else layer.weight
-            scale = layer.scale_zero if group else layer.scale.float() if quantized else None
+            fields = self.product_fields(layer)
             bias = None if layer.bias is None else layer.bias.float()
-            outputs, inputs = weight.shape[0], weight.shape[1] * (2 if group else 1)
-            code, side = (INT4, BLOCK) if group else (PRODUCTS.get(weight.dtype), SIDE)
+            yield self.operator(x=x, y=y, bias=bias, **fields)
+            y += fields["outputs"]
+
+    def product_fields(self, layer: Any) -> dict[str, Any]:
+        """Return an operator's fields for a linear layer's weight.
+
+        Raises:
+            NotImplementedError: `step.cpp` has no product for it.
+        """
+        group, side = 0, SIDE
+        scale = None
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight
+        else:
+            # Phase 10 is there, or all layers would be plain.
+            from quant.blocks import BlockLinear
+            from quant.cpu import CpuLinear
+
+            if isinstance(layer, BlockLinear) and layer.shape[0] % SIDE == 0:
+                return block_fields(layer)
             if (
-                code is None
-                or (code == INT4 and not WIDE)
-                or inputs % WIDTH
-                or outputs % side
-                or not weight.is_contiguous()
+                not isinstance(layer, CpuLinear)
+                or layer.scheme.activations
+                or layer.order is not None
             ):
                 raise NotImplementedError
-            about = {
-                "weight": weight,
-                "scale": scale,
-                "bias": bias,
-                "outputs": outputs,
-                "inputs": inputs,
-            }
-            yield self.operator(
-                code, x, y, min(-(-outputs // BLOCK), TASKS), group=group, **about
-            )
-            y += outputs
-
-    def exact(self, layer: Any) -> bool:
-        """Return True for a layer of few bits whose inputs stay as they are."""
-        from quant.linear import QuantLinear  # phase 10 is there, or all layers would be plain
-
-        quantized = isinstance(layer, QuantLinear)
-        return quantized and layer.scheme.activations is None and layer.order is None
+            weight, scale = layer.data, layer.scale.float()
+            if layer.tiles is not None:
+                group, side = layer.scheme.group, BLOCK
+                weight, scale = layer.tiles, layer.scale_zero
+        outputs, inputs = weight.shape[0], weight.shape[1] * (2 if group else 1)
+        code = INT4 if group else PRODUCTS.get(weight.dtype)
+        unknown = code is None or (code == INT4 and not AVX512)
+        if unknown or inputs % WIDTH or outputs % side or not weight.is_contiguous():
+            raise NotImplementedError
+        sizes = {
+            "outputs": outputs,
+            "inputs": inputs,
+            "tasks": min(-(-outputs // BLOCK), TASKS),
+        }
+        return {"code": code, "group": group, "weight": weight, "scale": scale, **sizes}
 
     def norm(self, code: int, norm: nn.Module) -> Operator:
         """A norm over a vector: of what a layer returned, in place; or of `x` when that is added to it."""
@@ -261,14 +261,14 @@ class OneCall:
         return None if norm is None else norm.weight.float() + (1 if self.gemma else 0)
 
     def supports(self, works: Sequence[Work], masked: bool) -> bool | None:
-        """Steps in which each of few requests computes one token, and samples the next."""
+        """Return True for at most `MOST` requests that each compute and sample one token, else None."""
         return (
             len(works) <= MOST
             and all(work.count == 1 == len(work.sampled_requests) for work in works)
         ) or None
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
-        """The first half of a step, and its logits."""
+        """Compute a step's hidden states and logits; sampling is the runner's."""
         works = sorted(works, key=lambda work: work.row)
         self.runner.refresh(works)
         batch = cast(PagedBatch, self.runner.prepare(works))
@@ -289,7 +289,7 @@ class OneCall:
 
 @dataclass(frozen=True)
 class CpuStep(Feature):
-    """Decode steps of few requests are one call of compiled C++."""
+    """Run decode steps of at most 16 requests as one call of compiled C++."""
 
     name: ClassVar[str] = "cpu_step"
     phase: ClassVar[int] = 9

@@ -1,9 +1,9 @@
-"""Faster kernels for weights of few bits, as a feature of an engine."""
+"""Faster kernels for weights of 4 and 8 bits, as a feature of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class QuantKernels(Feature):
-    """Weights of few bits have kernels of their own for one token, and eight bits stay eight in between."""
+    """Kernels for one token times quantized weights; activations stay in eight bits for more tokens."""
 
     name: ClassVar[str] = "quant_kernels"
     phase: ClassVar[int] = 10
@@ -29,13 +29,21 @@ class QuantKernels(Feature):
         return inside and device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add ways to quantized layers."""
-        if builder.feature(Kernels) is None:
+        """Add kernels to quantized layers, and lay out the values of an fp8 cache in pairs."""
+        kernels = builder.feature(Kernels)
+        if kernels is None:
             raise UserError(
                 "quant_kernels is True, but must be False without the kernels' layers"
             )
         from phases.appendix.quant_kernels.layers import install
+        from phases.appendix.quant_kernels.pairs import PAIRS
         from quant.kernel_layers import KernelLinear
+        from quant.products import hardware_rounds
 
         if any(isinstance(layer, KernelLinear) for layer in builder.model.modules()):
             install(builder.own_model())
+        device = builder.model.device
+        converts = device.type != "cuda" or hardware_rounds(device)
+        fp8 = builder.kv.part.dtype == torch.float8_e4m3fn
+        if fp8 and kernels.attends and converts and builder.block_size % 2 == 0:
+            builder.kv.decorate(self, lambda kv: replace(kv, layout=PAIRS))

@@ -16,18 +16,16 @@ from phases.appendix.latency.single_request import SingleRequestSplits, starts_e
 from phases.appendix.latency.tables import fused_heads_are_faster
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
-from phases.appendix.quant_kernels.inputs import gated_rows, norm_rows, round_vector
-from quant.formats import LARGEST, Activations
-from quant.kernel_layers import KernelLinear
-from quant.products import (
+from phases.appendix.quant_kernels.inputs import (
     PendingScales,
-    Rounded,
-    eight_by_eight_whole,
-    hardware_rounds,
-    round_rows,
-    scales_inside,
+    gated_rows,
+    norm_rows,
+    round_vector,
     unscaled,
 )
+from quant.formats import LARGEST, Activations
+from quant.kernel_layers import KernelLinear
+from quant.products import Rounded, eight_by_eight, hardware_rounds, round_rows
 from triton_paged_attention.kernels.rope import ProductScales
 from triton_paged_attention.layers import (
     FusedAttention,
@@ -146,8 +144,8 @@ def multiply(
     """
     assert isinstance(layer.linear, KernelLinear) and isinstance(x, Rounded)
     weight = layer.linear.stored
-    if len(x.values) >= MANY and scales_inside(x, weight, dtype):
-        return eight_by_eight_whole(x, weight, dtype)
+    if len(x.values) >= MANY and x.values.is_cuda and weight.scheme.weights == "fp8":
+        return eight_by_eight(x, weight, dtype)
     return unscaled(x, weight)
 
 

@@ -32,15 +32,15 @@ ODD = tl.constexpr(
 
 
 @triton.jit
-def byte_of(words, odd: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr):
-    """The even or the odd tokens' values in `words`, of type WIDE."""
+def byte_of(words, odd: tl.constexpr, PRODUCT: tl.constexpr, ASM: tl.constexpr):
+    """The even or the odd tokens' values in `words`, of type PRODUCT."""
     if ASM:
         values = tl.inline_asm_elementwise(
             ODD if odd else EVEN, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         number = ((words.to(tl.int32) >> (8 if odd else 0)) & 255).to(tl.uint8)
-        values = number.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(WIDE)
+        values = number.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(PRODUCT)
     return values
 
 
@@ -56,21 +56,21 @@ def attend_pairs(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """`tiles.attend` for such a cache; `low` is even, and there is no TMA. Products are made in WIDE."""
-    WIDE: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
+    """`tiles.attend` for such a cache; `low` is even, and there is no TMA. Products are made in PRODUCT."""
+    PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32
     pair = 2 * tl.arange(0, BLOCK_N // 2)
     d = tl.arange(0, D_PAD)
     inside = (d < D)[None, :]
     factor = unit(scale, soft_cap, SOFT_CAP)
-    query = query.to(WIDE)
+    query = query.to(PRODUCT)
     block = lookup(table, low, high, pair, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         next_block = lookup(table, start + BLOCK_N, high, pair, P, BLOCK_N)
         key = start + pair
         first = (key < high)[:, None] & inside
         if P % BLOCK_N == 0:
-            # One block: its address is one number, and places in it are small ones.
+            # One block: its address is one number, and offsets in it are small ones.
             base = (
                 block.to(tl.int64) * block_stride
                 + start % P * slot_stride
@@ -92,8 +92,8 @@ def attend_pairs(
         odd_keys = k_cache + base + slot_stride
         next_keys = tl.load(odd_keys + at, mask=(key + 1 < high)[:, None] & inside, other=0.0)
         words = tl.load(v_cache + base_v + at_v, mask=first, other=0)
-        even = raw_scores(query, keys.to(WIDE), scale, soft_cap, SOFT_CAP)
-        odd = raw_scores(query, next_keys.to(WIDE), scale, soft_cap, SOFT_CAP)
+        even = raw_scores(query, keys.to(PRODUCT), scale, soft_cap, SOFT_CAP)
+        odd = raw_scores(query, next_keys.to(PRODUCT), scale, soft_cap, SOFT_CAP)
         if MASK == "all":
             even = hide(even, key, position, start, high, CAUSAL, WINDOW, False)
             odd = hide(odd, key + 1, position, start, high, CAUSAL, WINDOW, False)
@@ -107,10 +107,13 @@ def attend_pairs(
         # The last pair may have no odd token. What lies there has weight 0 and is a number, for none but
         # numbers are ever stored (see `kv_store.encode`). Hiding it would cost a trip through shared memory.
         acc = tl.dot(
-            p_even.to(WIDE), byte_of(words, False, WIDE, ASM), acc, input_precision="ieee"
+            p_even.to(PRODUCT),
+            byte_of(words, False, PRODUCT, ASM),
+            acc,
+            input_precision="ieee",
         )
         acc = tl.dot(
-            p_odd.to(WIDE), byte_of(words, True, WIDE, ASM), acc, input_precision="ieee"
+            p_odd.to(PRODUCT), byte_of(words, True, PRODUCT, ASM), acc, input_precision="ieee"
         )
         m = new_m
         block = next_block
@@ -119,7 +122,7 @@ def attend_pairs(
 
 @triton.jit
 def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the place of a token's first value, and how far apart its values are."""
+    """Return the offset of a token's first value, and the distance between its values."""
     return (slot // P) * block_stride + (slot % P) // 2 * 2 * slot_stride + slot % 2, 2
 
 

@@ -1,4 +1,4 @@
-"""Quantize a whole model by any method: what `ladder quantize` and the measurements of quality call."""
+"""Quantize all blocks of a model, by rounding to nearest, GPTQ or AWQ."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
-from forward.layers import GatedMLP, RMSNorm
+from forward.layers import GatedMLP
 from forward.model import Model
 from forward.models.gemma3 import Gemma3Block, Gemma3RMSNorm
 from forward.models.llama import LlamaAttention, LlamaBlock
+from phases.appendix.checkpoint_formats.calibrate import Hessians, blocks_of, sweep
 from quant import awq, gptq, rtn
-from quant.calibrate import Hessians, blocks_of, sweep
 from quant.formats import Scheme
 from quant.linear import QuantLinear
-from quant.loading import plain_layers, replace_layer
+from quant.loading import plain_layers
 
 Method = Literal["rtn", "gptq", "awq"]
 Progress = Callable[[str], None]
 HALF = torch.bfloat16
-"""What scales of groups are kept in."""
+"""The dtype of the scales of groups."""
 
 
 def quantize_model(
@@ -32,13 +32,13 @@ def quantize_model(
     texts: Sequence[Sequence[int]] = (),
     progress: Progress = lambda name: None,
 ) -> None:
-    """Put `QuantLinear`s in the places of the linear layers of a model's blocks; the head stays as it is.
+    """Replace the linear layers of a model's blocks by `QuantLinear`s; the head stays as it is.
 
     Args:
-        model: phase 01's. The old layers go one by one.
-        scheme: of all layers, with smaller groups where they do not divide a layer's inputs.
-        method: gptq and awq choose four-bit numbers; the others leave nothing to choose.
-        texts: pieces of text as tokens, which gptq and awq need.
+        model: phase 01's. Its plain layers are freed one by one.
+        scheme: the format of all layers, with smaller groups where they do not divide a layer's inputs.
+        method: gptq and awq need int4; gptq also takes eight bits with scales by channel.
+        texts: pieces of a calibration text as tokens, for gptq and awq.
         progress: called with each block's name before its turn.
 
     Raises:
@@ -55,20 +55,20 @@ def quantize_model(
     def change(name: str, block: nn.Module, hessians: Hessians) -> None:
         progress(name)
         if method == "awq":
-            _move_scales(name, block, scheme, hessians)
-        _each(name, block, scheme, method, hessians)
+            move_scales(name, block, scheme, hessians)
+        quantize_block(name, block, scheme, method, hessians)
 
-    if method != "rtn":
+    if method == "rtn":
+        for name, block in blocks_of(model):
+            change(name, block, {})
+    else:
         sweep(model, texts, change)
-        return
-    for name, block in blocks_of(model):
-        change(name, block, {})
 
 
-def _each(
+def quantize_block(
     name: str, block: nn.Module, scheme: Scheme, method: Method, hessians: Hessians
 ) -> None:
-    """Replace the linear layers of a block, one after the other."""
+    """Replace the linear layers of the block `name` by quantized ones, one after the other."""
     for inner in plain_layers(block):
         layer = block.get_submodule(inner)
         assert isinstance(layer, nn.Linear)
@@ -79,29 +79,30 @@ def _each(
             weight = awq.quantize(layer.weight, hessians[inner].diagonal(), own, HALF)
         else:
             weight = rtn.quantize(layer.weight, own, HALF)
-        replace_layer(block, inner, QuantLinear(weight, layer.bias))
+        block.set_submodule(inner, QuantLinear(weight, layer.bias))
 
 
-def _move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
-    """Multiply weights by AWQ's `s`, and divide what makes their input, and its matrices, by it."""
+def move_scales(name: str, block: nn.Module, scheme: Scheme, hessians: Hessians) -> None:
+    """Multiply a block's weights by AWQ's scales; divide the layer before, and Hessians, by them."""
     names = {layer: inner for inner, layer in block.named_modules()}
-    for maker, layers in _inputs(name, block):
+    for source, layers in sources(name, block):
         first = names[layers[0]]
         own = scheme.fitted(layers[0].in_features, f"{name}.{first}")
         scales = awq.input_scales([layer.weight for layer in layers], hessians[first], own)
-        _divide(maker, scales)
+        divide_outputs(source, scales)
         for layer in layers:
-            layer.weight = nn.Parameter(
-                (layer.weight * scales).to(layer.weight.dtype), requires_grad=False
-            )
+            layer.weight = _parameter(layer.weight * scales, layer.weight)
             hessians[names[layer]] = hessians[names[layer]] / (scales * scales[:, None])
 
 
-def _inputs(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
-    """Yield each layer whose output can be divided by `s` at no cost, and the layers that take it.
+def sources(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear]]]:
+    """Return the layers of a block that can divide their outputs at no cost, each with its readers.
 
-    What attention returns can be only where every query head has values of its own, so the projection behind
-    it is left out.
+    The output projection is left out: attention could divide its outputs only if every query head had values
+    of its own.
+
+    Raises:
+        UserError: the block is of a family that AWQ does not support here.
     """
     if not isinstance(block, LlamaBlock | Gemma3Block):
         raise UserError(
@@ -109,30 +110,26 @@ def _inputs(name: str, block: nn.Module) -> list[tuple[nn.Module, list[nn.Linear
         )
     attention, mlp = block.self_attn, block.mlp
     assert isinstance(attention, LlamaAttention) and isinstance(mlp, GatedMLP)
-    before = (
-        block.pre_feedforward_layernorm
-        if isinstance(block, Gemma3Block)
-        else block.post_attention_layernorm
-    )
+    norm = block.post_attention_layernorm
+    if isinstance(block, Gemma3Block):
+        norm = block.pre_feedforward_layernorm
     return [
         (block.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj]),
-        (before, [mlp.gate_proj, mlp.up_proj]),
+        (norm, [mlp.gate_proj, mlp.up_proj]),
         (mlp.up_proj, [mlp.down_proj]),
     ]
 
 
-def _divide(maker: nn.Module, scales: Tensor) -> None:
-    """Make `maker`'s outputs smaller by `scales`."""
-    weight = maker.weight
+def divide_outputs(layer: nn.Module, scales: Tensor) -> None:
+    """Divide the weight, and the bias, of a norm or a linear layer, so that its outputs are divided."""
+    weight = layer.weight
     assert isinstance(weight, Tensor)
-    if isinstance(maker, Gemma3RMSNorm):
-        divided = (1 + weight.float()) / scales - 1  # what is stored is the distance from 1
-    elif isinstance(maker, RMSNorm):
-        divided = weight.float() / scales
-    else:
-        assert isinstance(maker, nn.Linear)
-        divided = weight.float() / scales[:, None]
-        if maker.bias is not None:
-            bias = maker.bias.float() / scales
-            maker.bias = nn.Parameter(bias.to(maker.bias.dtype), requires_grad=False)
-    maker.weight = nn.Parameter(divided.to(weight.dtype), requires_grad=False)
+    added = 1 if isinstance(layer, Gemma3RMSNorm) else 0  # it stores the distance from 1
+    divisor = scales[:, None] if isinstance(layer, nn.Linear) else scales
+    layer.weight = _parameter((weight.float() + added) / divisor - added, weight)
+    if isinstance(layer, nn.Linear) and layer.bias is not None:
+        layer.bias = _parameter(layer.bias.float() / scales, layer.bias)
+
+
+def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.to(like.dtype), requires_grad=False)

@@ -1,8 +1,8 @@
-"""The inputs of a model's layers over a text, block by block, so that methods can ask which weights matter.
+"""The inputs of a model's layers over a text, block by block, for methods that choose numbers by them.
 
-A method needs of a layer's inputs `X [tokens, K]` no more than `X^T X / tokens [K, K]`: the mean error that a
-change `D [N, K]` of the weight makes in the output is the trace of `D H D^T`. One block's matrices are in
-memory at a time, made with what the blocks below, quantized already, let through.
+Of a layer's inputs `X [tokens, K]` a method needs `H = X^T X / tokens [K, K]`: the mean squared error that a
+change `D [N, K]` of the weight causes is the trace of `D H D^T`. The matrices of one block are in memory at a
+time; its inputs come from the blocks below, which are quantized already.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from forward.attention import RecomputeAttention
 from forward.model import Model
 
 TEXT = Path(__file__).with_name("news_from_nowhere.txt")
-"""The calibration text by default: the first 185,000 characters of William Morris, "News from Nowhere", 1890.
+"""The default calibration text: 185,000 characters of a novel by William Morris, published in 1890.
 
 It is in the public domain: the author died in 1896. The transcription is Project Gutenberg's eBook 3261, of
 the edition of 1908, with each paragraph on one line and without Project Gutenberg's own words.
 """
 Hessians = dict[str, Tensor]
-"""Of each linear layer of a block, under its name within it: `[K, K]` float32."""
+"""`H [K, K]` float32 of each linear layer of a block, by the layer's name within the block."""
 
 
 def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
-    """The model's blocks in order, by name."""
+    """Return the names and modules of a model's blocks, from the first to the last."""
     return [
         (f"layers.{name}", block)
         for name, block in model.get_submodule("layers").named_children()
@@ -39,7 +39,11 @@ def blocks_of(model: Model) -> list[tuple[str, nn.Module]]:
 
 
 def samples(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """The last `count` pieces of `length` tokens of a text; it must hold one."""
+    """Return the last `count` pieces of `length` tokens of a text.
+
+    Raises:
+        UserError: the text is shorter than one piece.
+    """
     pieces = [
         list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)
     ]
@@ -56,25 +60,25 @@ def sweep(
     texts: Sequence[Sequence[int]],
     change: Callable[[str, nn.Module, Hessians], None],
 ) -> None:
-    """Call `change(name, block, hessians)` for each block from the first to the last.
+    """Call `change(name, block, hessians)` for each block, from the first to the last.
 
-    What `change` makes of a block is what the blocks above it see.
+    A block reads what the blocks below compute after `change` has quantized them.
     """
     blocks = blocks_of(model)
     calls = [_arguments(model, text, [block for _, block in blocks]) for text in texts]
     inputs = [first for first, _ in calls]
-    for place, (name, block) in enumerate(blocks):
+    for number, (name, block) in enumerate(blocks):
         with watch(block) as hessians:
             for x, (_, rest) in zip(inputs, calls, strict=True):
-                block(x, *rest[place])
+                block(x, *rest[number])
         change(name, block, hessians)
-        inputs = [block(x, *rest[place]) for x, (_, rest) in zip(inputs, calls, strict=True)]
+        inputs = [block(x, *rest[number]) for x, (_, rest) in zip(inputs, calls, strict=True)]
 
 
 def _arguments(
     model: Model, text: Sequence[int], blocks: Sequence[nn.Module]
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
-    """Return the first block's input, and the other arguments of every block."""
+    """Return the input of the first block for a text, and the other arguments of every block."""
     seen: list[tuple[Any, ...]] = []
     hooks = [
         block.register_forward_pre_hook(lambda _, given: seen.append(given))
@@ -89,7 +93,7 @@ def _arguments(
 
 @contextmanager
 def watch(block: nn.Module) -> Iterator[Hessians]:
-    """Gather the linear layers' matrices from whatever the block computes meanwhile."""
+    """Compute `H` of each linear layer from the block's calls inside the `with` statement."""
     found: Hessians = {}
     counts: Counter[str] = Counter()
 
