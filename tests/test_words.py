@@ -22,7 +22,6 @@ PENDING = {
     "phases/11_speculative",
     "phases/12_structured",
     "phases/13_serving",
-    "phases/14_parallel",
     "phases/15_replicas/replicas/gate.py",
     "phases/16_experts",
     "phases/17_hybrid_cache",
