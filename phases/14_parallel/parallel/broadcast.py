@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from common.request import Request
-from common.sampling.params import SamplingParams
 from common.sampling.sampler import TokenBitmask
 from continuous.rows import RequestRows
 from continuous.runner import Forwarded, Pending
@@ -23,7 +22,7 @@ from continuous.work import Work
 from forward.model import Model
 from paged_cache import PagedAttention, PagedRunner
 from paged_cache.cache import PagedCache
-from parallel.messages import CacheChanges, ForwardMessage, SampleMessage, WorkMessage
+from parallel.messages import CacheChanges, ForwardMessage, SampleMessage, with_rows
 from parallel.worker_group import WorkerGroup
 
 
@@ -49,7 +48,7 @@ class StepCache:
         """Return what the other ranks' caches lack before these works run, and take it from rank 0's cache.
 
         Of the tables these are the entries that the works read and that differ from what was returned last
-        for their places.
+        for the same entries.
         """
         rows = np.array([work.row for work in works])
         width = self.blocks_for(max(work.start + work.count for work in works))
@@ -105,7 +104,7 @@ class BroadcastExecutor:
         requests = [bare(request) for request in self.runner.rows.fresh.values()]
         changes = self.cache.collect(works)
         stained = self.runner.attention.pool.stained
-        own = [WorkMessage.of(work) for work in works]
+        own = [with_rows(work) for work in works]
         self.workers.broadcast(ForwardMessage(own, ticket, requests, changes, stained))
         self.cache.apply(changes)
         asked = ((other, other.supports(works, ticket)) for other in self.others)
@@ -120,17 +119,11 @@ class BroadcastExecutor:
 
 
 class StepWorker:
-    """Runs the halves of steps that rank 0 broadcasts, on any other rank.
-
-    requests: by row, the newest request that rank 0 has put there.
-    """
+    """Runs the halves of steps that rank 0 broadcasts, on any other rank."""
 
     def __init__(self, runner: PagedRunner, cache: StepCache) -> None:
         self.runner = runner
         self.cache = cache
-        self.requests = [
-            Request(0, [], 0, 0, SamplingParams(), row=row) for row in range(runner.rows.count)
-        ]
         device = runner.model.device
         words = -(-runner.model.config.vocab_size // 32)
         self._no_masks = TokenBitmask(
@@ -143,12 +136,11 @@ class StepWorker:
         """Run the first half of a step, after its new requests and changes of the cache are known here."""
         rows = self.runner.rows
         for request in message.requests:
-            self.requests[request.row] = rows.fresh[request.row] = request
+            rows.fresh[request.row] = request
             rows.prompt_lens[request.row] = request.prompt_len
         self.cache.apply(message.changes)
         self.runner.attention.pool.stained = message.stained
-        works = [work.work(self.requests) for work in message.works]
-        self._step = self.runner.forward(works, masked=message.masked)
+        self._step = self.runner.forward(message.works, masked=message.masked)
 
     def sample(self, message: SampleMessage) -> None:
         """Run the second half of the step; rank 0 alone has masks, and its tokens count where it has any."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -15,27 +14,17 @@ from common.request import Request
 from continuous.work import Work
 
 
-class WorkMessage(NamedTuple):
-    """A `Work` whose requests are named by their rows."""
+class RowOnly(NamedTuple):
+    """Stands for a request in a `Work`: runners read its row and nothing else."""
 
     row: int
-    start: int
-    num_tokens: int
-    drafts: tuple[int, ...]
-    sampled_rows: tuple[int, ...]
-    drafts_forced: bool
 
-    @classmethod
-    def of(cls, work: Work) -> WorkMessage:
-        """Return the message of a work."""
-        rows = tuple(request.row for request in work.sampled_requests)
-        return cls(work.row, work.start, work.count, work.drafts, rows, work.drafts_forced)
 
-    def work(self, requests: Sequence[Request]) -> Work:
-        """Return the work on another rank. requests: by row, those of that rank."""
-        row, start, count, drafts, rows, forced = self
-        sampled = tuple(requests[each] for each in rows)
-        return Work(requests[row], row, start, count, drafts, sampled, forced)
+def with_rows(work: Work) -> Work:
+    """Return a work that names its requests by their rows alone, so that it is small when pickled."""
+    stand_in: Any = RowOnly
+    sampled = tuple(stand_in(request.row) for request in work.sampled_requests)
+    return work._replace(request=stand_in(work.row), sampled_requests=sampled)
 
 
 class CacheChanges(NamedTuple):
@@ -56,12 +45,13 @@ class CacheChanges(NamedTuple):
 class ForwardMessage(NamedTuple):
     """The first half of a step.
 
+    works: see `with_rows`.
     masked: its samples may be masked.
     requests: those that got a row since the last step.
     stained: some block may hold NaN; see `BlockPool`.
     """
 
-    works: list[WorkMessage]
+    works: list[Work]
     masked: bool
     requests: list[Request]
     changes: CacheChanges

@@ -24,7 +24,7 @@ ENVIRONMENT = {
     # A pool would reuse memory of an earlier group's rendezvous without a new one.
     "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
 }
-"""Environment variables of every rank's process, set before it joins the group."""
+"""Environment variables of every rank's process, set before it enters the group."""
 DESTROY_SECONDS = 10.0
 """Most seconds to destroy a group: NCCL waits forever for a rank that does not do so."""
 TIMEOUT = timedelta(seconds=600)
