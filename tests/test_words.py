@@ -23,8 +23,6 @@ PENDING = {
     "phases/12_structured",
     "phases/13_serving",
     "phases/15_replicas/replicas/gate.py",
-    "phases/16_experts",
-    "phases/17_hybrid_cache",
     "phases/appendix/access",
     "phases/appendix/api",
     "phases/appendix/connections",

@@ -153,7 +153,7 @@ class Part:
         return self._finish(name, value)
 
     def _finish(self, name: str, value: Tensor) -> Tensor:
-        """Return a part with padding of the vocabulary, zeros for a bias of rank 0, and groups counted from 0."""
+        """Return a part with its vocabulary padded, a bias of rank 0 zeroed, and groups counted from 0."""
         owner, _, leaf = name.rpartition(".")
         if self.shard.rank and self.shard.first_alone(name):
             return torch.zeros_like(value)
