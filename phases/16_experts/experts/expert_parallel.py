@@ -7,7 +7,8 @@ hold.
 
 The other way is an all-to-all: a rank owns some of the tokens, sends each to the ranks of its experts, and
 gets their outputs back. That is fewer bytes where a token's experts are on 2 or 3 of many ranks, but
-attention must be split by requests for it, and every rank has to know how many rows come, which no graph can hold.
+attention must be split by requests for it, and every rank has to know how many rows come, which no graph can
+hold.
 For Qwen3-30B-A3B, 8 of 128 experts chosen evenly, bytes a token and layer of all ranks, and the busiest
 rank's rows over the mean:
 
