@@ -26,8 +26,10 @@ SHOWN = (0, 3, 7, 11)
 """Steps."""
 CELL, COLUMN = 19, 186
 STATES = LayerGroups(1, {None: [[1]]}, DeltaConfig(1, 1, 1, 1, 4, (True, False)))
-PROMPT, DECODES, PAGES = 6, 4, 3
-"""Of the request whose slots are drawn."""
+PROMPT = 6
+DECODES = 4
+PAGES = 3
+"""Tokens and pages of the request whose slots are drawn."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def record_states() -> list[StateStep]:
     scheduler.add([request])
     assert cache.state_manager is not None
     null = cache.state_manager.pool.null
-    steps = []
+    steps: list[StateStep] = []
     while len(steps) <= DECODES:
         (work,) = scheduler.schedule()
         cache.take_moves([work])
