@@ -1,4 +1,4 @@
-"""Phase 17: three requests in three groups, and which blocks of one pool each of them has."""
+"""Phase 17: which blocks of one pool three requests have in three groups, and which slots a state has."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from benchmarks.pictures.svg import INK, LINE, SOFT, STRONG, Kind, Picture
 from chunked_prefill import ChunkedScheduler
+from common.models.config import DeltaConfig
 from common.request import Request
 from common.sampling.params import SamplingParams
 from continuous.rows import RequestRows
 from hybrid_cache import HybridCache, LayerGroups
+from prefix_cache.radix import RadixIndex
 
 P = 4
 STEP_TOKENS = 8
@@ -23,6 +25,11 @@ OUTPUT = 12
 SHOWN = (0, 3, 7, 11)
 """Steps."""
 CELL, COLUMN = 19, 186
+STATES = LayerGroups(1, {None: [[1]]}, DeltaConfig(1, 1, 1, 1, 4, (True, False)))
+PROMPT = 6
+DECODES = 4
+PAGES = 3
+"""Tokens and pages of the request whose slots are drawn."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,92 @@ def _line(
             picture.cell(x, top, CELL, 20, kind, who, str(block))
 
 
+@dataclass(frozen=True)
+class StateStep:
+    """One step of a request whose layers keep a state.
+
+    computed: tokens of the request that are computed once the step has run.
+    slots: of each page, the slot, or None.
+    read, written: pages whose slots the step reads and writes; -1 reads none.
+    """
+
+    start: int
+    computed: int
+    slots: Sequence[int | None]
+    read: int
+    written: int
+
+
+def record_states() -> list[StateStep]:
+    """Schedule one request, and note the slots of its pages at every step."""
+    cache = HybridCache(1, 64, BLOCKS, P, RadixIndex(), STATES, step_tokens=STEP_TOKENS)
+    scheduler = ChunkedScheduler(RequestRows(1, 64), cache, step_tokens=STEP_TOKENS)
+    params = SamplingParams(max_tokens=DECODES + 1, ignore_eos=True)
+    request = Request(0, list(range(PROMPT)), PROMPT, PROMPT + DECODES + 1, params)
+    scheduler.add([request])
+    assert cache.state_manager is not None
+    null = cache.state_manager.pool.null
+    steps: list[StateStep] = []
+    while len(steps) <= DECODES:
+        (work,) = scheduler.schedule()
+        cache.take_moves([work])
+        pages = cache.tables[0, :PAGES].tolist()[: len(cache.blocks_of(0))]
+        slots = [int(cache.state_manager.blocks[0, page]) for page in pages]
+        found = [None if slot == null else slot for slot in slots]
+        end = work.start + work.count
+        steps.append(StateStep(work.start, end, found, (work.start - 1) // P, (end - 1) // P))
+        request.tokens.append(10 + len(steps))
+        scheduler.finish_step(work)
+    return steps
+
+
+def states(steps: Sequence[StateStep]) -> Picture:
+    """The slots of one request's pages over five steps."""
+    picture = Picture(
+        "The slots of one request's states over five steps",
+        "; ".join(
+            f"behind {step.computed} tokens the pages have the slots {list(step.slots)}"
+            for step in steps
+        ),
+        height=62 + 40 * len(steps),
+    )
+    width = 120
+    for page in range(PAGES):
+        first = page * P
+        picture.text(190 + width * page, 24, f"page {page}", bold=True)
+        picture.text(242 + width * page, 24, f"{first} .. {first + P - 1}", fill=SOFT)
+    for line, step in enumerate(steps):
+        top = 36 + 40 * line
+        decode = step.computed == step.start + 1
+        label = f"decode token {step.start}" if decode else f"prompt of {step.computed} tokens"
+        picture.text(14, top + 19, label, fill=INK)
+        for page in range(PAGES):
+            slot = step.slots[page] if page < len(step.slots) else None
+            x = 190 + width * page
+            if slot is None:
+                picture.cell(x, top, 104, 28, "idle")
+                continue
+            behind = min(step.computed, (page + 1) * P)
+            kind: Kind = "now" if page == step.written else "kept"
+            if not decode:
+                kind = "now"
+            picture.cell(x, top, 104, 28, kind, "a", f"slot {slot}: {behind} tokens")
+        if decode and step.read != step.written:
+            picture.text(190 + width * PAGES, top + 19, f"reads page {step.read}", fill=SOFT)
+        elif decode:
+            picture.text(190 + width * PAGES, top + 19, "updated in place", fill=SOFT)
+    picture.legend(
+        14,
+        52 + 40 * len(steps),
+        [
+            ("now", "a", "written in this step"),
+            ("kept", "a", "kept: a snapshot"),
+            ("idle", "", "no slot"),
+        ],
+    )
+    return picture
+
+
 def pictures() -> dict[str, Picture]:
     """All of this lesson's pictures."""
-    return {"groups": groups(record())}
+    return {"groups": groups(record()), "states": states(record_states())}

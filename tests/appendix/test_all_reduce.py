@@ -16,13 +16,13 @@ import torch
 import parallel
 from common.errors import UserError
 from tests.programs import environment
-from tests.ranks_kit import SMALL, end_crews, in_ranks, write_checkpoint
+from tests.ranks_kit import SMALL, end_worker_groups, in_ranks, write_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _end_crews() -> Iterator[None]:
+def _end_worker_groups() -> Iterator[None]:
     yield
-    end_crews()
+    end_worker_groups()
 
 
 @pytest.fixture(scope="module")

@@ -73,15 +73,15 @@ def test_kernels_leave_the_states_of_torch(
         rng.manual_seed(1)
         for part in (pool.recurrent, pool.conv):
             part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
-        pool.places[: len(works) * places] = torch.randperm(40, generator=rng)[
+        pool.page_blocks[: len(works) * places] = torch.randperm(40, generator=rng)[
             : len(works) * places
         ].int()
         lasts = (contexts - 1) // block_size
         cuts = np.where(lasts * block_size > starts, contexts - lasts * block_size, 0)
         if block_size == 16:
             cuts[0] = -5  # guesses
-        pool.tails[torch.from_numpy(np.arange(len(works)) * places + lasts)] = torch.tensor(
-            cuts, dtype=torch.int32, device=DEVICE
+        pool.page_tokens_after[torch.from_numpy(np.arange(len(works)) * places + lasts)] = (
+            torch.tensor(cuts, dtype=torch.int32, device=DEVICE)
         )
         pools.append(pool)
     ends = np.cumsum(counts)
@@ -134,14 +134,14 @@ def test_a_step_begins_as_the_pool_says(seed: int) -> None:
     batch = PagedBatch(**fields)
     states = StatePool.__new__(StatePool)
     states.block_size, states.null = size, NULL
-    states.places, states.tails = (
+    states.page_slots, states.page_tokens_after = (
         numbers(0, NULL + 1, PAGES).to(DEVICE),
         numbers(-3, 4, PAGES).to(DEVICE),
     )
     pool = HybridPool.__new__(HybridPool)
     pool.block_size = size
     pool.states = states
-    pool.places = numbers(0, 40, 3, PAGES).to(DEVICE)
+    pool.page_blocks = numbers(0, 40, 3, PAGES).to(DEVICE)
     wanted, step = pool.begin(batch), states.step
     found = begin(pool, batch)
     assert torch.equal(states.step, step), "states lie elsewhere"

@@ -16,9 +16,9 @@ from common.sampling.grammar import Grammar
 from common.sampling.params import SamplingParams
 from continuous.engine import Engine
 from forward.model import Model
-from parallel.engine import RankZeroLoop
+from parallel.watch import WatchedLoop
 from tests.kernel_layers import only_attention
-from tests.ranks_kit import agree, end_crews
+from tests.ranks_kit import end_worker_groups
 from tests.structured_kit import tokenizer
 
 pytest.importorskip("llguidance")
@@ -53,9 +53,9 @@ def expected(model: Model) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _end_crews() -> Iterator[None]:
+def _end_worker_groups() -> Iterator[None]:
     yield
-    end_crews()
+    end_worker_groups()
 
 
 def tokens(engine: Engine, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
@@ -114,10 +114,9 @@ def test_every_set_of_loops_in_two_ranks(
     on: tuple[bool, ...], expected: list[list[int]]
 ) -> None:
     options = dict(zip(SWITCHES, on, strict=True))
-    engine = built("random:tiny-window", **options, tensor_parallel=2, rank_check=1)
-    assert isinstance(engine.loop, RankZeroLoop)
+    engine = built("random:tiny-window", **options, tensor_parallel=2)
+    assert isinstance(engine.loop, WatchedLoop)
     try:
         must_be_served(engine, expected, structured=on[2])
-        agree(engine.loop)
     finally:
         engine.loop.close()

@@ -350,9 +350,9 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     oracle(tmp_path, **heads, vocab_size=259, max_position_embeddings=512)
     pack(tmp_path)
     expected = ranks_kit.tokens_of(experts.load(tmp_path, **ranks_kit.SMALL))
-    engine: Any = experts.load(tmp_path, tensor_parallel=2, rank_check=1, **ranks_kit.SMALL)
+    engine: Any = experts.load(tmp_path, tensor_parallel=2, **ranks_kit.SMALL)
     try:
         ranks_kit.same(ranks_kit.tokens_of(engine), expected, "two ranks")
     finally:
         engine.loop.close()
-        ranks_kit.end_crews()
+        ranks_kit.end_worker_groups()

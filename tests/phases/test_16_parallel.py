@@ -23,8 +23,7 @@ from tests.ranks_kit import (
     KERNELS,
     LLAMA,
     SMALL,
-    agree,
-    end_crews,
+    end_worker_groups,
     same,
     tokens_of,
     write_checkpoint,
@@ -32,9 +31,9 @@ from tests.ranks_kit import (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _end_crews() -> Iterator[None]:
+def _end_worker_groups() -> Iterator[None]:
     yield
-    end_crews()
+    end_worker_groups()
 
 
 def test_every_expert_is_on_one_rank() -> None:
@@ -111,11 +110,10 @@ def expected(mixture: Path) -> list[list[int]]:
 
 
 def _in_ranks(model: Path, *given: Any, **options: Any) -> list[list[int]]:
-    """Tokens of two ranks, which compare at every step what they did."""
-    engine: Any = experts.load(str(model), tensor_parallel=2, rank_check=1, **SMALL | options)
+    """Tokens of two ranks."""
+    engine: Any = experts.load(str(model), tensor_parallel=2, **SMALL | options)
     try:
         found = tokens_of(engine, *given)
-        agree(engine.loop)
         engine.check_integrity()
         assert engine.cache.free == engine.cache.allocator.count, "blocks are lost in ranks"
         return found
@@ -153,10 +151,10 @@ def _own_experts(ranks: Any, model: str) -> dict[int, tuple[int, ...]]:
     from experts.grouped_experts import GroupedExperts
     from experts.layer import Experts
     from paged_cache import EngineBuilder, Recipe
-    from parallel.feature import Parallel, Split
+    from parallel.feature import Split
 
     features = (
-        Split(Parallel(), ranks),
+        Split(ranks),
         experts.MixtureOfExperts(),
         experts.ExpertParallel(),
     )

@@ -33,7 +33,7 @@ from prefix_cache import HashIndex, Prefix, PrefixCache, RadixIndex
 from speculative import Speculate
 from tests.equivalence.compare import TIE, assert_all_same
 from tests.fakes import NOTHING, FakeDrafter, FakeRunner, OneAhead, fingerprint, must
-from tests.ranks_kit import end_crews
+from tests.ranks_kit import end_worker_groups
 from tests.schedules import MAX_LEN, greedy, play_seeds
 from triton_paged_attention import Kernels
 
@@ -339,7 +339,7 @@ def test_two_ranks_keep_the_same_blocks() -> None:
         alone = hybrid_cache.load("random:tiny-window", **options)
         assert found == [one.token_ids for one in alone.generate(prompts, params)]
     finally:
-        end_crews()
+        end_worker_groups()
 
 
 # Rules, one by one: pages of 4 tokens, a window of 6, and all keys.

@@ -5,33 +5,27 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from common.device import pick_device
 from common.errors import UserError, integer
 from common.options import option
-from continuous.seams import NO_DRAFTS, NO_GRAMMAR_MANAGER
 from cuda_graphs import Graphs
 from forward.loading import config_of
 from forward.model import Model
 from paged_cache import EngineBuilder, Feature, PagedEngine, PagedRunner, Recipe, build, find
 from paged_cache.memory import MemoryPlan
-from parallel import engine as engines
 from parallel import worker_group
-from parallel.launch import part, rendezvous
+from parallel.broadcast import runner_in_ranks
+from parallel.launch import leave, rendezvous
 from parallel.loading import load_part
-from parallel.messages import BroadcastChannel, Build, Rehearsed
+from parallel.messages import Build
 from parallel.ranks import Ranks
-from parallel.replicated import (
-    BroadcastProposer,
-    RankZeroGrammarManager,
-    ReplicatedProposer,
-    WorkerGrammarManager,
-)
 from parallel.sampler import RankSamplerBackend
 from parallel.shard import Shard
+from parallel.watch import WatchedLoop
 from parallel.worker_group import WorkerGroup
 from speculative import Speculate
 
@@ -40,7 +34,7 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Parallel(Feature):
-    """The model is split over GPUs of one host, or over processes of a CPU."""
+    """Tensor parallel: a model is sharded over GPUs of one host, or over processes of a CPU."""
 
     name: ClassVar[str] = "parallel"
     phase: ClassVar[int] = 14
@@ -48,33 +42,33 @@ class Parallel(Feature):
     tensor_parallel: int = option(
         1, "GPUs (or processes) that share the model's heads, MLP and vocabulary"
     )
-    rank_check: int = option(
-        100, "steps from one comparison of what the ranks have done to the next"
-    )
 
     def __post_init__(self) -> None:
         """Check the options."""
         integer("tensor_parallel", self.tensor_parallel, low=1, high=MOST_RANKS)
-        integer("rank_check", self.rank_check, low=1)
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """With several ranks, each builds an engine of its own."""
+        """Let each of several ranks build its own engine."""
         if self.tensor_parallel > 1:
-            builder.assemble.replace(self, self._lead)
+            builder.assemble.replace(self, self._assemble)
 
-    def _lead(self, builder: EngineBuilder) -> PagedEngine:
-        """Make the engine of rank 0, with the other ranks behind it."""
+    def _assemble(self, builder: EngineBuilder) -> PagedEngine:
+        """Make rank 0's engine, and the worker group that runs its steps with it."""
         device = self.check(builder.recipe)
         workers = worker_group.take(self.tensor_parallel)
         try:
             with workers.awaited():
-                return lead(builder.recipe, device, workers)
+                return rank_zero_engine(builder.recipe, device, workers)
         except BaseException:
             workers.kill()
             raise
 
     def check(self, recipe: Recipe) -> torch.device:
-        """Rank 0's device. Raises `UserError` for what cannot be done, before anything is started."""
+        """Return rank 0's device.
+
+        Raises:
+            UserError: this model, drafter or device cannot be in ranks. Nothing has been started by then.
+        """
         size = self.tensor_parallel
         if isinstance(recipe.model, Model):
             raise UserError(
@@ -104,70 +98,70 @@ class Parallel(Feature):
         return torch.device("cuda", first) if device.type == "cuda" else device
 
     def install(self, builder: EngineBuilder) -> None:
-        """One rank is an engine as it was."""
+        """Do nothing more: with one rank the engine is phase 13's."""
 
 
-def lead(recipe: Recipe, device: torch.device, workers: WorkerGroup) -> PagedEngine:
-    """Rank 0's engine; the others make theirs meanwhile."""
+def rank_zero_engine(
+    recipe: Recipe, device: torch.device, workers: WorkerGroup
+) -> PagedEngine:
+    """Make rank 0's engine, while the other ranks make theirs.
+
+    Raises:
+        WorkerLostError: a rank has ended meanwhile.
+    """
     ranks = rendezvous(workers, device)
-    tokenizer = None if recipe.tokenizer is None else str(recipe.tokenizer.folder)
-    workers.tell(Build(replace(recipe, tokenizer=None, device=str(device)), tokenizer))
+    workers.broadcast(Build(replace(recipe, tokenizer=None, device=str(device))))
     try:
-        engine = own_engine(recipe, ranks, recipe.tokenizer, workers=workers)
+        engine = rank_engine(recipe, ranks, workers)
     except RuntimeError:
         workers.check(patient=True)
         raise
-    assert isinstance(engine.loop, engines.RankZeroLoop)
+    assert isinstance(engine.loop, WatchedLoop)
     assert isinstance(engine.runner, PagedRunner)
     engine.loop.close_with(
-        weakref.finalize(engine, part, workers, ranks, engine.runner.release)
+        weakref.finalize(engine, leave, workers, ranks, engine.runner.release)
     )
     workers.check()
     return engine
 
 
-def own_engine(
-    recipe: Recipe,
-    ranks: Ranks,
-    tokenizer: Any,
-    workers: WorkerGroup | None = None,
-    line: BroadcastChannel | None = None,
+def rank_engine(
+    recipe: Recipe, ranks: Ranks, workers: WorkerGroup | None = None
 ) -> PagedEngine:
-    """Make a rank's own engine. workers: on rank 0; line: on all others."""
+    """Make the engine of one rank. workers: the other ranks, on rank 0.
+
+    The engine of another rank than 0 is there for its runner: no request is ever added to it.
+    """
     own: list[Feature] = []
     for feature in recipe.features:
         if isinstance(feature, Parallel):
-            own.append(Split(feature, ranks, workers, line))
+            own.append(Split(ranks, workers))
         elif isinstance(feature, Speculate) and feature.drafter == "model" and ranks.rank:
-            # The draft model is rank 0's alone; here no drafter is asked.
+            # Rank 0 alone has the draft model; this rank verifies as many drafts.
             length = feature.length
             own.append(
                 replace(feature, drafter="ngram", draft_model=None, draft_length=length)
             )
         else:
             own.append(feature)
-    return build(
-        replace(recipe, features=tuple(own), device=str(ranks.device), tokenizer=tokenizer)
-    )
+    return build(replace(recipe, features=tuple(own), device=str(ranks.device)))
 
 
 @dataclass(frozen=True)
 class Split(Feature):
-    """`Parallel` inside a rank's own engine; it is no option.
+    """`Parallel` inside the engine of one rank. It has no options.
 
-    workers: the others, on rank 0. line: to rank 0, on all others.
+    ranks: this rank among all. workers: the other ranks, on rank 0; None on all others.
     """
 
     name: ClassVar[str] = "parallel"
     phase: ClassVar[int] = 14
 
-    options: Parallel
     ranks: Ranks
     workers: WorkerGroup | None = None
-    line: BroadcastChannel | None = None
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Every rank loads its part, and has as many blocks as the one with the least room."""
+        """Load this rank's shard, with as many blocks as the rank that has the least memory."""
         builder.load.replace(self, self._load)
         builder.memory_plan.decorate(self, lambda plan: lambda each: self._agree(plan(each)))
 
@@ -182,38 +176,20 @@ class Split(Feature):
         )
 
     def _agree(self, memory_plan: MemoryPlan) -> MemoryPlan:
-        """Take as many blocks as there are on the rank that has room for the fewest."""
+        """Return a plan with as many blocks as the rank has that has room for the fewest."""
         blocks = self.ranks.smallest(memory_plan.blocks)
         cache = memory_plan.cache // memory_plan.blocks * blocks
         return replace(memory_plan, blocks=blocks, cache=cache)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Layers that add up, tokens chosen over ranks, and a loop that leads or follows."""
+        """Choose tokens over ranks; broadcast each step on rank 0, and watch the other ranks there."""
         self._choose_tokens(builder)
-        workers, line = self.workers, self.line
-        drafter, masked = builder.drafter, builder.grammar_manager
-        about = (builder.model.config.vocab_size, builder.model.device)
-        loop: engines.RankZeroLoop | engines.WorkerLoop
-        if workers is not None:
-            proposer = None
-            if drafter.part is not NO_DRAFTS:
-                proposer = BroadcastProposer(drafter.part)
-                drafter.decorate(self, lambda own: proposer)
-            if masked.part is not NO_GRAMMAR_MANAGER:
-                masked.decorate(self, lambda own: RankZeroGrammarManager(own, workers, *about))
-            if builder.warmups:
-                builder.warmups.append(lambda engine: workers.tell(Rehearsed()))
-            loop = engines.RankZeroLoop(
-                builder.loop.part, workers, self.options.rank_check, proposer
-            )
-        else:
-            assert line is not None
-            if drafter.part is not NO_DRAFTS:
-                drafter.decorate(self, lambda own: ReplicatedProposer(line))
-            if masked.part is not NO_GRAMMAR_MANAGER:
-                masked.decorate(self, lambda own: WorkerGrammarManager(line, *about))
-            builder.warmups.clear()  # it follows what rank 0 plays when it is made
-            loop = engines.WorkerLoop(builder.loop.part, line, self.options.rank_check)
+        workers = self.workers
+        builder.runner.decorate(self, lambda make: partial(runner_in_ranks, make, workers))
+        if workers is None:
+            builder.warmups.clear()  # rank 0 broadcasts the steps of its own
+            return
+        loop = WatchedLoop(builder.loop.part, workers)
         builder.loop.decorate(self, lambda inner: loop)
         builder.observer.replace(self, loop)
 

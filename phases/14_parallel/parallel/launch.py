@@ -1,4 +1,4 @@
-"""Rank 0's side of a start: processes that meet, and a function or an engine that runs in all of them."""
+"""Rank 0's side of a process group: how it is made and left, and a function that runs on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from common.temporary import temporary_folder
 from parallel import worker_group
-from parallel.messages import Closed, Here, Join, RunFunction
+from parallel.messages import Closed, Join, Joining, RunFunction
 from parallel.ranks import ENVIRONMENT, Ranks, device_of, open_store
 from parallel.worker_group import WorkerGroup, WorkerLostError
 
@@ -24,48 +24,48 @@ from parallel.worker_group import WorkerGroup, WorkerLostError
 def store_folder() -> Path:
     """Return the folder of this process's stores, which only this user may enter.
 
-    It stays as long as the process: NCCL looks into its store as long as it lives.
+    It stays as long as the process, because NCCL reads its store as long as it lives.
     """
     return temporary_folder()
 
 
 def rendezvous(workers: WorkerGroup, device: torch.device) -> Ranks:
-    """Rank 0 among all ranks of a crew, the others on the devices behind its own.
+    """Make a process group of this process, as rank 0, and the worker group. Returns rank 0's side.
+
+    Args:
+        device: rank 0's; the others have those that follow.
 
     Raises:
-        WorkerLostError: a rank does not come.
+        WorkerLostError: a rank has ended before it joined.
     """
     os.environ.update(ENVIRONMENT)
     device = device_of(str(device), 0)
     threads = max(1, torch.get_num_threads() // workers.size)
     path = str(store_folder() / uuid.uuid4().hex)
-    workers.tell(Join(workers.size, str(device), path, threads))
-    here: set[int] = set()
-    while (
-        len(here) < workers.size - 1
-    ):  # inside the library a wait for a rank cannot hear that it has ended
-        here |= {
-            rank
-            for rank, message in workers.collect_replies(wait=0.05)
-            if isinstance(message, Here)
-        }
+    workers.broadcast(Join(workers.size, str(device), path, threads))
+    joining: set[int] = set()
+    # Only here can the wait for a rank end with its process; inside the library it cannot.
+    while len(joining) < workers.size - 1:
+        replies = workers.collect_replies(wait=0.05)
+        joining |= {rank for rank, reply in replies if isinstance(reply, Joining)}
         workers.check()
     ranks = Ranks(0, workers.size, device, open_store(path, workers.size))
     workers.on_loss, workers.on_end = ranks.abort, ranks.leave
     return ranks
 
 
-def part(
-    workers: WorkerGroup, ranks: Ranks, let_go: Callable[[], None] = lambda: None
+def leave(
+    workers: WorkerGroup, ranks: Ranks, release: Callable[[], None] = lambda: None
 ) -> None:
-    """The end: the ranks leave each other, and the processes wait for the next engine.
+    """End the process group; the processes of the worker group wait for the next engine.
 
-    let_go: destroys the graphs in which they add up.
+    Args:
+        release: called first; destroys the graphs that hold sums over these ranks.
     """
     with workers.awaited():
-        let_go()
+        release()
         if not workers.reason:
-            workers.tell(Closed())
+            workers.broadcast(Closed())
             ranks.close()
     worker_group.give_back(workers)
 
@@ -73,9 +73,9 @@ def part(
 def together(
     size: int, function: Callable[..., Any], *given: Any, device: str = "cpu"
 ) -> list[Any]:
-    """Run `function(ranks, *given)` on every rank; what each of them returns, by rank.
+    """Run `function(ranks, *given)` on `size` ranks. Returns a list of what it returned on each.
 
-    A function of a notebook or a program is sent as its text, so it imports what it needs itself.
+    A function of a notebook or a program is sent as its source, so it must import by itself what it needs.
 
     Raises:
         WorkerLostError: a rank has ended.
@@ -86,7 +86,9 @@ def together(
     try:
         with workers.awaited():
             ranks = rendezvous(workers, torch.device(device))
-            workers.tell(RunFunction(function.__module__, function.__name__, source, given))
+            workers.broadcast(
+                RunFunction(function.__module__, function.__name__, source, given)
+            )
             results = {0: function(ranks, *given)}
         while len(results) < size:
             results |= dict(workers.collect_replies(wait=0.05))
@@ -96,5 +98,5 @@ def together(
             workers.check(patient=isinstance(error, RuntimeError))
         workers.kill()
         raise
-    part(workers, ranks)
+    leave(workers, ranks)
     return [results[rank] for rank in range(size)]

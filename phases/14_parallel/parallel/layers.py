@@ -11,7 +11,7 @@ from parallel.ranks import Ranks
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """A rank's part of an embedding: `room` rows, of which `count` are the tokens from `first` on."""
+    """A rank's part of an embedding: `room` rows, `count` of them for the tokens from `first` on."""
 
     def __init__(self, room: int, hidden: int, first: int, count: int, ranks: Ranks) -> None:
         super().__init__(room, hidden)
@@ -20,7 +20,7 @@ class VocabularyEmbedding(nn.Embedding):
         self.ranks = ranks
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """`[...]` -> `[..., hidden]`: a token's row, and zeros from all ranks that do not have it."""
+        """`[...]` token ids -> `[..., hidden]`, the sum over ranks, of which one has the token's row."""
         own = input_ids - self.first
         here = (own >= 0) & (own < self.count)
         found = F.embedding(own.masked_fill(~here, 0), self.weight)
@@ -28,7 +28,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank has some inputs: their products add up to its output."""
+    """A linear layer of which each rank has some inputs; the sum over ranks is its output."""
 
     def __init__(self, linear: nn.Module, ranks: Ranks) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class RowLinear(nn.Module):
         return self.ranks.all_reduce(self.linear(x))
 
     def joined(self, *parts: nn.Module) -> nn.Module:
-        """Keep phase 06's ways, and add up what they compute; see its `join`."""
+        """Return this layer fused as by phase 06's `join`, with the sum over ranks behind it."""
         from triton_paged_attention.linear import join  # Triton comes with it
 
         fused = join(self.linear)

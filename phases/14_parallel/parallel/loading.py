@@ -41,7 +41,7 @@ def load_part(
     weight_loader: WeightLoader | None,
     ranks: Ranks,
 ) -> Model:
-    """This rank's part of a model, whose layers add up over `ranks`; see `forward.load_model`.
+    """Return this rank's part of a model, whose layers add up over `ranks`. See `forward.load_model`.
 
     The weights are those that one GPU would have, random ones and quantized ones, too.
     """
@@ -119,7 +119,7 @@ class Part:
         )
 
     def slice(self, name: str) -> Slice | None:
-        """Return the slice of a tensor that is read."""
+        """Return the slice of a tensor that this rank reads; None: all of it."""
         if self.whole_first(name) is not None:
             return None
         return self.shard.cut(
@@ -153,7 +153,7 @@ class Part:
         return self._finish(name, value)
 
     def _finish(self, name: str, value: Tensor) -> Tensor:
-        """Finish the parts beside the cut: padding, biases, and numbers that count along what was cut."""
+        """Return a part with its vocabulary padded, a bias of rank 0 zeroed, and groups counted from 0."""
         owner, _, leaf = name.rpartition(".")
         if self.shard.rank and self.shard.first_alone(name):
             return torch.zeros_like(value)
@@ -168,7 +168,7 @@ class Part:
         return value
 
     def place(self, name: str, value: Tensor) -> None:
-        """Put a tensor where it belongs, quantized if it is to be."""
+        """Put a tensor into this rank's model, quantized if the options say so."""
         if value.is_meta:  # tied: the other one is enough
             return
         owner = name.rpartition(".")[0]

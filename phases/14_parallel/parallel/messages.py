@@ -1,77 +1,74 @@
-"""Messages from rank 0 to the other ranks, their answers, and the line on which they come, pickled."""
+"""Messages from rank 0 to the other ranks, their replies, and the channel that they come by, pickled."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from common.events import TextStream
+import numpy as np
+from numpy.typing import NDArray
+
 from common.request import Request
-from common.text.tokenizer import Tokenizer
+from continuous.work import Work
 
 
-class Enter(NamedTuple):
-    """The samples of a prompt stand in line, as they are sent: without what an engine finds out by itself."""
+class RowOnly(NamedTuple):
+    """Stands for a request in a `Work`: runners read its row and nothing else."""
 
+    row: int
+
+
+def with_rows(work: Work) -> Work:
+    """Return a work that names its requests by their rows alone, so that it is small when pickled."""
+    stand_in: Any = RowOnly
+    sampled = tuple(stand_in(request.row) for request in work.sampled_requests)
+    return work._replace(request=stand_in(work.row), sampled_requests=sampled)
+
+
+class CacheChanges(NamedTuple):
+    """Changes of the cache before a step.
+
+    rows, columns, blocks: `[n]` each: entries of the block tables, and what they are now.
+    moves, fresh, copies: what `PagedCache.take_moves`, `take_fresh` and `take_copies` returned.
+    """
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    blocks: NDArray[np.int32]
+    moves: Any
+    fresh: list[int]
+    copies: list[tuple[int, int]]
+
+
+class ForwardMessage(NamedTuple):
+    """The first half of a step.
+
+    works: see `with_rows`.
+    masked: its samples may be masked.
+    requests: those that got a row since the last step.
+    stained: some block may hold NaN; see `BlockPool`.
+    """
+
+    works: list[Work]
+    masked: bool
     requests: list[Request]
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> Enter:
-        """Make a message of requests that have just been put in line."""
-        sent = [
-            replace(r, text=None, constraint=None, siblings=[], rank=(), numbers=None)
-            for r in requests
-        ]
-        return cls(sent)
-
-    def taken(self, tokenizer: Tokenizer | None) -> list[Request]:
-        """Return the requests on another rank."""
-        for one in self.requests:
-            if tokenizer is not None and one.params.stop:
-                one.text = TextStream(tokenizer, one.params, one.tokens[: one.prompt_len])
-        return self.requests
+    changes: CacheChanges
+    stained: bool
 
 
-class Leave(NamedTuple):
-    """A request is aborted."""
+class SampleMessage(NamedTuple):
+    """The second half of the step. masked: rank 0 has masks for it."""
 
-    id: int
-
-
-class StepMessage(NamedTuple):
-    """A step begins.
-
-    commands: what has happened since the last one, in order.
-    waits: what the drafter says before the step is scheduled.
-    """
-
-    number: int
-    commands: list[Enter | Leave]
-    waits: bool = False
-
-
-class Drafts(NamedTuple):
-    """The drafts of the step that was scheduled; follows a `StepMessage` where there is a drafter.
-
-    asks: whether the drafter was asked. drafts: what it proposed, by request.
-    """
-
-    asks: bool
-    drafts: dict[int, tuple[int, ...]]
-
-
-class FailedGrammars(NamedTuple):
-    """The requests whose grammar cannot be followed any further; sent with the masks of each masked step."""
-
-    ids: list[int]
+    masked: bool
 
 
 class Join(NamedTuple):
-    """Meet the other ranks: on the device that many places behind rank 0's, in the store of this path."""
+    """Join a process group of `size` ranks.
+
+    device: rank 0's; this rank has the one that many behind it. path: of the store. threads: of PyTorch.
+    """
 
     size: int
     device: str
@@ -79,19 +76,18 @@ class Join(NamedTuple):
     threads: int
 
 
-class Here(NamedTuple):
-    """This rank has come as far as to meet the others."""
+class Joining(NamedTuple):
+    """This rank has begun to join."""
 
 
 class Build(NamedTuple):
-    """Make an engine. recipe: for `build`, but for the tokenizer, of which `tokenizer` is the folder."""
+    """Make an engine by this recipe, and run the steps that follow."""
 
     recipe: Any
-    tokenizer: str | None
 
 
 class RunFunction(NamedTuple):
-    """Run a function of one module, or of `source` where that is not empty, and answer what it returns."""
+    """Run a function of one module, or of `source` where that is not empty, and reply what it returns."""
 
     module: str
     name: str
@@ -99,19 +95,8 @@ class RunFunction(NamedTuple):
     given: tuple[Any, ...]
 
 
-class Rehearsed(NamedTuple):
-    """The rehearsal is over."""
-
-
 class Closed(NamedTuple):
-    """The engine and the ranks are not needed any more."""
-
-
-class Sum(NamedTuple):
-    """A rank's checksum after a step."""
-
-    number: int
-    value: int
+    """The engine and the process group are not needed any more."""
 
 
 class BroadcastChannel:
@@ -121,12 +106,12 @@ class BroadcastChannel:
         self.connection = connection
 
     def receive(self) -> Any:
-        """The next message. Ends this process when rank 0 is gone."""
+        """Return the next message. Ends this process if rank 0 has ended."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
 
     def send(self, message: Any) -> None:
-        """Answer rank 0."""
+        """Send a message to rank 0."""
         self.connection.send_bytes(pickle.dumps(message))

@@ -1,4 +1,4 @@
-"""The ranks of one model as each of them sees the others: sums, and what else they exchange on the device."""
+"""The process group of one model: sums over ranks, and what else ranks exchange on their devices."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "=lo",  # all ranks are on this machine, so no other one may connect to them
     "NCCL_RAS_ENABLE": "0",  # a port for diagnoses
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # A pool would give memory again that other ranks, long gone, have met over, and take it for met.
+    # A pool would reuse memory of an earlier group's rendezvous without a new one.
     "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
 }
-"""What has to be set in every rank's process before it meets the others."""
-PARTING = 10.0
-"""Seconds that leaving the others may take: NCCL waits for ever for a rank that does not."""
-PATIENCE = timedelta(seconds=600)
-"""How long a rank waits for the others at most. One that has ended is noticed at once, elsewhere; this is for
-one that compiles or loads."""
+"""Environment variables of every rank's process, set before it enters the group."""
+DESTROY_SECONDS = 10.0
+"""Most seconds to destroy a group: NCCL waits forever for a rank that does not do so."""
+TIMEOUT = timedelta(seconds=600)
+"""Longest wait for a rank that compiles or loads. One that has ended is noticed at once, by its process."""
 
 
 def open_store(path: str, size: int) -> Any:
-    """Open the store in which `size` ranks of this machine tell each other their addresses.
+    """Open the store in which `size` ranks of this machine exchange their addresses.
 
     It is a file: the port of a `TCPStore` would be open to every process that reaches the machine.
 
-    path: in a folder that only this user may enter.
+    Args:
+        path: in a folder that only this user may enter.
     """
     kinds: Any = dist
     store = kinds.FileStore(path, size)
-    store.set_timeout(PATIENCE)
+    store.set_timeout(TIMEOUT)
     return store
 
 
 def device_of(first: str, rank: int) -> torch.device:
-    """Rank `rank`'s device, given rank 0's: the GPUs behind it, in order."""
+    """Return the device of a rank, given that of rank 0: the CPU, or the `rank`-th GPU after it."""
     device = torch.device(first)
     return (
         torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
     )
 
 
-def parted() -> bool:
-    """Return True if this process's group has ended, which is tried for some seconds."""
-    end = threading.Thread(target=dist.destroy_process_group, name="parting", daemon=True)
+def destroy_group() -> bool:
+    """Destroy this process's default group. Returns False if that takes over `DESTROY_SECONDS`."""
+    end = threading.Thread(target=dist.destroy_process_group, name="destroy", daemon=True)
     try:
         end.start()
     except RuntimeError:  # the interpreter ends, and the process with it
         return True
-    end.join(PARTING)
+    end.join(DESTROY_SECONDS)
     return not end.is_alive()
 
 
 _ours: Any = None
 """The default group of this process, if it was made here."""
 _joined: weakref.WeakSet[Ranks] = weakref.WeakSet()
-"""Ranks that are in it, have not left the others, and have not lost one."""
+"""Ranks that use it: they have not left it, and none of it is lost."""
 
 
-def make_way() -> None:
-    """End the group of an engine that has lost a rank, or could not be made.
+def destroy_unused_group() -> None:
+    """Destroy the default group that is left of an engine that has lost a rank, or could not be made.
 
     Raises:
-        UserError: it is another engine's that still lives, or was not made here.
-        RuntimeError: it does not end.
+        UserError: an engine uses the group, or another program made it.
+        RuntimeError: it cannot be destroyed.
     """
     if not dist.is_initialized():
         return
@@ -84,14 +84,14 @@ def make_way() -> None:
             "on GPUs a process has one engine in ranks at a time, for torch.distributed has one default "
             "group: close() the other one first"
         )
-    if not parted():
+    if not destroy_group():
         raise RuntimeError(
             "ranks that were lost still hold the GPU: begin again in a new process"
         )
 
 
 class Reducer:
-    """A way to add up over ranks: by torch.distributed. A faster way for some sizes is a subclass."""
+    """Sums over ranks by torch.distributed. A subclass may have a faster way for some sizes."""
 
     def sum(self, ranks: Ranks, part: Tensor) -> Tensor:
         """See `Ranks.all_reduce`."""
@@ -102,16 +102,22 @@ class Reducer:
         return residual + self.sum(ranks, part)
 
     def stop(self) -> None:
-        """Let no rank wait any more: one is gone."""
+        """End all waits for other ranks: one is lost."""
 
 
 PLAIN = Reducer()
 
 
 class Ranks:
-    """A rank among `size`.
+    """One rank of a process group.
 
-    reducer: how sums are made.
+    Args:
+        rank: 0 .. size - 1.
+        size: number of ranks.
+        device: of this rank.
+        store: see `open_store`.
+
+    reducer: makes the sums.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
@@ -123,13 +129,13 @@ class Ranks:
         self._gloo: Any = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            make_way()
+            destroy_unused_group()
             dist.init_process_group(
                 "nccl",
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=PATIENCE,
+                timeout=TIMEOUT,
                 device_id=device,
             )
             global _ours
@@ -139,27 +145,27 @@ class Ranks:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=HOST)]
-            options._timeout = PATIENCE
+            options._timeout = TIMEOUT
             self._gloo = gloo(store, rank, size, options)
 
     def __deepcopy__(self, memo: object) -> Ranks:
-        """Copies of layers add up over the same ranks."""
+        """Return this object: copies of layers add up over the same ranks."""
         return self
 
     # Sums.
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part`, the same bits on every rank; `part` itself may be overwritten."""
+        """Return the sum of all ranks' `part`, equal in every bit on all ranks; may overwrite `part`."""
         return self.reducer.sum(self, part.contiguous())
 
     def reduce_add(self, part: Tensor, residual: Tensor) -> Tensor:
-        """`residual` plus the sum of all ranks' `part`; all ranks have the same `residual`."""
+        """Return `residual`, which all ranks have, plus the sum of all ranks' `part`."""
         return self.reducer.add(self, part.contiguous(), residual)
 
     # Plain operations of the library.
 
     def plain_sum(self, part: Tensor) -> Tensor:
-        """`all_reduce` in place, by torch.distributed."""
+        """Add up all ranks' `part` in place, by torch.distributed."""
         if self._gloo is None:
             dist.all_reduce(part)  # on the stream of the caller, so a graph can capture it
         else:
@@ -167,7 +173,7 @@ class Ranks:
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """`[...]` of every rank -> `[size, ...]`."""
+        """Return all ranks' `part [...]` as `[size, ...]`, in the order of ranks."""
         part = part.contiguous()
         found = part.new_empty(self.size, *part.shape)
         if self._gloo is None:
@@ -177,7 +183,7 @@ class Ranks:
         return found
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Replace the tensor by rank 0's."""
+        """Overwrite a tensor with that of rank 0, and return it."""
         if self._gloo is None:
             dist.broadcast(tensor, 0)
         else:
@@ -185,30 +191,30 @@ class Ranks:
         return tensor
 
     def smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """Return the smallest of all ranks' numbers."""
         return int(self.gather(torch.tensor([number], device=self.device)).min())
 
     def leave(self) -> None:
-        """It is over: the next engine of this process may end what is left of the group."""
+        """Stop using the group: the next engine of this process may destroy it."""
         _joined.discard(self)
 
     def abort(self) -> None:
-        """Wait for no rank any more: one is gone. Any thread may call this."""
+        """End all waits for other ranks, since one is lost. Any thread may call this."""
         self.leave()
         self.reducer.stop()
         if self._gloo is None and dist.is_initialized():
-            with suppress(Exception):  # whatever it says, this process is about to be told why
+            with suppress(Exception):  # the loss is reported elsewhere
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Leave the others, after the last step."""
+        """Leave the group and destroy it, after the last step."""
         self.leave()
         self.reducer = PLAIN
         if self._gloo is None and dist.is_initialized():
             torch.cuda.synchronize(self.device)
-            if not parted():
+            if not destroy_group():
                 print(
-                    "warning: the ranks did not part from each other",
+                    "warning: the process group of the ranks could not be destroyed",
                     file=sys.stderr,
                     flush=True,
                 )

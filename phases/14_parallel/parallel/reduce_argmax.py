@@ -1,4 +1,4 @@
-"""`RankSamplerBackend` by phase 09's kernels: the ranks' chunks of a row are as the chunks of one GPU's."""
+"""`RankSamplerBackend` by phase 09's kernels, to which the chunks of all ranks are chunks of one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel.sampler import RankSamplerBackend
 
 
 class TritonRankSamplerBackend(RankSamplerBackend):
-    """Reads the logits once, in the model's own dtype, and exchanges a few numbers a chunk."""
+    """Reads the logits once, in the model's dtype, and gathers two or three numbers of each chunk."""
 
     def reduce_argmax(
         self,
@@ -31,7 +31,7 @@ class TritonRankSamplerBackend(RankSamplerBackend):
         return best_of_rows(self._all(best_of_chunks(logits, draw, self.first_token)), draw)
 
     def _all(self, own: BestTokens) -> BestTokens:
-        """All ranks' chunks, in the order of their tokens."""
+        """Return the best tokens of all ranks' chunks, in the order of token ids."""
         ids = own.ids + self.first_token
         parts = [own.best.view(torch.int32), ids] + (
             [own.races.view(torch.int32)] if own.races is not None else []

@@ -1,8 +1,8 @@
-"""The choice of tokens where every rank has the logits of a part of the vocabulary.
+"""Sampling where every rank has the logits of a part of the vocabulary.
 
-The noise of a sampled token is a function of seed, step and token id, so each rank finds the winner of its
-own tokens, and the winner of the winners is the token of one GPU. What looks at the whole row (top-k, top-p,
-penalties, edits, masks, log-probabilities) has the logits gathered first, and then every rank does the same.
+The noise of a sampled token is a function of seed, step and token id. So each rank finds the best of its own
+tokens, and the best of these is the token that one GPU would sample. Whatever looks at a whole row (top-k,
+top-p, penalties, edits, masks, log-probabilities) has all logits gathered first; then all ranks do the same.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ WHOLE_ROW = SamplingFlags.EDITS | SamplingFlags.PENALTIES | TRUNCATION
 
 
 def gathered(ranks: Ranks, logits: Tensor, vocab_size: int) -> Tensor:
-    """All ranks' `logits [B, V / ranks]` as `[B, V]` float32."""
+    """Return all ranks' `logits [B, V / ranks]` together: `[B, V]` float32."""
     whole = ranks.gather(logits).transpose(0, 1).flatten(1)  # [B, ranks * room]
     return whole[:, :vocab_size].float().contiguous()
 
 
 class RankSamplerBackend(SamplerBackend):
-    """Takes logits of this rank's tokens, `[B, V / ranks]`.
+    """A `SamplerBackend` that is given the logits of this rank's tokens, `[B, V / ranks]`.
 
     Args:
-        ranks: all of them.
+        ranks: this rank among all.
         inner: chooses from whole rows, where a step needs them.
         vocab_size: of the whole model.
     """
@@ -43,7 +43,7 @@ class RankSamplerBackend(SamplerBackend):
     def whole(
         self, sampler: Sampler, logits: Tensor, plan: SamplingMetadata, masked: bool
     ) -> Tensor:
-        """Gather the logits where something looks at whole rows."""
+        """Return all ranks' logits `[B, V]` if something looks at whole rows, else `logits` as given."""
         if not masked and plan.wanted is None and not plan.features & WHOLE_ROW:
             return logits
         return gathered(self.ranks, logits, sampler.vocab_size)
@@ -61,14 +61,14 @@ class RankSamplerBackend(SamplerBackend):
         plan: SamplingMetadata,
         masked: bool,
     ) -> Tensor:
-        """See `SamplerBackend.choose`. Masks are rank 0's alone, and with masks so is the choice."""
+        """See `SamplerBackend.choose`. With masks rank 0 chooses, which alone has them, and broadcasts."""
         if logits.shape[1] == self.room:
             return self.reduce_argmax(sampler, logits, rows, steps, plan)
         tokens = self.inner.choose(sampler, logits, rows, steps, plan, masked)
         return self.ranks.first(tokens) if masked else tokens
 
     def report(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """See `SamplerBackend.report`; nothing is known of a part."""
+        """See `SamplerBackend.report`; None for logits of a part."""
         return None if logits.shape[1] == self.room else self.inner.report(logits, tokens)
 
     def reduce_argmax(
@@ -79,25 +79,28 @@ class RankSamplerBackend(SamplerBackend):
         steps: Tensor,
         plan: SamplingMetadata,
     ) -> Tensor:
-        """Choose from the logits of all ranks, of which each gives its best."""
+        """Return the sampled tokens `[B]` int64, the best of all ranks. For the arguments see `choose`."""
         own = logits[:, : self.own_tokens].float()
         if not own.shape[1]:  # more ranks than this vocabulary fills
             own = logits[:, :1].float().fill_(float("-inf"))
         values, at = own.max(1)  # of equals the first, and NaN is the largest
         if SamplingFlags.RANDOM in plan.features:
             largest = self.ranks.gather(values).amax(0)  # [B]
-            for places, features in plan.draws:
+            for entries, features in plan.draws:
                 if SamplingFlags.RANDOM in features:
                     best = self._race(
-                        sampler, own[places], rows[places], steps[places], largest[places]
+                        sampler, own[entries], rows[entries], steps[entries], largest[entries]
                     )
-                    values[places], at[places] = best
+                    values[entries], at[entries] = best
         return self._best(values, at + self.first_token)
 
     def _race(
         self, sampler: Sampler, logits: Tensor, rows: Tensor, steps: Tensor, largest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw among this rank's tokens; `largest [B]` are the largest logits of all ranks."""
+        """Return the best noisy weight among this rank's tokens and its index in the part, `[B]` each.
+
+        largest: `[B]`, the largest logits of all ranks.
+        """
         weights = sampler.weights(logits, largest[:, None], rows)
         ids = sampler.ids[self.first_token : self.first_token + logits.shape[1]]
         noise = ops.negative_exponentials(sampler.ints[rows, KEY], steps, ids)

@@ -1,4 +1,4 @@
-"""The parts of a model: heads, the MLP's inside and the vocabulary are cut, the rest is whole on every rank.
+"""The shards of a model: heads, the MLP's inside and the vocabulary are cut; every rank has all of the rest.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053: of two matrices in a row the first is cut by columns and the
 second by rows, so that each rank computes its part of both by itself, and one sum over ranks ends the pair.
@@ -20,7 +20,7 @@ VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Slice(NamedTuple):
-    """`length` places of dimension `dim`, from `start` on; fewer where the tensor ends before that."""
+    """`length` entries of dimension `dim` from `start` on, or as many as the tensor has there."""
 
     dim: int
     start: int
@@ -29,7 +29,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank of `size`, and its part of a model.
+    """The shard of a model that rank `rank` of `size` has.
 
     Where there are fewer key/value heads than ranks, neighbours have the same one.
     """
@@ -83,8 +83,8 @@ class Shard:
     ) -> Slice | None:
         """Return which part of the tensor `name` this rank has, given its shapes; None: all of it.
 
-        It is cut in the dimension in which the shapes differ, of packed numbers, scales and zero points as
-        well, into parts of `own` places, in the order of ranks. Two kinds of layers differ from that:
+        It is cut in the dimension in which the shapes differ, into parts of the length that `own` has there,
+        in the order of ranks; so are packed numbers, scales and zero points. Two kinds of layers differ:
 
         - `VOCABULARY`, in dimension 0: its parts are rounded up (see `vocabulary`), so the last may begin at
           the end, and may reach beyond it.

@@ -1,4 +1,4 @@
-"""The life of a rank that is not the first: it makes the engines that it is told to, and follows rank 0."""
+"""The process of any rank but rank 0: it builds the engines that rank 0 asks for, and runs their steps."""
 
 from __future__ import annotations
 
@@ -16,71 +16,71 @@ from typing import Any, NoReturn
 import torch
 
 from common.errors import UserError
-from common.text.tokenizer import Tokenizer
-from parallel.feature import own_engine
+from parallel.broadcast import StepWorker
+from parallel.feature import rank_engine
 from parallel.messages import (
     BroadcastChannel,
     Build,
     Closed,
-    Here,
+    ForwardMessage,
     Join,
-    Rehearsed,
+    Joining,
     RunFunction,
-    StepMessage,
+    SampleMessage,
 )
 from parallel.ranks import Ranks, device_of, open_store
 
 
 def main(descriptor: int, rank: int) -> None:
-    """Until rank 0 is gone: its end of the connection closes however it ends."""
-    # Ctrl-C goes to the whole group of a terminal: rank 0 decides what it means.
+    """Serve rank 0 until it ends. descriptor: of this end of the connection to it."""
+    # Ctrl-C goes to all processes of a terminal: rank 0 decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(descriptor,), daemon=True).start()
     try:
-        obey(BroadcastChannel(Connection(descriptor)), rank)
+        serve(BroadcastChannel(Connection(descriptor)), rank)
     except UserError:
-        os._exit(2)  # rank 0 has found the same and says it
+        os._exit(2)  # rank 0 has found the same error and reports it
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # an ordinary end would wait for NCCL, which waits for the others
+        os._exit(1)  # an ordinary exit would wait for NCCL, which waits for the others
 
 
-def obey(line: BroadcastChannel, rank: int) -> NoReturn:
-    """Do what rank 0 says."""
+def serve(channel: BroadcastChannel, rank: int) -> NoReturn:
+    """Receive messages from rank 0 and do what each of them says."""
     ranks: Ranks | None = None
     while True:
-        message = line.receive()
+        message = channel.receive()
         if isinstance(message, Join):
-            line.send(Here())
+            channel.send(Joining())
             torch.set_num_threads(message.threads)
             store = open_store(message.path, message.size)
             ranks = Ranks(rank, message.size, device_of(message.device, rank), store)
         elif isinstance(message, Build):
             assert ranks is not None
-            live(message, ranks, line)
+            run_steps(message, ranks, channel)
             ranks.close()
         elif isinstance(message, RunFunction):
-            line.send(resolve_function(message)(ranks, *message.given))
+            channel.send(resolve_function(message)(ranks, *message.given))
         elif isinstance(message, Closed) and ranks is not None:
             ranks.close()
 
 
-def live(order: Build, ranks: Ranks, line: BroadcastChannel) -> None:
-    """One engine's life."""
-    tokenizer = Tokenizer(order.tokenizer) if order.tokenizer is not None else None
-    engine: Any = own_engine(order.recipe, ranks, tokenizer, line=line)
-    while not isinstance(message := line.receive(), Closed):
-        if isinstance(message, Rehearsed):
-            engine.cache.forget()
-            continue
-        assert isinstance(message, StepMessage), f"rank {ranks.rank} was told {message!r}"
-        engine.loop.follow(engine, message)
-    engine.runner.release()
+def run_steps(message: Build, ranks: Ranks, channel: BroadcastChannel) -> None:
+    """Build an engine, and run the halves of steps that come, until rank 0 closes it."""
+    runner: Any = rank_engine(message.recipe, ranks).runner
+    worker = StepWorker(runner, runner.cache)
+    while not isinstance(step := channel.receive(), Closed):
+        if isinstance(step, ForwardMessage):
+            worker.forward(step)
+        else:
+            assert isinstance(step, SampleMessage), f"rank {ranks.rank} received {step!r}"
+            worker.sample(step)
+    runner.release()
 
 
 def resolve_function(call: RunFunction) -> Callable[..., Any]:
-    """The function that is meant."""
+    """Return the function that a message names."""
     if call.source:
         space: dict[str, Any] = {}
         exec(call.source, space)
@@ -91,10 +91,9 @@ def resolve_function(call: RunFunction) -> Callable[..., Any]:
 
 
 def end_with(descriptor: int) -> None:
-    """Rank 0 may go while this rank waits for it on the device, and then it does not listen."""
+    """End this process when rank 0 closes the connection, also while this rank waits on its device."""
     poll = select.poll()
-    poll.register(
-        descriptor, select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
-    )
+    hang_up = getattr(select, "POLLRDHUP", 0)
+    poll.register(descriptor, select.POLLHUP | select.POLLERR | hang_up)
     poll.poll()
     os._exit(0)

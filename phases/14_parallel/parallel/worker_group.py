@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them: processes that it starts, talks to, and watches."""
+"""The worker group: processes of the other ranks, which rank 0 starts, sends messages to, and watches."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from parallel.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-NOTICE = 2.0
-"""Seconds in which the system tells of a process that has ended, after its connections have broken."""
+LOSS_SECONDS = 2.0
+"""Most seconds from the moment that a process's connections break until the system reports its end."""
 LAST_RESORT = 8.0
-"""Seconds after which a process ends itself that still waits, on its device, for a rank that is gone."""
+"""Seconds after a loss when rank 0 ends its own process if that still waits on a device for the lost rank."""
 
 
 class WorkerLostError(EngineLost):
-    """A rank has ended or does not agree with the others: the engine cannot go on."""
+    """Raised if a rank has ended, so that the engine cannot go on."""
 
 
 class WorkerProcess:
-    """One of the other ranks.
+    """The process of one other rank.
 
-    A plain program, not a child of multiprocessing: the caller's main module is not run again, and a server's
-    engine process, which may have no such children, can have ranks too.
+    It is a plain program, not a child of multiprocessing: the caller's main module is not run again, and a
+    server's engine process, which may have no such children, can have ranks too.
+
+    Args:
+        rank: from 1 on.
+        lost: called with a sentence, from another thread, when the process has ended.
     """
 
     def __init__(self, rank: int, lost: Callable[[str], None]) -> None:
@@ -65,74 +69,82 @@ class WorkerProcess:
         lost(f"rank {self.rank} has ended (exit code {code})")
 
     def kill(self) -> None:
-        """End it now."""
+        """End the process now."""
         self.process.kill()
         self.connection.close()
 
 
 class WorkerGroup:
-    """Ranks 1 to `size - 1`.
+    """The processes of ranks 1 to `size - 1`.
 
-    reason: why it can do nothing more; empty while all is well.
+    reason: which rank was lost and how; empty while none is.
     on_loss: called, from another thread, when a rank is lost.
-    on_end: called when all of them are ended.
+    on_end: called when all processes have been ended.
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.reason = size, ""
+        self.size = size
+        self.reason = ""
         self.on_loss: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
-        self._ending, self._waiting = False, 0
+        self._ending = False
+        self._waiting = 0
         self._done = threading.Event()
         self.members = [WorkerProcess(rank, self.lose) for rank in range(1, size)]
         atexit.register(self.kill)
 
-    def tell(self, message: Any) -> None:
-        """Send a message to all. That one is gone is told by its process, not by its connection."""
+    def broadcast(self, message: Any) -> None:
+        """Send a message to all ranks. A broken connection is no error: the end of its process will be."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for member in self.members:
             with suppress(OSError):
                 member.connection.send_bytes(data)
 
     def collect_replies(self, *, wait: float = 0.0) -> list[tuple[int, Any]]:
-        """Return the messages of the ranks, `(rank, message)`; wait for one so many seconds a rank."""
+        """Return the replies that have come, `(rank, reply)`.
+
+        Args:
+            wait: seconds to wait for a reply of each rank, until the first has come.
+        """
         found: list[tuple[int, Any]] = []
         for member in self.members:
-            with suppress(OSError, EOFError):  # see `tell`
+            with suppress(OSError, EOFError):  # see `broadcast`
                 while member.connection.poll(wait if not found else 0.0):
                     found.append((member.rank, pickle.loads(member.connection.recv_bytes())))
         return found
 
     def lose(self, reason: str) -> None:
-        """The ranks are of no use any more: the first reason counts. All others end, and none waits."""
+        """End all ranks, since one is lost; the first `reason` stays."""
         if self._ending or self.reason:
             return
         self.reason = reason
-        for (
-            member
-        ) in self.members:  # connections stay: another thread may be reading, or closing them
-            member.process.kill()
+        for member in self.members:
+            member.process.kill()  # its connection stays: another thread may be reading it
         threading.Thread(target=self._last_resort, daemon=True).start()
         if self.on_loss is not None:  # it may not return: NCCL waits for graphs that it is in
             threading.Thread(target=self.on_loss, daemon=True).start()
 
     def check(self, *, patient: bool = False) -> None:
-        """Raise `WorkerLostError` if a rank is lost; `patient`: something has failed, so perhaps one is."""
+        """Raise `WorkerLostError` if a rank is lost.
+
+        Args:
+            patient: something has failed, so wait some seconds until a loss may be known.
+        """
         if patient:
-            self.notice()
+            self.wait_for_loss()
         if self.reason:
             self._done.set()
             raise WorkerLostError(self.reason)
 
-    def notice(self) -> None:
-        """Wait until a rank is lost, for as long as it may take to hear of one that has ended."""
-        end = time.monotonic() + NOTICE
+    def wait_for_loss(self) -> None:
+        """Wait until a rank is known to be lost, at most `LOSS_SECONDS`."""
+        end = time.monotonic() + LOSS_SECONDS
         while not self.reason and time.monotonic() < end:
             time.sleep(0.01)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Inside, this process may wait for the others; outside, it hears of a loss when it next asks."""
+        """Mark a block in which this process may wait for other ranks, so that a loss may end it."""
         self._waiting += 1
         try:
             yield
@@ -140,7 +152,7 @@ class WorkerGroup:
             self._waiting -= 1
 
     def _last_resort(self) -> None:
-        """A device that waits for another one cannot be interrupted, only its process ended."""
+        """End this process if it still waits for the lost rank: a waiting device cannot be interrupted."""
         if not self._done.wait(LAST_RESORT) and self._waiting:
             print(
                 f"error: {self.reason}, and this process still waits for it",
@@ -150,7 +162,7 @@ class WorkerGroup:
             os._exit(1)
 
     def kill(self) -> None:
-        """End all of them."""
+        """End all processes of the group."""
         self._ending = True
         self._done.set()
         for member in self.members:
@@ -161,17 +173,17 @@ class WorkerGroup:
 
 
 _idle: dict[int, WorkerGroup] = {}
-"""Crews that no engine has at the moment: starting a process and importing torch takes seconds."""
+"""By size, a group that no engine uses: starting a process and importing torch takes seconds."""
 
 
 def take(size: int) -> WorkerGroup:
-    """A crew for an engine of `size` ranks."""
+    """Return a worker group for an engine of `size` ranks: an idle one, or a new one."""
     workers = _idle.pop(size, None)
     return WorkerGroup(size) if workers is None or workers.reason else workers
 
 
 def give_back(workers: WorkerGroup) -> None:
-    """Its engine is closed: another one may have the crew."""
+    """Keep the group of a closed engine for the next one; end it if it is lost or there is one already."""
     if not workers.reason and workers.size not in _idle:
         workers.on_loss = workers.on_end = None
         _idle[workers.size] = workers

@@ -6,8 +6,9 @@ the layer: expert parallel costs what tensor parallel costs, and has the shapes 
 hold.
 
 The other way is an all-to-all: a rank owns some of the tokens, sends each to the ranks of its experts, and
-gets their outputs back. That is fewer bytes where a token's experts are on few of many ranks, but attention
-must be split by requests for it, and every rank has to know how many rows come, which no graph can hold.
+gets their outputs back. That is fewer bytes where a token's experts are on 2 or 3 of many ranks, but
+attention must be split by requests for it, and every rank has to know how many rows come, which no graph can
+hold.
 For Qwen3-30B-A3B, 8 of 128 experts chosen evenly, bytes a token and layer of all ranks, and the busiest
 rank's rows over the mean:
 
@@ -16,7 +17,7 @@ rank's rows over the mean:
         4       24,576       22,200      1.74        1.17         1.03
         8       57,344       38,000      2.52        1.37         1.08
 
-So whole experts lose with a few tokens, where all wait for the rank that has most of the chosen.
+So whole experts lose with small batches, where all wait for the rank that has most of the chosen.
 """
 
 from __future__ import annotations

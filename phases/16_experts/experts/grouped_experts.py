@@ -104,7 +104,7 @@ def one_token(layer: GroupedExperts, x: Tensor, weights: Tensor, chosen: Tensor)
 
 
 def combine(products: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Bring the experts' products back to their tokens, and sum each token's in the order of its choices.
+    """Sum the experts' products of each token, in the order of its choices.
 
     The order of a sum is the token's own, so the sum does not depend on the rest of the batch.
 

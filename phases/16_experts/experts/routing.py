@@ -33,15 +33,15 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def sort_by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort a batch's choices by expert. A choice is a number `token * k + place`.
+    """Sort a batch's choices by expert. Choice `j` of token `t` has the number `t * k + j`.
 
     Args:
         chosen: `[T, k]`, the expert of each.
-        count: how many experts there are. One that no token chose has no places.
+        count: how many experts there are. One that no token chose has none in `order`.
 
     Returns:
         order: `[T k]` int64, the choices of expert 0 first; those of one expert in the order of tokens.
-        offsets: `[E + 1]` int64; expert `e` has the places `offsets[e] : offsets[e + 1]` of `order`.
+        offsets: `[E + 1]` int64; expert `e` has the entries `offsets[e] : offsets[e + 1]` of `order`.
     """
     experts, order = torch.sort(chosen.flatten(), stable=True)
     edges = torch.arange(count + 1, device=chosen.device)

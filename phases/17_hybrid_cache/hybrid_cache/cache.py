@@ -29,7 +29,7 @@ from prefix_cache.radix import RadixIndex
 class Moves(NamedTuple):
     """Pages whose blocks changed, for the device: `[n]` int64, and their blocks now, `[groups, n]` int32.
 
-    With layers that keep states, `blocks` has two rows more: slots and tails. See `StateManager`.
+    With layers that keep states, `blocks` has two rows more: slots and `tokens_after`. See `StateManager`.
     """
 
     pages: NDArray[np.int64]
@@ -68,7 +68,7 @@ class HybridCache(PrefixCache):
         step_tokens: most tokens of one request in a step.
 
     block_pool: blocks of all managers of attention.
-    blocks: `[groups, pages]` int32, the block of each page; two more rows are a state's slots and tails.
+    blocks: `[groups, pages]` int32, the block of each page; two more rows are slots and `tokens_after`.
     attention_managers: one for each type of attention, in the order of the layout.
     state_manager: of layers that keep states; None: there are none.
     """
@@ -115,9 +115,9 @@ class HybridCache(PrefixCache):
         self.managers = self.attention_managers.copy()
         self.state_manager: StateManager | None = None
         if layout.states is not None:
-            slots, tails = self.blocks[count : count + 1], self.blocks[-1]
+            slots, tokens_after = self.blocks[count : count + 1], self.blocks[-1]
             self.state_manager = StateManager(
-                self.tables, tails, blocks, slots, self._changed, sizes
+                self.tables, tokens_after, blocks, slots, self._changed, sizes
             )
             self.managers.append(self.state_manager)
 
@@ -166,7 +166,7 @@ class HybridCache(PrefixCache):
         """Give a request pages and blocks for its first `upto` tokens, after windows gave back theirs.
 
         Returns:
-            False, with nothing taken, if there are too few blocks.
+            False, with nothing taken, if there are not enough blocks.
         """
         row = request.row
         table = self.tables[row]

@@ -20,7 +20,7 @@ from paged_cache.pool import BlockPool, KVFormat
 class HybridPool(BlockPool):
     """Blocks of `LayerGroups.size` layers, `[size, 2, N, P, KH, D]`, which serve any group of layers.
 
-    Graphs read `places` at a fixed address, so all that was made for one table works for many: a step's
+    Graphs read `page_blocks` at a fixed address, so all that was made for one table works for many: a step's
     block tables name pages, and `begin` looks up each group's blocks on the device.
 
     Args:
@@ -31,7 +31,7 @@ class HybridPool(BlockPool):
 
     group_of: by layer, the number of its group.
     null: number of the last block, which is all zeros.
-    places: `[groups, pages]` int32, the block of each page in each group, or `null`.
+    page_blocks: `[groups, pages]` int32, the block of each page in each group, or `null`.
     states: tensors of the layers that keep states; None: there are none.
     """
 
@@ -59,11 +59,11 @@ class HybridPool(BlockPool):
         self.null = count - 1
         inside = self.layers
         self.group_of = [0] * config.num_layers
-        places = [0] * config.num_layers
+        positions = [0] * config.num_layers
         for group, layers in enumerate(layout.groups):
             for place, layer in enumerate(layers):
-                self.group_of[layer], places[layer] = group, place
-        self.layers = [inside[place] for place in places]
+                self.group_of[layer], positions[layer] = group, place
+        self.layers = [inside[place] for place in positions]
         if kv.scales is not None:
             scales = kv.scales.to(device, torch.float32)
             self.layers = [
@@ -72,7 +72,7 @@ class HybridPool(BlockPool):
             ]
         pages = page_count(layout, count, rows, -(-max_len // block_size))
         shape = (len(layout.groups), pages)
-        self.places = torch.full(shape, self.null, dtype=torch.int32, device=device)
+        self.page_blocks = torch.full(shape, self.null, dtype=torch.int32, device=device)
         self.states: StatePool | None = None
         if layout.states is not None:
             slots = slot_count(rows)
@@ -84,11 +84,13 @@ class HybridPool(BlockPool):
         """Update the device's copy of pages' blocks, before the step that reads it. moves: None: nothing."""
         if moves is None:
             return
-        moved = upload(self.places.device, {"pages": moves.pages, "blocks": moves.blocks})
+        moved = upload(self.page_blocks.device, {"pages": moves.pages, "blocks": moves.blocks})
         pages, blocks = moved["pages"], moved["blocks"]
-        self.places[:, pages] = blocks[: len(self.places)]
+        self.page_blocks[:, pages] = blocks[: len(self.page_blocks)]
         if self.states is not None:
-            self.states.places[pages], self.states.tails[pages] = blocks[len(self.places) :]
+            self.states.page_slots[pages], self.states.page_tokens_after[pages] = blocks[
+                len(self.page_blocks) :
+            ]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, pairs of source and target; numbers above `null` are slots of states."""
@@ -111,7 +113,7 @@ class HybridPool(BlockPool):
 
     def tables_of(self, pages: Tensor) -> Tensor:
         """Return the blocks `[groups, ...]` int32 of pages `[...]`."""
-        return self.places.index_select(1, pages.flatten()).view(-1, *pages.shape)
+        return self.page_blocks.index_select(1, pages.flatten()).view(-1, *pages.shape)
 
     def slots_of(self, slots: Tensor) -> Tensor:
         """Return tokens' slots in blocks, `[groups, T]`, given those in pages, `[T]`; -1 (nowhere) stays."""

@@ -401,17 +401,17 @@ def begin(pool: HybridPool, batch: PagedBatch) -> list[PagedBatch]:
     states.
     """
     states = pool.states
-    kinds = len(pool.places)
+    kinds = len(pool.page_blocks)
     tokens = len(batch.slots)
     assert states is not None
     requests, width = batch.block_tables.shape
     tables = batch.block_tables.new_empty(kinds, requests, width)
     slots = batch.slots.new_empty(kinds, tokens)
-    states.start(batch, pool.places.new_empty(4, requests))
+    states.start(batch, pool.page_blocks.new_empty(4, requests))
     begin_kernel[(max(requests, tokens),)](
         tables, slots, states.step, batch.block_tables, batch.slots, batch.query_starts,
-        batch.context_lens, pool.places, states.places, states.tails,
-        requests, tokens, width, pool.places.shape[1], states.null,
+        batch.context_lens, pool.page_blocks, states.page_slots, states.page_tokens_after,
+        requests, tokens, width, pool.page_blocks.shape[1], states.null,
         P=pool.block_size, KINDS=kinds, BLOCK=128, num_warps=1,
     )  # fmt: skip
     return [

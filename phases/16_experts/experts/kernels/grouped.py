@@ -57,8 +57,10 @@ def tile_for(rows: float, x: Tensor) -> Tile:
     """Return the tile for so many rows of `x [T, K]` an expert, with the stages that fit in shared memory."""
     largest = LARGE if at_least(x.device, HOPPER) else OLDER
     tile = next((tile for most, tile in TABLE if rows <= most), largest)
-    ahead = shared_memory(x.device) // ((tile.rows + tile.block_n) * tile.block_k * x.itemsize)
-    return tile._replace(num_stages=min(tile.num_stages, ahead + 1))  # one is in registers
+    stages = shared_memory(x.device) // (
+        (tile.rows + tile.block_n) * tile.block_k * x.itemsize
+    )
+    return tile._replace(num_stages=min(tile.num_stages, stages + 1))  # one is in registers
 
 
 @triton.jit
@@ -117,8 +119,8 @@ def grouped_kernel(
 ):  # fmt: skip
     """Multiply a tile of rows with `BLOCK_N` of an expert's `N` outputs; one program for each of both.
 
-    UP: compute the first product, gated: rows are read from tokens and written to places of `order`.
-        Otherwise the second one: rows are read from places and written to choices.
+    UP: compute the first product, gated: rows are read from tokens and written in the order of `order`.
+        Otherwise the second one: rows are read in that order and written by choice.
     """
     parts: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts

@@ -1,7 +1,7 @@
-"""The experts of a few tokens: gathered by choice, and read as one matrix after the other.
+"""The experts of a small batch: gathered by choice, and read as one matrix after the other.
 
 With one token each of its experts is used once: a product is a read of eight matrices that do not lie side by
-side, and sorting would only be in the way. A program finds its expert's matrix by the choice and owns a few
+side, and sorting would only be in the way. A program finds its expert's matrix by the choice and owns some
 of its outputs, as a product of a matrix and a vector does. The first product has a program per choice and
 tile of outputs; the second one per token and tile, which adds up the token's choices in the order of the
 router, so nothing is left to combine.
@@ -118,7 +118,7 @@ def gathered(
     chosen: Tensor,
     shapes: tuple[Shape, Shape] = SHAPES,
 ) -> Tensor:
-    """Compute a layer's experts for a few tokens. An `ExpertKernel`; shapes: see `SHAPES`."""
+    """Compute a layer's experts for at most `SMALL_BATCH` tokens. An `ExpertKernel`; shapes: see `SHAPES`."""
     chosen = chosen.contiguous()
     weights = weights.contiguous()
     tokens, top_k = chosen.shape

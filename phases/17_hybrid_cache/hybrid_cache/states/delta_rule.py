@@ -40,8 +40,8 @@ class DeltaTokens(NamedTuple):
 
     def span(self, first: int, last: int) -> DeltaTokens:
         """Return the inputs of the tokens `first .. last - 1`."""
-        wide = (x[..., first:last, :, :] for x in self[:3])
-        return DeltaTokens(*wide, *(x[..., first:last, :] for x in self[3:]))
+        vectors = (x[..., first:last, :, :] for x in self[:3])
+        return DeltaTokens(*vectors, *(x[..., first:last, :] for x in self[3:]))
 
 
 def one_token(state: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,8 @@ def recurrence(state: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
     """Apply the delta rule to one token after another: return `[..., S, H, Dv]` and the new state."""
     out = torch.empty_like(tokens.v)
     for i in range(out.shape[-3]):
-        wide = (x[..., i, :, :] for x in tokens[:3])
-        token = DeltaTokens(*wide, *(x[..., i, :] for x in tokens[3:]))
+        vectors = (x[..., i, :, :] for x in tokens[:3])
+        token = DeltaTokens(*vectors, *(x[..., i, :] for x in tokens[3:]))
         out[..., i, :, :], state = one_token(state, token)
     return out, state
 

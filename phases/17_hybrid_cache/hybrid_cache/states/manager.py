@@ -47,8 +47,8 @@ class StateManager(SingleTypeManager):
 
     Args:
         tables: block tables of all rows.
-        tails: `[pages]` int32, for a step of several tokens that ends in a page: the number of tokens behind
-            its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
+        tokens_after: `[pages]` int32, for a step of several tokens that ends in a page: how many of them come
+            after its snapshot boundary. Negative if these are draft tokens; 0 if it saves nothing.
         slot_offset: blocks in the pool of keys and values; slots are numbered behind them in copies.
         arguments: `blocks [1, pages]` (slots), `changed` and `sizes` of a `SingleTypeManager`.
 
@@ -57,10 +57,12 @@ class StateManager(SingleTypeManager):
     last_decode_page: by row, the page that its decodes left last, or -1.
     """
 
-    def __init__(self, tables: Table, tails: Table, slot_offset: int, *arguments: Any) -> None:
+    def __init__(
+        self, tables: Table, tokens_after: Table, slot_offset: int, *arguments: Any
+    ) -> None:
         super().__init__([[]], SlotPool(slot_count(len(tables))), *arguments)
         self.tables = tables
-        self.tails = tails
+        self.tokens_after = tokens_after
         self.slot_offset = slot_offset
         self.divergence, self.last_decode_page = [0] * len(tables), [-1] * len(tables)
         self.rollback_to: dict[int, int] = {}
@@ -166,7 +168,7 @@ class StateManager(SingleTypeManager):
         end = work.start + work.count
         last = int(self.tables[work.row, (end - 1) // self.block_size])
         behind = end - boundary if boundary > work.start else 0
-        self.tails[last] = boundary - end if drafting else behind
+        self.tokens_after[last] = boundary - end if drafting else behind
         self.changed.add(last)
 
     def release_slots(self, read: Sequence[tuple[int, bool]]) -> None:

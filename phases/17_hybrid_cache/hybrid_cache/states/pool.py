@@ -25,7 +25,8 @@ class StatePool:
 
     recurrent: `[layers, slots + 2, H, Dk, Dv]` float32, in the order of the layers that have states.
     conv: `[layers, slots + 2, W - 1, C]`.
-    places, tails: `[pages]` int32, each page's slot and tail. See `StateManager`.
+    page_slots, page_tokens_after: `[pages]` int32, of each page its slot, and how many tokens of a step that
+        ends there come after its snapshot boundary. See `StateManager`.
     step: `[4, B]` int32, for this step's requests: the slot that is read; the slot that the state at the
         snapshot boundary goes to (-1: none); the slot that the last state goes to (-1: padding); and the
         tokens before the boundary.
@@ -54,8 +55,8 @@ class StatePool:
         self.conv = torch.zeros(
             count, slots + 2, *config.conv_shape, device=device, dtype=dtype
         )
-        self.places = torch.full((pages,), slots, dtype=torch.int32, device=device)
-        self.tails = torch.zeros_like(self.places)
+        self.page_slots = torch.full((pages,), slots, dtype=torch.int32, device=device)
+        self.page_tokens_after = torch.zeros_like(self.page_slots)
 
     @staticmethod
     def bytes_per_slot(config: DeltaConfig, dtype: torch.dtype) -> int:
@@ -75,14 +76,14 @@ class StatePool:
         live = (counts > 0) & (ends > 0)
         several = counts > 1
         last = self._pages(batch, ends)
-        tail = self.tails[last]
+        tail = self.page_tokens_after[last]
         cut = counts - tail.abs()
         source, boundary = (
-            self.places[self._pages(batch, tokens)] for tokens in (starts, starts + cut)
+            self.page_slots[self._pages(batch, tokens)] for tokens in (starts, starts + cut)
         )
         source = torch.where(starts > 0, source, self.null)
         saves = live & several & (tail != 0) & (boundary != self.null)
-        into = torch.where(several & (tail < 0), self.null + 1, self.places[last])
+        into = torch.where(several & (tail < 0), self.null + 1, self.page_slots[last])
         parts = (
             torch.where(saves, boundary, -1),
             torch.where(live, into, -1),
@@ -98,8 +99,8 @@ class StatePool:
 
     def _pages(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """Return the page `[B]` that holds the last of each request's first `tokens [B]` tokens."""
-        places = tokens.sub(1).clamp(min=0).div(self.block_size, rounding_mode="floor")
-        return batch.block_tables.gather(1, places.unsqueeze(1)).squeeze(1).long()
+        indices = tokens.sub(1).clamp(min=0).div(self.block_size, rounding_mode="floor")
+        return batch.block_tables.gather(1, indices.unsqueeze(1)).squeeze(1).long()
 
     def mix(self, inputs: DeltaInputs) -> Tensor:
         """Return the outputs `[T, H, Dv]` of a ragged batch: decodes at once, each longer work by itself."""

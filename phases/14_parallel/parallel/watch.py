@@ -1,0 +1,59 @@
+"""Rank 0's watch over the others: an engine that has lost a rank ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from continuous.engine import Engine
+from continuous.seams import EngineObserver, Loop
+from parallel.worker_group import WorkerGroup, WorkerLostError
+
+
+class WatchedLoop(EngineObserver):
+    """A `Loop` around rank 0's loop that raises if a rank is lost. As an observer it hears of failed steps.
+
+    closed: True if the ranks have been released.
+    """
+
+    def __init__(self, inner: Loop, workers: WorkerGroup) -> None:
+        self.inner = inner
+        self.workers = workers
+        self.closed = False
+        self._release: Callable[[], Any] = lambda: None
+
+    def close_with(self, release: Callable[[], Any]) -> None:
+        """Set the function that releases the other ranks: at the end, or when one of them is lost."""
+        self._release = release
+
+    @property
+    def idle(self) -> bool:
+        """Return True if nothing is in flight and no rank is lost: a loss is still to be raised."""
+        return self.inner.idle and not self.workers.reason
+
+    def advance(self, engine: Engine) -> None:
+        """Launch the next step on all ranks, and collect what is due. See `Loop.advance`.
+
+        Raises:
+            WorkerLostError: a rank has ended, or the engine is closed; nothing can be computed any more.
+        """
+        try:
+            self.workers.check()
+            if self.closed:  # another engine may have the worker group by now
+                raise WorkerLostError("the engine is closed, and its ranks are released")
+            with self.workers.awaited():
+                self.inner.advance(engine)
+            self.workers.check()
+        except WorkerLostError:
+            self._release()
+            raise
+
+    def on_step_failed(self, error: BaseException) -> None:
+        """End all ranks: a step has failed, perhaps because one of them has ended."""
+        self.workers.wait_for_loss()
+        self.workers.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
+
+    def close(self) -> None:
+        """Release the other ranks, which otherwise stay as long as this engine does."""
+        self.closed = True
+        self._release()
