@@ -16,7 +16,6 @@ from forward.model import Model
 from paged_cache import EngineBuilder, Feature, PagedEngine, PagedSizes, Recipe, build
 from quant import Quant
 from quant.loading import Quantize
-from speculative.control import DraftController
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
 from speculative.hidden_state_hooks import HiddenStateHooks
@@ -77,9 +76,10 @@ class Speculate(Feature):
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        control = DraftController(self.length, adaptive=self.draft_adaptive)
         source = DRAFTERS[self.drafter].make(self, builder)
-        builder.drafter.replace(self, SpeculativeRunner(source, control))
+        builder.drafter.replace(
+            self, SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
+        )
         builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 

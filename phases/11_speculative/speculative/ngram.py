@@ -72,6 +72,8 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
 class NGrams(Proposer):
     """A `Proposer` with an index for each request."""
 
+    rehearses = True
+
     def __init__(self) -> None:
         self.indexes: dict[Request, NGramIndex] = {}
 
