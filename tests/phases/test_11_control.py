@@ -186,7 +186,7 @@ def test_right_drafts_gain(rehearses: bool) -> None:
     given: dict[str, Any] = {"rehearses": rehearses}
     assert Machine(**given).run(0.95, 4000) < 0.2
     assert Machine(4, **given).run(0.8, 2000) < 0.5
-    assert Machine(each=0.05, fixed=0.3, **given).run(0.5, 4000) < 0.9, "0.77 is the best"
+    assert Machine(each=0.05, fixed=0.3, **given).run(0.5, 4000) < 0.95, "0.77 is the best"
     assert Machine(each=0.02, fixed=0.6, **given).run(0.7, 4000) < 0.65, (
         "any drafts cost much, and eight are worth it"
     )

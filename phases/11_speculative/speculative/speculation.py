@@ -155,7 +155,7 @@ class SpeculativeRunner(Drafter):
         return any(self.guesses.values())
 
     def _rehearse(self, request: Request) -> None:
-        """Compare earlier drafts with the tokens that came, then draft anew; no step verifies these drafts."""
+        """Compare earlier drafts with the tokens that came, and draft anew; no step verifies these drafts."""
         known, drafts = self._rehearsed.get(request, (0, ()))
         came = request.tokens[known:]
         if not (came and is_drafted(request)):
