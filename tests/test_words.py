@@ -19,7 +19,6 @@ PENDING = {
     "phases/05_paged_cache",
     "phases/09_cuda_graphs",
     "phases/10_quant",
-    "phases/11_speculative",
     "phases/12_structured",
     "phases/13_serving",
     "phases/14_parallel",

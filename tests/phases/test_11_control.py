@@ -61,7 +61,8 @@ class Machine:
         rehearses: bool = True,
         found: float = 1.0,
     ) -> None:
-        self.rows, self.each, self.fixed = rows, each, fixed
+        self.rows = rows
+        self.each, self.fixed = each, fixed
         self.rehearses, self.found = rehearses, found
         self.control = DraftController(most, rehearses=rehearses, clock=lambda: self.seconds)
         self.engine = Counted(Steps())

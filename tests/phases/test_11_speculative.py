@@ -20,6 +20,7 @@ import continuous
 import cuda_graphs
 import forward
 import speculative
+from benchmarks import coupling
 from common.errors import UserError
 from common.events import Completion
 from common.models.hub import model_folder
@@ -362,7 +363,7 @@ def test_ngrams_are_those_of_a_search() -> None:
         for _ in range(rng.randrange(1, 60)):
             tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
             index.extend(tokens)
-            assert index.propose(5) == brute(tokens, ngram.ORDERS, 5), tokens
+            assert index.propose(5) == brute(tokens, ngram.NGRAM_SIZES, 5), tokens
 
 
 def test_what_repeats_goes_on_repeating() -> None:
@@ -895,8 +896,8 @@ def test_acceptance_is_near_the_optimum(spread: float) -> None:
     gaps = []
     for seed in range(8):
         p, q = distributions(seed, vocab=500, spread=spread, scale=3.5)
-        best = float(rejection.optimum(p, q))
-        found = rejection.coupled(p.float(), q.float(), 4000, seed)
+        best = float(coupling.optimum(p, q))
+        found = coupling.coupled(p.float(), q.float(), 4000, seed)
         promised = best / (2 - best)
         assert promised - 0.03 <= found <= best + 0.03
         gaps.append(best - found)

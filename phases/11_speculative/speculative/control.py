@@ -25,9 +25,10 @@ DECIDED = 32
 RETRY = 600
 """Steps without drafts after which the first estimates are believed again: texts change."""
 LOWEST_RATE = 0.01
-FIRST_RATE, FIRST_FIXED, FIRST_EACH = 0.7, 0.25, 0.1
-"""First estimates: the acceptance rate of a drafter that cannot be rehearsed, what drafting costs a step in
-plain steps, and what each draft costs in tokens."""
+FIRST_RATE = 0.7
+"""First estimate of the acceptance rate, of a drafter that cannot be rehearsed."""
+FIRST_FIXED, FIRST_EACH = 0.25, 0.1
+"""First estimates of what any drafts cost a step, in plain steps, and of what each draft costs, in tokens."""
 SWITCH = 0.2
 """What a batch without drafts has to gain besides, in plain steps: beginning and ending costs time, too."""
 PRIOR = 6
@@ -101,7 +102,7 @@ class Tries:
 
 @dataclass
 class StepCost:
-    """What steps take at one batch size.
+    """Times of steps at one batch size.
 
     plain: seconds of a step without drafts, measured `samples` times.
     fixed: what a step with any drafts takes longer, in plain steps.
@@ -180,7 +181,8 @@ class DraftController:
         rehearses: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.most, self.adaptive, self.watches = most, adaptive, watches
+        self.most, self.adaptive = most, adaptive
+        self.watches = watches
         self.first_rate = 0.0 if rehearses else FIRST_RATE
         self.clock = clock
         self.on = watches or not adaptive

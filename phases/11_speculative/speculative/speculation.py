@@ -28,11 +28,11 @@ from speculative.stats import SpeculationStats
 # Propose.
 
 Agree = Callable[[Sequence[int], Sequence[int]], int]
-"""Counts the drafts that are right, given what was sampled in their places and behind them."""
+"""Counts the accepted drafts, given the tokens sampled at their positions and behind the last one."""
 
 
 def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
-    """Count the first drafts that are what was sampled in their places, which is the truth."""
+    """Return the number of drafts before the first one that differs from the token sampled at its position."""
     right = 0
     while right < len(drafts) and sampled[right] == drafts[right]:
         right += 1
@@ -215,7 +215,7 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each taker the drafts that are right, and the token sampled behind the last of these."""
+        """Return for each sampled request its accepted drafts, and the token sampled behind the last of these."""
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)
         return list(self._accepted(works, iter(tokens)))
