@@ -28,7 +28,7 @@ OVER = {
     "continuous": 10_510,
     "triton_paged_attention": 16_190,
     "quant": 13_260,
-    "speculative": 10_910,
+    "speculative": 10_740,
     "structured": 12_350,
     "serving": 13_840,
     "parallel": 10_260,

@@ -73,7 +73,7 @@ class Head(Model):
     At place p it is given the token p + 1 and the hidden states from which that token was sampled, and says
     what token p + 2 will be. So its sequence is the request's without the first token.
 
-    taps: the layers of the large model behind which hidden states are taken, beside the last ones.
+    hooks: the layers of the large model behind which hidden states are taken, beside the last ones.
     features: `[most, hidden]`, what the tokens of the next call are given, in their order.
     """
 
