@@ -1,8 +1,8 @@
 """When to draft, and how many tokens: acceptance rates of requests, and step times by batch size.
 
 Accepted drafts gain tokens. But a step with drafts computes more tokens, and cannot overlap with the step
-before it. That costs every request of the batch time. So the batch drafts only while the tokens that its requests
-gain together exceed the tokens that all of them lose.
+before it. That costs every request of the batch time. So the batch drafts only while the tokens that its
+requests gain together exceed the tokens that all of them lose.
 """
 
 from __future__ import annotations

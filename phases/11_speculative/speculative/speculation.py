@@ -32,7 +32,7 @@ Agree = Callable[[Sequence[int], Sequence[int]], int]
 
 
 def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
-    """Return the number of drafts before the first one that differs from the token sampled at its position."""
+    """Return the number of drafts before the first that differs from the token sampled at its position."""
     right = 0
     while right < len(drafts) and sampled[right] == drafts[right]:
         right += 1
@@ -215,7 +215,7 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each sampled request its accepted drafts, and the token sampled behind the last of these."""
+        """Return for each sampled request its accepted drafts, and the token sampled behind them."""
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)
         return list(self._accepted(works, iter(tokens)))

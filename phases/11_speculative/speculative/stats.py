@@ -14,7 +14,8 @@ class SpeculationStats:
     steps: times that a request's drafts were verified.
     drafted, accepted: by position, the first draft of a step at 0.
     marks: if not None, for each (index, sample) the positions of the output that were drafted and accepted.
-    synthetic: if not None, so many drafts a step count as accepted whatever the model says, and the text means nothing.
+    synthetic: if not None, so many drafts a step count as accepted whatever the model says, and the text
+        means nothing.
     """
 
     steps: int = 0

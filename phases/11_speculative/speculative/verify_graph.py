@@ -74,7 +74,7 @@ def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
 
 
 class VerifyGraphExecutor:
-    """Runs steps of a small batch with several tokens a request, each in the smallest `VerifyGraph` that holds it.
+    """Runs steps of several tokens a request, each in the smallest `VerifyGraph` that holds it.
 
     most_rows: requests in the largest decode graph; most_drafts: drafts of a request in the largest graph.
 
