@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.coupling import agreement as agreement_of
+from benchmarks.coupling import greedy, optimum
 from benchmarks.evidence import BenchOptions, Run
 from benchmarks.measure import Samples, summarize
 from benchmarks.workloads import PASSAGES, Item, Workload
@@ -16,8 +18,6 @@ from forward.attention import RecomputeAttention
 from forward.loading import load_model
 from forward.model import Model
 from forward.surgery import clone
-from speculative.rejection import agreement as agreement_of
-from speculative.rejection import greedy, optimum
 
 NOISES = (0.02, 0.05, 0.1, 0.15, 0.2)
 """Drafters: the model with noise in its weights, in standard deviations of each matrix."""
@@ -30,7 +30,7 @@ def agreement(phase: str, options: BenchOptions) -> list[Run]:
 
     The model's own probabilities at temperature 1, behind each place of a passage, and those of drafters
     that are nearly the same to quite another model. Nothing is drawn: how often two draws with the same noise
-    agree is a formula (`rejection.agreement`). Computed on the CPU in float32.
+    agree is a formula (`coupling.agreement`). Computed on the CPU in float32.
     """
     tokenizer = Tokenizer(model_folder(options.model or ""))
     model = load_model(options.model or "", device="cpu", dtype="float32")

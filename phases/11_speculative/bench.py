@@ -27,6 +27,7 @@ from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, task, uniform
 from common.models.hub import model_folder
+from common.request import Request
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
@@ -51,11 +52,10 @@ MOST_ITEMS = 3
 
 
 class Never(DraftController):
-    """Guessing has switched itself off, and stays so."""
+    """Drafting has switched itself off, and stays so."""
 
-    def decide(self, rows: int) -> bool:
-        """No."""
-        return False
+    def decide(self, running: Sequence[Request]) -> None:
+        """Return None: there are no drafts."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -150,9 +150,7 @@ class Bench:
         parts = EngineBuilder(Recipe(self.engine.runner.model))
         parts.model = self.engine.runner.model
         source = DRAFTERS[feature.drafter].make(feature, parts)
-        return SpeculativeRunner(
-            source, DraftController(feature.length, adaptive=feature.draft_adaptive)
-        )
+        return SpeculativeRunner(source, feature.length, adaptive=feature.draft_adaptive)
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
@@ -162,7 +160,7 @@ class Bench:
             "draft_accept": float(LENGTH),
         }
         off = self.drafter(**always)
-        off.throttle.control, off.throttle.on = Never(LENGTH), False
+        off.control = Never(LENGTH)
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
             SYNTHETIC: (self.engine, self.drafter(draft_adaptive=False, **always)),

@@ -17,7 +17,6 @@ from forward.model import Model
 from paged_cache import PagedEngine
 from phases.appendix.guidance.backend import SMALL_BATCH, GuidanceBackend
 from phases.appendix.guidance.drafter import GrammarDrafter
-from speculative.control import DraftController
 from speculative.ngram import NGrams
 from speculative.speculation import SpeculativeRunner
 from structured.matcher import Matcher
@@ -256,6 +255,6 @@ def test_hostile_grammars_harm_nobody(model: Model) -> None:
 
 def test_stats_reach_through_grammars() -> None:
     """`--stats` and `TokenHighlighter` ask the scheduler's drafter, here one around that of phase 11."""
-    speculator = SpeculativeRunner(NGrams(), DraftController(4))
+    speculator = SpeculativeRunner(NGrams(), 4)
     assert GrammarDrafter(speculator).stats is speculator.stats
     assert GrammarDrafter().stats.lines() == ["speculation: nothing was drafted"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import continuous
 import cuda_graphs
 import forward
 import speculative
+from benchmarks import coupling
 from common.errors import UserError
 from common.events import Completion
 from common.models.hub import model_folder
@@ -37,7 +38,7 @@ from forward.surgery import clone
 from paged_cache import EngineBuilder, PagedEngine, PagedSizes, Recipe
 from prefix_cache import PrefixCache
 from speculative import head, ngram, rejection
-from speculative.control import SAMPLES, DraftController
+from speculative.control import DraftController
 from speculative.draft_model import DraftModel
 from speculative.feature import draft_engine
 from speculative.head import WEIGHTS, HeadSource
@@ -116,6 +117,21 @@ class Scripted(Proposer):
         self.left.add(request)
 
 
+class Forced(DraftController):
+    """Drafts the most whenever `allows` says so."""
+
+    def __init__(self, most: int, allows: Callable[[], bool]) -> None:
+        super().__init__(most)
+        self.allows = allows
+
+    def decide(self, running: Sequence[Request]) -> list[int] | None:
+        self.on = self.allows()
+        return [self.most] * len(running) if self.on else None
+
+    def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
+        return True
+
+
 RNG = random.Random(0)
 SCRIPTS: dict[str, Callable[[list[int]], list[int]]] = {
     "always right, and beyond what was asked for": lambda coming: coming,
@@ -145,7 +161,8 @@ def scripted(
     outputs = {(one.index, one.sample): one.token_ids for one in truth}
     speculator = SpeculativeRunner(
         Scripted(outputs, SCRIPTS[script]),
-        DraftController(options.get("draft_length", 6), adaptive=False),
+        options.get("draft_length", 6),
+        adaptive=False,
     )
     speculate(engine, speculator)
     return engine
@@ -300,8 +317,7 @@ def test_a_step_waits_only_while_its_drafter_does(
         "a step is scheduled before the tokens before it are known"
     )
     order.clear()
-    engine.scheduler.drafter.throttle.on = False  # type: ignore[attr-defined]
-    engine.scheduler.drafter.control.decide = lambda rows: False  # type: ignore[attr-defined]
+    engine.scheduler.drafter.control = Forced(6, lambda: False)  # type: ignore[attr-defined]
     engine.generate([[1, 2, 3]], params)
     assert order[:3] == ["launch", "launch", "collect"], (
         "steps do not overlap, though nobody guesses"
@@ -322,7 +338,7 @@ def test_guessing_may_begin_and_end_at_any_step(
     speculator = engine.scheduler.drafter
     assert isinstance(speculator, SpeculativeRunner)
     rng = random.Random(4)
-    speculator.control.decide = lambda rows: rng.random() < 0.6  # type: ignore[method-assign]
+    speculator.control = Forced(speculator.most, lambda: rng.random() < 0.6)
     assert plain(engine.generate(*asks())) == plain(truth)
     assert speculator.stats.steps > 0
     if kind == "scripted":
@@ -348,7 +364,7 @@ def test_ngrams_are_those_of_a_search() -> None:
         for _ in range(rng.randrange(1, 60)):
             tokens += [rng.randrange(3) for _ in range(rng.randrange(1, 5))]
             index.extend(tokens)
-            assert index.propose(5) == brute(tokens, ngram.ORDERS, 5), tokens
+            assert index.propose(5) == brute(tokens, ngram.NGRAM_SIZES, 5), tokens
 
 
 def test_what_repeats_goes_on_repeating() -> None:
@@ -458,7 +474,7 @@ def with_draft_model(
     engine = speculative.load(model, drafter="none", **{**SMALL, **options})
     sizes = {**SMALL, **{k: v for k, v in options.items() if k in SMALL}}
     source = DraftModel(draft_engine(parts_of(model, sizes), small, ()))
-    speculator = SpeculativeRunner(source, DraftController(4, adaptive=False))
+    speculator = SpeculativeRunner(source, 4, adaptive=False)
     speculate(engine, speculator)
     return engine, source
 
@@ -538,7 +554,7 @@ def test_a_draft_model_drafts_what_it_would_say_to_the_whole_text(model: Model) 
     source.guess = drafted_elsewhere  # type: ignore[method-assign]
     seen = beside(source, recomputed)
     # With pauses, in which tokens come that nobody has guessed.
-    engine.scheduler.drafter.control.decide = lambda rows: rng.random() < 0.5  # type: ignore[attr-defined]
+    engine.scheduler.drafter.control = Forced(4, lambda: rng.random() < 0.5)  # type: ignore[attr-defined]
     engine.generate(
         [[1, 2, 3], [5] * 20, list(range(60))], SamplingParams(max_tokens=24, ignore_eos=True)
     )
@@ -603,7 +619,7 @@ def with_head(model: Model, **options: Any) -> tuple[PagedEngine, HeadSource]:
     made.room(2048)
     hooks = HiddenStateHooks(own, made.hooks, SMALL["step_tokens"])
     source = HeadSource(draft_engine(parts_of(model, SMALL), made, ()), hooks)  # type: ignore[arg-type]
-    speculator = SpeculativeRunner(source, DraftController(3, adaptive=False))
+    speculator = SpeculativeRunner(source, 3, adaptive=False)
     speculate(engine, speculator)
     return engine, source
 
@@ -654,9 +670,9 @@ def test_a_head_that_comes_back_sees_the_prompt(
         model, drafter="head", draft_model=str(path), overlap=overlap, **SMALL
     )
     speculator: Any = engine.scheduler.drafter
-    allowed, speculator.throttle.on = False, False
-    speculator.control.cost(1).samples = SAMPLES
-    speculator.control.decide = lambda rows: allowed
+    allowed = False
+    speculator.control = Forced(speculator.most, lambda: allowed)
+    speculator.needs_finished_step = False
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     engine.generate([[5, 6, 7, 8]], params)
     assert speculator.source._first == {}, (
@@ -881,8 +897,8 @@ def test_acceptance_is_near_the_optimum(spread: float) -> None:
     gaps = []
     for seed in range(8):
         p, q = distributions(seed, vocab=500, spread=spread, scale=3.5)
-        best = float(rejection.optimum(p, q))
-        found = rejection.coupled(p.float(), q.float(), 4000, seed)
+        best = float(coupling.optimum(p, q))
+        found = coupling.coupled(p.float(), q.float(), 4000, seed)
         promised = best / (2 - best)
         assert promised - 0.03 <= found <= best + 0.03
         gaps.append(best - found)

@@ -1,187 +1,317 @@
-"""When to guess, and how far: a table by batch size, a rate for each request, and an account.
+"""When to draft, and how many tokens: acceptance rates of requests, and step times by batch size.
 
-A draft is nearly free where a step only reads weights, and costs a token's time where it computes. So steps
-are timed while the engine serves, for each batch size apart.
+Accepted drafts gain tokens. But a step with drafts computes more tokens, and cannot overlap with the step
+before it. That costs every request of the batch time. So the batch drafts only while the tokens that its
+requests gain together exceed the tokens that all of them lose.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.request import Request
+from continuous.engine import Engine
+from continuous.work import Work
 
-BUDGET = 0.015
-"""Share of the time that guessing may lose: a user who gains nothing shall not notice it."""
-CREDIT = 2.5
-"""Plain steps that a try may lose: a few wrong drafts say little. Of its gains guessing may lose as many, and
-twice the budget: a few interrupted steps say little, too."""
-SWITCH = 0.3
-"""Plain steps that it costs to begin and to stop: such a step overlaps with one of its neighbours only."""
-HORIZON = 4000
-"""Steps that the account looks back: an engine that has served for days tries again as soon as a new one."""
 SAMPLES = 4
 """Steps without drafts that are timed first. The shortest counts: first replays of graphs are slow."""
 REFRESH, REST = 128, 4
 """The last four of 128 steps are without drafts: contexts grow, and with them the time of all steps."""
-FIRST_RATE, FIRST_PRICE = 0.7, 0.1
-"""Believed at first: seven of ten drafts are right, and each costs a tenth of a token's time."""
-MEMORY = 0.9
-"""What a measurement leaves of an average: ten steps are seen, and an interrupted one is forgotten."""
-FORGET = 0.01
-"""Step toward what was believed at first, in each step without drafts: what did not pay is tried again."""
+DECIDED = 32
+"""Requests that the decisions of a batch without drafts look at in a step, on average."""
+RETRY = 600
+"""Steps without drafts after which the first estimates are believed again: texts change."""
+LOWEST_RATE = 0.01
+FIRST_RATE = 0.7
+"""First estimate of the acceptance rate, of a drafter that cannot be rehearsed."""
+FIRST_FIXED, FIRST_EACH = 0.25, 0.1
+"""First estimates of what any drafts cost a step, in plain steps, and of what each draft costs, in tokens."""
+SWITCH = 0.2
+"""What a batch without drafts has to gain besides, in plain steps: beginning and ending costs time, too."""
+PRIOR = 6
+"""Tries that the rate of all requests counts for in the rate of one."""
+FIRST_TRIES = 12
+"""Tries that the first rate of all requests counts for."""
+MEMORY, LONG_MEMORY = 0.9, 0.99
+"""What a measurement leaves of the weight of those before it: of one request, and of all of them."""
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
-    """Return how many tokens a step with so many drafts gives on average: 1 + rate + ... + rate^drafts.
+    """Return the mean tokens of a step with so many drafts: 1 + rate + ... + rate^drafts.
 
-    One token is there in any case, and the k-th draft counts if it and all before it are right.
+    One token is there in any case, and the k-th draft counts if it and all before it are accepted.
 
-    rate: the chance that a draft is right, below 1.
+    rate: the chance that a draft is accepted, below 1.
     """
     return (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
-def worthwhile(rate: float, having: float, each: float, most: int) -> int:
-    """Return how many drafts of a request pay, or 0 if none do.
+def draft_length(rate: float, each: float, most: int) -> int:
+    """Return the number of drafts of a request that gains it the most tokens.
 
-    The k-th draft is right with chance rate^k. It is made while that is at least `each`, and never if a draft
-    costs a token or more. All of them together have to gain more tokens than they cost; else there are none.
+    The k-th draft is accepted with chance rate^k. It is made while that is at least what it costs.
 
     Args:
-        rate: the chance that a draft is right, between 0 and 1.
-        having: what having any drafts costs, in tokens.
-        each: what each draft costs besides, in tokens, above 0.
+        rate: the chance that a draft is accepted, above 0 and below 1.
+        each: what each draft costs, in tokens, above 0. No draft is made if that is a token or more.
         most: drafts that are allowed.
     """
-    count = min(most, math.floor(math.log(min(1.0, each)) / math.log(rate)))
-    return count if expected_tokens(rate, count) - 1 > having + each * count else 0
+    return min(most, math.floor(math.log(min(1.0, each)) / math.log(rate)))
+
+
+def gain(rate: float, each: float, drafts: int) -> float:
+    """Return the tokens that a request gains by so many drafts, less the tokens that they cost."""
+    return expected_tokens(rate, drafts) - 1 - each * drafts
+
+
+def choose_lengths(
+    rates: Sequence[float], fixed: float, each: float, most: int
+) -> list[int] | None:
+    """Return the number of drafts of each request in the next step, or None if the batch would lose.
+
+    A batch of `len(rates)` requests makes as many tokens in a plain step. So a step that takes `fixed` plain
+    steps longer costs `fixed * len(rates)` tokens, and all requests together have to gain more.
+
+    Args:
+        rates: each request's chance that a draft is accepted, above 0 and below 1.
+        fixed: what a step with any drafts takes longer, in plain steps.
+        each: what each draft costs besides, in tokens, above 0.
+        most: drafts of a request that are allowed.
+    """
+    lengths = [draft_length(rate, each, most) for rate in rates]
+    gained = sum(gain(rate, each, length) for rate, length in zip(rates, lengths, strict=True))
+    return lengths if gained > fixed * len(rates) else None
 
 
 @dataclass
-class Cost:
-    """Seconds that steps take at one batch size.
+class Tries:
+    """Drafts that were tried and accepted, of which the latest weigh most."""
 
-    plain: of a step without drafts. waited: it was timed while each step waited for the one before.
-    having: what a step with any drafts takes more, and each: what each draft of every request adds, both in
-    plain steps. most: drafts of a request, twice as many as were tried.
-    seconds: spent. lost: of these, what steps without drafts would have saved; negative: guessing has gained.
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def add(self, tried: int, accepted: int, memory: float) -> None:
+        """Add the drafts of a step; each leaves `memory` of the weight of those before."""
+        keep = memory**tried
+        self.tried = self.tried * keep + tried
+        self.accepted = self.accepted * keep + accepted
+
+
+@dataclass
+class StepCost:
+    """Times of steps at one batch size.
+
+    plain: seconds of a step without drafts, measured `samples` times.
+    fixed: what a step with any drafts takes longer, in plain steps.
+    each: what each draft costs besides, in tokens: the plain steps that one draft of every request adds.
+    most: drafts of a request, twice as many as were tried. drafting: steps with drafts, and those between.
+    tried_at: number of the last step with drafts.
     """
 
+    tried_at: int
     plain: float = 0.0
     samples: int = 0
-    waited: bool = False
-    having: float = 0.0
-    each: float = FIRST_PRICE
+    fixed: float = FIRST_FIXED
+    each: float = FIRST_EACH
+    tries: int = 0
     most: int = 1
-    seconds: float = 0.0
-    lost: float = 0.0
-    on: bool = False
-    since: int = 0
+    drafting: int = 0
 
-    def saw_plain(self, seconds: float, *, waited: bool = False) -> None:
-        """Learn from a step without drafts; one that waits is only a makeshift for those that do not."""
-        if waited and self.samples >= SAMPLES:
-            return
-        if self.waited > waited:
-            self.samples = 0
-        self.waited, self.samples = waited, self.samples + 1
+    def add_plain(self, seconds: float) -> None:
+        """Learn from the time of a step without drafts."""
+        self.samples += 1
         if self.samples > SAMPLES:
             self.plain += (1 - MEMORY) * (min(seconds, 1.5 * self.plain) - self.plain)
         else:
             self.plain = min(self.plain, seconds) if self.samples > 1 else seconds
-            self.lost = -CREDIT * self.plain
-        self.seconds += self.plain
 
-    def saw_drafts(self, seconds: float, rows: int, drafts: int, tokens: int) -> None:
-        """Learn from a step with `drafts` in all, after which `rows` requests had `tokens`; charge it."""
+    def add_drafts(self, seconds: float, drafts: float) -> None:
+        """Learn from the time of a step with so many drafts a request, on average."""
         if not self.plain:
             return
-        x = drafts / rows
-        expected = self.having + self.each * x if drafts else 0.0
-        more = min(
-            seconds / self.plain - 1, 1 + 2 * expected
-        )  # beyond that it was interrupted
-        if drafts:
-            step = (more - expected) * (1 - MEMORY) / (1 + x * x)
-            self.having = max(0.0, self.having + step)
-            self.each = max(0.001, self.each + step * x)
-            self.most = min(2 * self.most, 1 << 10)
-        seconds = self.plain * (1 + more)
-        self.seconds += seconds
-        most = CREDIT * self.plain + 2 * BUDGET * self.seconds
-        self.lost = max(-most, self.lost + seconds - self.plain * tokens / rows)
+        expected = self.fixed + self.each * drafts
+        longest = 1 + 2 * expected  # beyond that the step was interrupted
+        error = min(seconds / self.plain - 1, longest) - expected
+        self.tries += 1
+        step = error * max(1 - MEMORY, 1 / (1 + self.tries)) / (1 + drafts * drafts)
+        self.fixed = max(0.0, self.fixed + step)
+        self.each = max(0.001, self.each + step * drafts)
+        self.most = min(2 * self.most, 1 << 10)
+
+    def forget_drafts(self) -> None:
+        """Return to the first estimates of what drafts cost."""
+        self.fixed, self.each = FIRST_FIXED, FIRST_EACH
+        self.tries, self.most = 0, 1
+
+
+def is_drafted(request: Request) -> bool:
+    """Return True if a request may have drafts: its prompt is computed, it is not to fork, and no penalty
+    counts the tokens before one."""
+    return not (request.prefilling or request.siblings or request.params.penalized)
+
+
+def size_of(rows: int) -> int:
+    """Return the batch size that so many requests are counted under: a power of two."""
+    return 1 << max(0, rows - 1).bit_length()
 
 
 class DraftController:
-    """Decides for each step whether there is guessing at all, and for each request how far.
+    """Decides before each step whether there are drafts, and how many of each request.
 
-    most: drafts of a request in a step. adaptive: False: always the most.
+    Args:
+        most: drafts of a request in a step.
+        adaptive: False: always the most.
+        watches: the drafter must see every step of a request, so it is switched on only between requests.
+        rehearses: the drafter costs the device nothing. It is not believed before its drafts were compared
+            with tokens that were sampled without them.
+        clock: in seconds; replaced by tests.
+
+    on: steps may have drafts or are watched, so every token must be known before a step is scheduled.
     """
 
-    def __init__(self, most: int, *, adaptive: bool = True) -> None:
+    def __init__(
+        self,
+        most: int,
+        *,
+        adaptive: bool = True,
+        watches: bool = False,
+        rehearses: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.most, self.adaptive = most, adaptive
-        self.costs: dict[int, Cost] = defaultdict(Cost)
-        self.overall = FIRST_RATE
-        self.rates = defaultdict[Request, float](lambda: self.overall)
+        self.watches = watches
+        self.first_rate = 0.0 if rehearses else FIRST_RATE
+        self.clock = clock
+        self.on = watches or not adaptive
+        self.steps = 0
+        self.costs: dict[int, StepCost] = {}
+        self._forget_rates()
+        self._newcomer = False  # a request may begin that can be watched
+        self._engine: Engine | None = None
+        self._began: float | None = None
+        self._counted = (0, 0)  # the engine's steps, and its steps of decodes alone
+        self._finished: list[Work] = []
 
-    def cost(self, rows: int) -> Cost:
-        """Return the account of batches of about so many requests: a power of two."""
-        return self.costs[1 << max(0, rows - 1).bit_length()]
+    def attach(self, engine: Engine) -> None:
+        """Bind to the engine whose steps are timed."""
+        self._engine = engine
 
-    def decide(self, rows: int) -> bool:
-        """Return True if the next step may have drafts: the account is not overdrawn."""
+    def cost(self, rows: int) -> StepCost:
+        """Return what steps of about so many requests take; batch sizes are powers of two."""
+        return self.costs.setdefault(size_of(rows), StepCost(self.steps))
+
+    def rate(self, request: Request) -> float:
+        """Return the chance that a draft of a request is accepted, by its own tries and those of all."""
+        if not is_drafted(request):
+            return LOWEST_RATE
+        overall = self._overall.accepted / self._overall.tried
+        own = self._rates.get(request)
+        rate = overall
+        if own is not None:
+            rate = (own.accepted + PRIOR * overall) / (own.tried + PRIOR)
+        return min(0.99, max(LOWEST_RATE, rate))
+
+    def decide(self, running: Sequence[Request]) -> list[int] | None:
+        """Return the number of drafts of each running request in the next step, or None: there are none.
+
+        Called once a step, before it is scheduled; the time since the last call is that of a step.
+        """
         if not self.adaptive:
-            return True
+            return [self.most] * len(running)
+        self.steps += 1
+        self._measure(len(running))
+        lengths = self._choose(running)
+        on = lengths is not None
+        if on != self.on or not running:
+            self.skip()
+        self.on = on
+        return lengths
+
+    def skip(self) -> None:
+        """Do not time the next step, which overlaps with only one of its neighbours."""
+        self._began = None
+
+    def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
+        """Return True if a step of so many requests gains by these drafts."""
         cost = self.cost(rows)
-        cost.seconds *= 1 - 1 / HORIZON
-        cost.lost *= 1 - 1 / HORIZON
-        allowed, most = BUDGET * cost.seconds, CREDIT * cost.plain
-        if cost.on and cost.lost > allowed:
-            cost.on = False
-        elif not cost.on and cost.samples >= SAMPLES and cost.lost <= allowed - most:
-            if cost.lost > 0:  # another try; what went wrong would go wrong again
-                self.overall = FIRST_RATE
-                cost.having = 0.0
-                cost.each = FIRST_PRICE
-                cost.most = 1
-                self.rates.clear()
-            cost.on = True
-            cost.lost = max(cost.lost, allowed - most) + SWITCH * cost.plain
-        cost.since += cost.on
-        return cost.on
+        gained = sum(gain(self.rate(one), cost.each, len(its)) for one, its in drafts.items())
+        return not self.adaptive or gained > cost.fixed * rows
 
-    def times_plain(self, rows: int, *, refresh: bool = True) -> bool:
-        """Return True for a step without drafts, to see what it takes: at first, and with `refresh` again."""
-        cost = self.cost(rows)
-        due = cost.samples < SAMPLES or (refresh and cost.since % REFRESH >= REFRESH - REST)
-        return self.adaptive and due
+    def add_tries(self, request: Request, drafts: int, accepted: int) -> None:
+        """Record the drafts of a step; those behind the first wrong one were not tried.
 
-    def lengths(self, requests: Sequence[Request], rows: int) -> list[int]:
-        """Return how many drafts of each request pay in a step of so many."""
-        if not self.adaptive:
-            return [self.most] * len(requests)
-        cost, found = self.cost(rows), list[int]()
-        for request in requests:
-            rate = min(0.99, max(0.01, self.rates[request]))
-            found.append(worthwhile(rate, cost.having, cost.each, min(self.most, cost.most)))
-            if not found[-1]:
-                self.rates[request] += FORGET * (FIRST_RATE - rate)
-        if not any(found):
-            self.overall += FORGET * (FIRST_RATE - self.overall)
-            cost.having -= FORGET * cost.having
-            cost.each += FORGET * (FIRST_PRICE - cost.each)
-        return found
+        No draft at all counts as a wrong one: a drafter that finds nothing gains nothing.
+        """
+        tried = max(1, min(drafts, accepted + 1))
+        self._rates.setdefault(request, Tries()).add(tried, accepted, MEMORY)
+        self._overall.add(tried, accepted, LONG_MEMORY)
 
-    def saw(self, request: Request, drafts: int, accepted: int) -> None:
-        """Learn what became of a request's drafts; those behind the first wrong one were not tried."""
-        tried = min(drafts, accepted + 1)
-        keep, right = MEMORY**tried, accepted / tried
-        self.rates[request] = keep * self.rates[request] + (1 - keep) * right
-        self.overall = keep * self.overall + (1 - keep) * right
+    def add_work(self, work: Work) -> None:
+        """Record a work of a step that is finished."""
+        self._finished.append(work)
 
     def leave(self, request: Request) -> None:
-        """Forget a request."""
-        self.rates.pop(request, None)
+        """Forget a request, after which another one may begin."""
+        self._rates.pop(request, None)
+        self._newcomer = True
+
+    def _forget_rates(self) -> None:
+        self._rates: dict[Request, Tries] = {}
+        self._overall = Tries(FIRST_TRIES * self.first_rate, FIRST_TRIES)
+
+    def _choose(self, running: Sequence[Request]) -> list[int] | None:
+        rows = len(running)
+        cost = self.cost(rows)
+        newcomer = self._newcomer
+        self._newcomer = newcomer and not running
+        known = cost.samples >= SAMPLES
+        if self.watches:
+            ready = known if newcomer else self.on
+        else:
+            waits = not self.on and self.steps % (1 + rows // DECIDED)
+            ready = known and not self._rests(cost) and not waits
+        if not ready:
+            return None
+        if self.on:
+            cost.tried_at = self.steps
+        elif self.steps - cost.tried_at > RETRY:
+            cost.forget_drafts()
+            cost.tried_at = self.steps
+            self._forget_rates()
+        rates = [self.rate(request) for request in running] or [
+            max(LOWEST_RATE, self.first_rate)
+        ]
+        fixed = cost.fixed if self.on else cost.fixed + SWITCH
+        lengths = choose_lengths(rates, fixed, cost.each, min(self.most, cost.most))
+        return None if lengths is None else lengths[:rows]
+
+    def _rests(self, cost: StepCost) -> bool:
+        """Return True in the steps without drafts that interrupt those with drafts."""
+        resting = cost.drafting % REFRESH >= REFRESH - REST
+        cost.drafting += self.on or resting
+        return resting
+
+    def _measure(self, rows: int) -> None:
+        """Learn from the time of the step before, if it was one of decodes alone."""
+        began, self._began = self._began, self.clock()
+        works, self._finished = self._finished, []
+        if self._engine is None:
+            return
+        before, stats = self._counted, self._engine.stats
+        self._counted = stats.steps, stats.decode_steps
+        if began is None or stats.steps != before[0] + 1:
+            return
+        seconds = self._began - began
+        drafts = sum(len(work.drafts) for work in works)
+        if not self.on and stats.decode_steps == before[1] + 1:
+            self.cost(rows).add_plain(seconds)
+        elif drafts and all(map(is_decode, works)):
+            self.cost(len(works)).add_drafts(seconds, drafts / len(works))
+
+
+def is_decode(work: Work) -> bool:
+    """Return True for a work that computes the newest token of one request, and its drafts."""
+    return work.count == 1 + len(work.drafts) and len(work.sampled_requests) == 1

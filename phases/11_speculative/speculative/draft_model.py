@@ -1,4 +1,4 @@
-"""A smaller model with the same tokenizer writes ahead: Leviathan et al. and Chen et al., 2023.
+"""A smaller model with the same tokenizer generates the drafts: Leviathan et al. and Chen et al., 2023.
 
 It is a whole small engine without a scheduler: rows, a paged cache and a runner of its own, with graphs where
 the large one has graphs. Its sampler has the same settings, seed and step numbers as the large model's, so
@@ -127,13 +127,13 @@ class DraftModel(Proposer):
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
         rest = []
         for step in range(max(length for _, length in some) - 1):
-            places = [place for place, (_, length) in enumerate(some) if length > step + 1]
-            moved = [works[at]._replace(start=works[at].start + step) for at in places]
-            rest.append((places, self._step(moved)))
+            indices = [index for index, (_, length) in enumerate(some) if length > step + 1]
+            moved = [works[at]._replace(start=works[at].start + step) for at in indices]
+            rest.append((indices, self._step(moved)))
         made = [[tokens[0][0]] for tokens in first.get()]
-        for places, pending in rest:
-            for place, tokens in zip(places, pending.get(), strict=True):
-                made[place].append(tokens[0][0])
+        for indices, pending in rest:
+            for index, tokens in zip(indices, pending.get(), strict=True):
+                made[index].append(tokens[0][0])
         for (shadow, length), drafts in zip(some, made, strict=True):
             shadow.drafts = tuple(
                 max(token, 0) for token in drafts[:length]

@@ -16,7 +16,6 @@ from forward.model import Model
 from paged_cache import EngineBuilder, Feature, PagedEngine, PagedSizes, Recipe, build
 from quant import Quant
 from quant.loading import Quantize
-from speculative.control import DraftController
 from speculative.draft_model import DraftModel
 from speculative.head import WEIGHTS, HeadSource, load
 from speculative.hidden_state_hooks import HiddenStateHooks
@@ -77,14 +76,15 @@ class Speculate(Feature):
         """A drafter; graphs that verify, where there are graphs."""
         if self.drafter == "none":
             return
-        control = DraftController(self.length, adaptive=self.draft_adaptive)
         source = DRAFTERS[self.drafter].make(self, builder)
-        builder.drafter.replace(self, SpeculativeRunner(source, control))
+        builder.drafter.replace(
+            self, SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
+        )
         builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 
     def draft_model_source(self, builder: EngineBuilder) -> DraftModel:
-        """Make a smaller model that writes ahead."""
+        """Make a `Proposer` of a smaller model that generates the drafts."""
         assert self.draft_model is not None
         return DraftModel(draft_engine(builder, self.draft_model, self._shared(builder)))
 
@@ -107,7 +107,11 @@ class Speculate(Feature):
 
 
 class DrafterKind(NamedTuple):
-    """A kind of drafter. usual: drafts of a request in a step, at most, unless the caller says otherwise."""
+    """A kind of drafter.
+
+    defaults: most drafts of a request in a step, unless the caller says otherwise.
+    make: makes the source of the drafts for an engine that is being built.
+    """
 
     defaults: int
     make: Callable[[Speculate, EngineBuilder], Proposer]
@@ -126,7 +130,7 @@ DRAFTERS = {
 
 @dataclass(frozen=True)
 class SmallSteps(Feature):
-    """Graphs also for steps of a few tokens a request, where there are graphs: what has to be verified, and
+    """Graphs also for steps of several tokens a request, where there are graphs: what has to be verified, and
     what a draft model has to catch up with.
 
     drafts: of a request in a step.

@@ -73,7 +73,7 @@ class Head(Model):
     At place p it is given the token p + 1 and the hidden states from which that token was sampled, and says
     what token p + 2 will be. So its sequence is the request's without the first token.
 
-    taps: the layers of the large model behind which hidden states are taken, beside the last ones.
+    hooks: the layers of the large model behind which hidden states are taken, beside the last ones.
     features: `[most, hidden]`, what the tokens of the next call are given, in their order.
     """
 
@@ -105,7 +105,7 @@ class Head(Model):
     def mix(self, states: Tensor) -> Tensor:
         """Hidden states of low, middle and last layer, end to end `[..., 3 * hidden]` -> `[..., hidden]`.
 
-        Between the layers they have not been normalized yet, and a few channels are a hundred times the rest.
+        Between the layers they have not been normalized yet, and some channels are a hundred times the rest.
         """
         *between, last = states.split(self.config.hidden_size, dim=-1)  # type: ignore[no-untyped-call]
         normed = [norm(x) for norm, x in zip(self.state_norms, between, strict=True)]
@@ -192,8 +192,8 @@ def load(path: Path, large: Model) -> Head:
     }
     for name, value in sizes.items():
         if shape.get(name) != value:
-            told = f"{name} is {shape.get(name)!r}, not {value}"
-            raise UserError(f"{path.name} is another model's or damaged: {told}")
+            fault = f"{name} is {shape.get(name)!r}, not {value}"
+            raise UserError(f"{path.name} is another model's or damaged: {fault}")
     ids = own.pop("ids", torch.empty(0)).long().to(large.device)
     if ids.ndim != 1 or not len(ids) or bool(((ids < 0) | (ids >= config.vocab_size)).any()):
         raise UserError(f"{path.name} is damaged: its ids name no tokens")
@@ -210,7 +210,7 @@ def load(path: Path, large: Model) -> Head:
 
 
 class HeadSource(DraftModel):
-    """A `Proposer`: the head reads the hidden states of every step, and writes ahead with its own.
+    """A `Proposer`: the head reads the hidden states of every step, and generates drafts with its own.
 
     Its sequence of a request begins where it first sees a hidden state: at the first token that is computed
     after a prefix was found, or where guessing has begun again. What came before it has not seen.
@@ -239,8 +239,8 @@ class HeadSource(DraftModel):
         assert self._large is not None and self._large.runner.last is not None
         last = self._large.runner.last
         if self._starts[0] is not last:
-            places = accumulate((one.count for one in last.works), initial=0)
-            self._starts = last, dict(zip(map(id, last.works), places, strict=False))
+            starts = accumulate((one.count for one in last.works), initial=0)
+            self._starts = last, dict(zip(map(id, last.works), starts, strict=False))
         request, place = work.request, self._starts[1].get(id(work))
         if request.row < 0:
             return
@@ -264,7 +264,7 @@ class HeadSource(DraftModel):
         self._count[request] += count
 
     def carried(self, request: Request, drafts: Sequence[int]) -> None:
-        """Also: the device has read the hidden states of all places but the newest."""
+        """Also: the device has read the hidden states of all positions but the newest."""
         super().carried(request, drafts)
         self._count[request] = len(request.tokens) - 1 - self._first[request]
         self._fed[request] = []

@@ -20,20 +20,22 @@ def hooked_layers(layers: int) -> tuple[int, int]:
 class HiddenStateHooks:
     """Keeps what some layers of a model put out in the newest step, at an address that a graph may write.
 
-    A hook behind each layer copies; it is captured with the layer. The maker of an engine with taps owns
-    the model, so no other engine pays for them.
+    A hook behind each layer copies; it is captured with the layer. The engine with these hooks owns
+    its model, so that no other engine runs them.
 
-    kept: `[tokens, len(places) * hidden]`, in the order of the step's tokens.
+    layers: indices of the layers.
+
+    kept: `[tokens, len(layers) * hidden]`, in the order of the step's tokens.
     """
 
-    def __init__(self, model: Model, places: Sequence[int], tokens: int) -> None:
+    def __init__(self, model: Model, layers: Sequence[int], tokens: int) -> None:
         hidden = model.config.hidden_size
         self.kept = torch.zeros(
-            tokens, len(places) * hidden, dtype=model.dtype, device=model.device
+            tokens, len(layers) * hidden, dtype=model.dtype, device=model.device
         )
-        for slot, place in enumerate(places):
+        for slot, layer in enumerate(layers):
             part = self.kept[:, slot * hidden : (slot + 1) * hidden]
-            model.get_submodule(f"layers.{place}").register_forward_hook(partial(_keep, part))
+            model.get_submodule(f"layers.{layer}").register_forward_hook(partial(_keep, part))
 
 
 def _keep(kept: Tensor, layer: nn.Module, given: Any, out: Any) -> None:

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last few tokens when they stood here before will follow them again.
+"""Prompt lookup: what followed the last tokens when they stood here before will follow them again.
 
 Saxena, "Prompt Lookup Decoding", 2023. It guesses well where the output repeats the prompt: rewriting,
-summarizing, code, answers about a document.
+summarizing, code, questions about a document.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from common.request import Request
 from speculative.speculation import Proposer
 
-ORDERS = (4, 3, 2)
+NGRAM_SIZES = (4, 3, 2)
 """Lengths of the n-grams, the longest first: what more tokens agree on is right more often."""
 MOST_TOKENS = 1 << 15
 """An index that has taken in as many tokens begins anew with the latter half."""
@@ -20,7 +20,7 @@ MOST_TOKENS = 1 << 15
 class NGramIndex:
     """Index of where each n-gram of a text stood last. Each token is taken in once.
 
-    A token costs one entry for each of `ORDERS`, some 100 bytes each, so an index has at most 10 MB.
+    A token costs one entry for each of `NGRAM_SIZES`, some 100 bytes each, so an index has at most 10 MB.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class NGramIndex:
         """Take in what `tokens`, all of the request's, has beyond what is known."""
         for token in tokens[self.seen :]:
             place = len(self.tokens)
-            for order in ORDERS:  # now that we know what followed
-                if place >= order:
-                    self._ends[tuple(self.tokens[place - order :])] = place
+            for size in NGRAM_SIZES:  # now that we know what followed
+                if place >= size:
+                    self._ends[tuple(self.tokens[place - size :])] = place
             self.tokens.append(token)
         self.seen = len(tokens)
         if len(self.tokens) >= MOST_TOKENS:
@@ -49,10 +49,10 @@ class NGramIndex:
 
     def propose(self, most: int) -> list[int]:
         """Return what followed the longest n-gram that ends the text, when it stood here last."""
-        for order in ORDERS:
+        for size in NGRAM_SIZES:
             at = (
-                self._ends.get(tuple(self.tokens[-order:]))
-                if len(self.tokens) >= order
+                self._ends.get(tuple(self.tokens[-size:]))
+                if len(self.tokens) >= size
                 else None
             )
             if at is not None:
@@ -71,6 +71,8 @@ def follow(tokens: Sequence[int], at: int, most: int) -> list[int]:
 
 class NGrams(Proposer):
     """A `Proposer` with an index for each request."""
+
+    rehearses = True
 
     def __init__(self) -> None:
         self.indexes: dict[Request, NGramIndex] = {}

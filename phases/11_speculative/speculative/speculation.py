@@ -22,18 +22,17 @@ from continuous.rows import write
 from continuous.runner import OutputVerifier, Results, Token
 from continuous.seams import Drafter
 from continuous.work import Work
-from speculative.control import DraftController
+from speculative.control import DraftController, is_drafted
 from speculative.stats import SpeculationStats
-from speculative.throttle import DraftThrottle
 
 # Propose.
 
 Agree = Callable[[Sequence[int], Sequence[int]], int]
-"""Counts the drafts that are right, given what was sampled in their places and behind them."""
+"""Counts the accepted drafts, given the tokens sampled at their positions and behind the last one."""
 
 
 def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
-    """Count the first drafts that are what was sampled in their places, which is the truth."""
+    """Return the number of drafts before the first that differs from the token sampled at its position."""
     right = 0
     while right < len(drafts) and sampled[right] == drafts[right]:
         right += 1
@@ -41,110 +40,156 @@ def agreeing(sampled: Sequence[int], drafts: Sequence[int]) -> int:
 
 
 class Proposer:
-    """Guesses tokens. One object serves all requests of an engine.
+    """Guesses tokens; a drafter of an engine, one object for all requests.
 
-    watches: it has to see every step of a request, from its prompt on, or guesses badly.
-    accept: drafts a step that count as right by decree, if any do.
+    watches: it has to see every step of a request, from the prompt on, or guesses badly.
+    rehearses: a guess costs the device nothing, so it is first compared with tokens that come without it.
+    accept: mean number of drafts a step that count as accepted whatever the model says; None: none do.
     """
 
     watches = False
+    rehearses = False
     accept: float | None = None
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """Count the drafts that are right; replacing it changes the text."""
+        """Return the number of accepted drafts; another rule than `agreeing` changes the text."""
         return agreeing(sampled, drafts)
 
     def guess(
         self, requests: Sequence[Request], lengths: Sequence[int]
     ) -> Sequence[Sequence[int]]:
-        """Return for each request at most so many tokens that may follow its `tokens`, all of them known."""
+        """Return drafts behind the known `tokens` of each request.
+
+        Args:
+            requests: those to draft for.
+            lengths: the number of drafts wanted for each; drafts beyond it are dropped.
+        """
         raise NotImplementedError
 
     def attach(self, engine: Engine) -> None:
-        """Meet the engine that it guesses for."""
+        """Bind to the engine whose tokens are guessed."""
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Learn from a step; its hidden states are in `runner.last` until the next one."""
+        """Learn from a finished step, whose hidden states are in `runner.last` until the next one."""
 
     def leave(self, request: Request) -> None:
         """Forget a request that has ended (it has a finish reason) or is preempted."""
 
 
+REHEARSED = 8
+"""Requests of a batch, at most, whose drafts are rehearsed."""
+
+
 class SpeculativeRunner(Drafter):
-    """Asks a source for as many guesses as pay: for all requests at once, before a step is scheduled.
+    """A `Drafter` that drafts for all requests at once, before a step is scheduled, where the batch gains.
 
     Args:
-        source: of the guesses.
-        control: when to guess, and how far.
+        source: makes the drafts.
+        most: drafts of a request in a step.
+        adaptive: False: always the most, whatever they cost.
         clock: in seconds; replaced by tests.
 
-    guesses: those of the next step. stats: what came of them.
+    needs_finished_step: every token has to be known before a step is scheduled.
+    guesses: drafts of the next step. stats: what became of those before.
     """
+
+    needs_finished_step = False
 
     def __init__(
         self,
         source: Proposer,
-        control: DraftController,
+        most: int,
+        *,
+        adaptive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.source, self.control = source, control
-        self.throttle = DraftThrottle(control, clock, watches=source.watches)
+        self.source, self.most = source, most
+        self.control = DraftController(
+            most,
+            adaptive=adaptive,
+            watches=source.watches,
+            rehearses=source.rehearses,
+            clock=clock,
+        )
+        self.needs_finished_step = self.control.on
         self.stats = SpeculationStats(synthetic=source.accept)
         self.guesses: dict[Request, Sequence[int]] = {}
+        self._rehearsed: dict[Request, tuple[int, Sequence[int]]] = {}
 
     def attach(self, engine: Engine) -> None:
-        """Learn which engine's steps these are."""
-        self.throttle.attach(engine)
+        """Bind to the engine that is drafted for."""
+        self.control.attach(engine)
         self.source.attach(engine)
 
-    @property
-    def needs_finished_step(self) -> bool:
-        """While it guesses, it has to know every token."""
-        return self.throttle.on
+    def decide(self, running: Sequence[Request]) -> list[int] | None:
+        """Return the number of drafts of each running request in the next step, or None: there are none."""
+        lengths = self.control.decide(running)
+        self.needs_finished_step = self.control.on
+        return lengths
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Guess for all whose tokens are known, as far as it pays."""
-        self.guesses.clear()
+        """Draft for all requests whose tokens are known; return True if there are drafts."""
+        self.guesses = {}
+        lengths = self.decide(running)
+        if lengths is None:
+            if self.source.rehearses and running:
+                self._rehearse(running[self.control.steps % min(len(running), REHEARSED)])
+            return False
         asked = []
-        for request, length in zip(running, self.throttle.lengths(running), strict=True):
-            room = min(
-                length, request.limit - len(request.tokens) - 1
-            )  # one token is sampled in any case
-            busy = request.placeholders or request.prefilling or request.siblings
-            if room > 0 and not (busy or request.params.penalized):
+        for request, length in zip(running, lengths, strict=True):
+            # One token is sampled in any case.
+            room = min(length, request.limit - len(request.tokens) - 1)
+            if room > 0 and not request.placeholders and is_drafted(request):
                 asked.append((request, room))
-        if asked:
-            requests, lengths = zip(*asked, strict=True)
-            guesses = self.source.guess(requests, lengths)
-            self.guesses |= {
-                r: made[:most] for (r, most), made in zip(asked, guesses, strict=True)
-            }
-        return bool(asked)
+        if not asked:
+            return False
+        requests, wanted = zip(*asked, strict=True)
+        for request, most, made in zip(
+            requests, wanted, self.source.guess(requests, wanted), strict=True
+        ):
+            self.guesses[request] = made[:most]
+            if not made:
+                self.control.add_tries(request, 0, 0)
+        if not self.control.is_gain(self.guesses, len(running)):
+            self.guesses = {}
+        return any(self.guesses.values())
+
+    def _rehearse(self, request: Request) -> None:
+        """Compare earlier drafts with the tokens that came, and draft anew; no step verifies these drafts."""
+        known, drafts = self._rehearsed.get(request, (0, ()))
+        came = request.tokens[known:]
+        if not (came and is_drafted(request)):
+            return
+        if known:
+            tried = drafts[: len(came)]
+            self.control.add_tries(request, len(tried), agreeing(came, tried))
+        (drafts,) = self.source.guess([request], [self.most])
+        self._rehearsed[request] = len(request.tokens), drafts
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return what was guessed for it, cut to what there is room for."""
+        """Return the drafts of a request in the step that is being scheduled, at most so many."""
         return self.guesses.get(request, ())[:most]
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Learn from a work that had drafts, or that the source had to see."""
-        if work.drafts or self.needs_finished_step:
+        if self.needs_finished_step or work.drafts:
             self.count(work, accepted)
             self.source.on_step_finished(work, accepted)
 
     def count(self, work: Work, accepted: int) -> None:
-        """Learn what a step cost, and what became of its drafts."""
-        self.throttle.saw(work, accepted)
+        """Record a finished work, and how many of its drafts were accepted."""
+        self.control.add_work(work)
         if work.drafts:
             self.stats.count(work, accepted)
             if work.request.finish_reason is None:  # or the end cut it short, and says nothing
-                self.control.saw(work.request, len(work.drafts), accepted)
+                self.control.add_tries(work.request, len(work.drafts), accepted)
 
     def leave(self, request: Request) -> None:
         """Forget a request."""
         self.guesses.pop(request, None)
+        self._rehearsed.pop(request, None)
         self.control.leave(request)
         self.source.leave(request)
-        self.throttle.left()
 
 
 # Verify.
@@ -170,7 +215,7 @@ class Verifier(OutputVerifier):
     # Accept.
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return for each taker the drafts that are right, and the token sampled behind the last of these."""
+        """Return for each sampled request its accepted drafts, and the token sampled behind them."""
         if not any(work.drafts for work in works):
             return super().accepted(works, tokens)
         return list(self._accepted(works, iter(tokens)))

@@ -1,4 +1,4 @@
-"""Counts of what speculation has done: guesses by position, tokens a step, tokens that came for nothing."""
+"""Counts of drafts and accepted drafts, by position, and of tokens a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from continuous.work import Work
 
 @dataclass
 class SpeculationStats:
-    """Counted when steps land.
+    """Counts of the drafts of finished steps.
 
     steps: times that a request's drafts were verified.
     drafted, accepted: by position, the first draft of a step at 0.
-    marks: if not None, for each (index, sample) the places of the output that were drafted and accepted.
-    synthetic: if not None, drafts count as right by decree, so many a step, and the text means nothing.
+    marks: if not None, for each (index, sample) the positions of the output that were drafted and accepted.
+    synthetic: if not None, so many drafts a step count as accepted whatever the model says, and the text
+        means nothing.
     """
 
     steps: int = 0
@@ -24,7 +25,7 @@ class SpeculationStats:
     synthetic: float | None = None
 
     def count(self, work: Work, accepted: int) -> None:
-        """A request's drafts have been verified; those behind its end do not count."""
+        """Count the verified drafts of a work; those behind the end of its request do not count."""
         drafts = len(work.drafts)
         tried = drafts if work.request.finish_reason is None else accepted
         self.steps += 1

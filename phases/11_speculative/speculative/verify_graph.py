@@ -1,6 +1,6 @@
 """A step that verifies drafts as a graph, down to the tokens sampled at every position.
 
-A few tokens of a few requests are a small mixed step. What differs from `ChunkGraph`: every position is
+Some tokens each of a small batch are a small mixed step. What differs from `ChunkGraph`: every position is
 sampled, and inside the graph, since the host is waiting for the result.
 """
 
@@ -74,7 +74,7 @@ def drafts_of(works: Sequence[Work], host: HostBatch) -> Ints:
 
 
 class VerifyGraphExecutor:
-    """Steps of a few tokens a request, each in the smallest `VerifyGraph` that holds it.
+    """Runs steps of several tokens a request, each in the smallest `VerifyGraph` that holds it.
 
     most_rows: requests in the largest decode graph; most_drafts: drafts of a request in the largest graph.
 

@@ -19,7 +19,7 @@ from speculative.ngram import NGrams
 
 @dataclass(frozen=True)
 class GraphDrafting(Feature):
-    """A head and n-grams draft inside graphs, and a few tokens are the columns of a tensor core."""
+    """A head and n-grams draft inside graphs, and up to eight tokens are the columns of a tensor core."""
 
     name: ClassVar[str] = "draft_ahead"
     phase: ClassVar[int] = 11
@@ -30,7 +30,7 @@ class GraphDrafting(Feature):
         return find(others, Graphs) is not None and find(others, Speculate) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Layers for a few tokens, and graphs of whole steps. Nothing without graphs."""
+        """Install layers for up to eight tokens, and graphs of whole steps; nothing without graphs."""
         speculate, runner = builder.feature(Speculate), builder.drafter.part
         if builder.feature(Graphs) is None or not isinstance(runner, SpeculativeRunner):
             return
@@ -55,11 +55,11 @@ class GraphDrafting(Feature):
         )
 
         length, models = speculate.length, 2 if isinstance(source, HeadSource) else 1
-        ahead = GraphDrafter(runner, length)
-        builder.drafter.decorate(self, lambda plain: ahead)
+        drafter = GraphDrafter(runner, length)
+        builder.drafter.decorate(self, lambda plain: drafter)
         loop = builder.loop.part
         assert isinstance(loop, OverlappedLoop)
-        builder.loop.decorate(self, lambda inner: GraphDraftingLoop(loop, ahead))
+        builder.loop.decorate(self, lambda inner: GraphDraftingLoop(loop, drafter))
         builder.reservations.append(
             lambda builder: drafting_graph_bytes(
                 builder.model, builder.max_rows, length, models=models

@@ -243,14 +243,14 @@ class GraphDrafter(DrafterWrapper):
         """
         self.begun = False
         self.speculator.guesses.clear()
-        wanted = max(self.speculator.throttle.lengths(running))
-        if not wanted:
+        lengths = self.speculator.decide(running)
+        if lengths is None:
             return 0
         if self.source is not None and any(
             request not in self.source.shadows for request in running
         ):
             return 0
-        return smallest(self.lengths, wanted) or self.lengths[-1]
+        return smallest(self.lengths, max(lengths)) or self.lengths[-1]
 
     def _reserve(self, request: Request, behind: int, k: int) -> bool:
         """Reserve blocks for all that the step in flight and the next may write; return False if there is no
@@ -377,7 +377,7 @@ class GraphDraftingLoop:
             before, self.in_flight = self.in_flight, None
             self.in_flight = self.drafter.launch(before)
             if self.in_flight is None and before is not None:
-                self.drafter.speculator.throttle.skip()  # two steps will be finished
+                self.drafter.speculator.control.skip()  # two steps will be finished
             if before is not None:
                 self._collect(engine, before)
             if self.in_flight is not None or (before is not None and engine.scheduler.idle):
