@@ -29,7 +29,7 @@ OVER = {
     "triton_paged_attention": 16_190,
     "quant": 13_260,
     "speculative": 10_910,
-    "structured": 12_350,
+    "structured": 11_550,
     "serving": 13_840,
     "parallel": 10_260,
 }
