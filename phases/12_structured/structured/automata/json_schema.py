@@ -251,17 +251,14 @@ def constant(value: Any) -> Node:
     if isinstance(value, str):
         return Cat((QUOTE, literal(value, quoted=True), QUOTE))
     if isinstance(value, list):
-        return Cat(
-            (
-                literal("["),
-                Members(tuple((constant(v), True) for v in value), COMMA),
-                literal("]"),
-            )
-        )
-    if isinstance(value, Mapping):
-        pairs = tuple((_member(constant(key), constant(v)), True) for key, v in value.items())
-        return Cat((literal("{"), Members(pairs, COMMA), literal("}")))
-    return literal(json.dumps(value, allow_nan=False))
+        brackets, parts = "[]", [constant(part) for part in value]
+    elif isinstance(value, Mapping):
+        brackets = "{}"
+        parts = [_member(constant(key), constant(part)) for key, part in value.items()]
+    else:
+        return literal(json.dumps(value, allow_nan=False))
+    members = Members(tuple((part, True) for part in parts), COMMA)
+    return Cat((literal(brackets[0]), members, literal(brackets[1])))
 
 
 def _member(key: Node, value: Node) -> Node:
