@@ -28,7 +28,7 @@ OVER = {
     "continuous": 10_510,
     "triton_paged_attention": 16_190,
     "speculative": 10_740,
-    "structured": 12_350,
+    "structured": 11_550,
     "serving": 13_840,
 }
 """Packages that are over their budget still: they may only shrink."""

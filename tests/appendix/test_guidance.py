@@ -55,7 +55,7 @@ pytest.importorskip("llguidance")
 @pytest.fixture(autouse=True)
 def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than four masks are left to other threads, as on a GPU's host, even if there is one alone."""
-    monkeypatch.setattr("phases.appendix.guidance.backend.FEW_ALONE", SMALL_BATCH)
+    monkeypatch.setattr("phases.appendix.guidance.backend.SINGLE_THREAD_BATCH", SMALL_BATCH)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_masks_do_not_depend_on_the_lexer(schema: Any) -> None:
     compiled = [backend.compile(Grammar.json_schema(schema)) for _ in range(2)]
     rows: list[Matcher] = [each.matcher() for each in compiled for _ in range(3)]
     assert len(rows) > 4, "few are filled one by one"
-    words = np.zeros((len(rows), known.words), np.int32)
+    words = np.zeros((len(rows), -(-len(known.tokens) // 32)), np.int32)
     for step in range(8):
         words[:] = -1
         fill(backend, rows, words)

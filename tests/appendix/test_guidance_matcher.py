@@ -85,7 +85,7 @@ def test_drafts_that_end_an_output_leave_it_where_it_was() -> None:
     drafts = [*tokens[2:], EOS]
     count = matcher.agrees(drafts)
     assert count == len(drafts) - 1, "an end token counts as a draft"
-    words = np.zeros((count + 1, vocabulary().words), np.int32)
+    words = np.zeros((count + 1, -(-len(vocabulary().tokens) // 32)), np.int32)
     fill_in_turn([(matcher, 0, tuple(drafts[:count]))], words)
     assert EOS in bits(words[-1], SIZE), f"the output may not end behind {drafts}"
     assert matcher.advance(tokens[2:]) == len(tokens) - 2, "what was drafted is refused"
@@ -119,7 +119,7 @@ def test_masks_are_those_of_the_automata_in_every_state(pattern: str) -> None:
         backend_named(name)(vocabulary()).compile(Grammar.regex(pattern))
         for name in ("automata", "llguidance")
     )
-    queue, seen = deque([[]]), {mine.matcher().places[-1]}  # type: ignore[attr-defined,var-annotated]
+    queue, seen = deque([[]]), {mine.matcher().history[-1]}  # type: ignore[attr-defined,var-annotated]
     while queue:
         tokens: list[int] = queue.popleft()
         left, right = mine.matcher(), other.matcher()
@@ -137,7 +137,7 @@ def test_masks_are_those_of_the_automata_in_every_state(pattern: str) -> None:
             if token != EOS:
                 after = mine.matcher()
                 after.advance([*tokens, token])
-                if (place := after.places[-1]) not in seen:  # type: ignore[attr-defined]
+                if (place := after.history[-1]) not in seen:  # type: ignore[attr-defined]
                     seen.add(place)
                     queue.append([*tokens, token])
     assert len(seen) > 1
@@ -165,7 +165,7 @@ def follow(
     running = list(matchers)
     seconds = list[float]()
     ended = list[str]()
-    words = np.zeros((outputs, real().words), np.int32)
+    words = np.zeros((outputs, -(-len(real().tokens) // 32)), np.int32)
     for step in range(tokens):
         if not running:
             break

@@ -36,7 +36,7 @@ pytest.importorskip("llguidance")
 @pytest.fixture(autouse=True)
 def few_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than four masks are left to other threads, as on a GPU's host, even if there is one alone."""
-    monkeypatch.setattr("phases.appendix.guidance.backend.FEW_ALONE", 4)
+    monkeypatch.setattr("phases.appendix.guidance.backend.SINGLE_THREAD_BATCH", 4)
 
 
 def kernels_run_on() -> str:

@@ -1,4 +1,4 @@
-"""Grammars as a feature of an engine."""
+"""Structured output as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from structured.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Structured(Feature):
-    """Outputs follow a grammar where a request has one."""
+    """Masks the tokens of every request that has a grammar, so that its output follows the grammar."""
 
     name: ClassVar[str] = "structured"
     phase: ClassVar[int] = 12
 
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
     grammar_cache_bytes: int = option(
-        256 << 20, "memory for compiled grammars that no request uses"
+        256 << 20, "bytes of compiled grammars that are kept while no request uses them"
     )
 
     def __post_init__(self) -> None:
@@ -33,9 +33,9 @@ class Structured(Feature):
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Follow grammars between the halves of a step.
+        """Put an `AutomataGrammarManager` into the engine.
 
-        No tokenizer is prepared before the first grammar comes.
+        Its backend is made when the first grammar comes: only then is the tokenizer needed.
         """
         config, tokenizer = builder.model.config, builder.recipe.tokenizer
         refusal = ""

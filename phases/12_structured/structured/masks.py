@@ -1,4 +1,4 @@
-"""Grammars in an engine: each request's place in its own, and the masks of a step."""
+"""Masks of a step: follow the grammar of each request, and forbid the tokens that would leave it."""
 
 from __future__ import annotations
 
@@ -21,64 +21,62 @@ from structured.pool import Compilation, GrammarPool
 
 @dataclass(eq=False)
 class Constraint:
-    """A request's place in its grammar.
+    """A request's matcher, and how much of the output it knows.
 
-    taken: how many of its output tokens the matcher has seen. Nothing has to happen when a request is
-        preempted: its tokens stay, and so does this.
+    accepted: number of output tokens that the matcher has accepted. Preemption changes nothing here, since a
+        preempted request keeps its tokens.
     """
 
     matcher: Matcher
-    taken: int = 0
+    accepted: int = 0
 
     def unseen(self, request: Request) -> list[int]:
-        """Return the tokens that are new since the matcher was last moved."""
-        return request.tokens[request.prompt_len + self.taken :]
+        """Return the output tokens that the matcher has not accepted yet."""
+        return request.tokens[request.prompt_len + self.accepted :]
 
     def follow(self, request: Request) -> str:
-        """Move the matcher by the tokens that are new since the last call, if any; return what is wrong."""
+        """Advance the matcher by the unseen tokens; return what is wrong with them, empty if nothing is."""
         new = self.unseen(request)
-        return self.moved(new, self.matcher.advance(new) if new else 0)
+        return self.count(new, self.matcher.advance(new))
 
-    def moved(self, new: Sequence[int], count: int) -> str:
-        """Note that the matcher was given `new` and has taken `count` of them; returns what is wrong."""
-        self.taken += count
-        if count == len(new):
-            return ""
-        problem = self.matcher.problem
+    def count(self, new: Sequence[int], accepted: int) -> str:
+        """Count how many of the tokens `new` the matcher has accepted; return what is wrong with the next."""
+        self.accepted += accepted
+        if self.matcher.problem or accepted == len(new):
+            return self.matcher.problem
         return (
-            problem
-            or f"token {self.taken} of the output, id {new[count]}, is not in the grammar"
+            f"token {self.accepted} of the output, id {new[accepted]}, is not in the grammar"
         )
 
     def masks(self, drafts: Sequence[int], width: int) -> Words:
-        """Make the masks of the next token and of the one behind each draft: int32 `[drafts + 1, width]`.
+        """Return the masks of the next token and of the token behind each draft: int32 `[drafts + 1, width]`.
 
-        A mask behind a draft is made where the matcher stands when it has taken that draft. Behind a draft
-        that it does not take (the grammar forbids it, or it ends the output) nothing is sampled: zeros, also
-        for the drafts after it. In the end the matcher stands where it did.
+        The mask behind a draft is made when the matcher has accepted that draft. A draft that it does not
+        accept is forbidden or ends the output, so nothing is sampled behind it: the masks behind it and
+        behind all later drafts are zero. At the end the matcher is rolled back to where it was.
         """
         words = np.zeros((len(drafts) + 1, width), np.int32)
         self.matcher.fill(words[0])
-        taken = 0
-        while taken < len(drafts) and self.matcher.advance(drafts[taken : taken + 1]):
-            taken += 1
-            self.matcher.fill(words[taken])
-        self.matcher.rollback(taken)
+        accepted = 0
+        while accepted < len(drafts) and self.matcher.advance(drafts[accepted : accepted + 1]):
+            accepted += 1
+            self.matcher.fill(words[accepted])
+        self.matcher.rollback(accepted)
         return words
 
 
 class AutomataGrammarManager(GrammarManager):
-    """A `GrammarManager` that compiles grammars to automata and follows them.
+    """A `GrammarManager` that follows grammars by the matchers of a pool's backend.
 
-    A step is: launch forward n + 1, read token n, and then `fill`: advance every matcher by token n, make the
-    masks of n + 1 while the device computes, and send them. Last the sampling of n + 1 is launched.
+    In a step the engine launches forward n + 1, reads token n, and calls `fill_bitmask`, which advances every
+    matcher by token n and makes the masks of n + 1 while the device computes. The sampling comes last.
 
     Args:
-        pool: where compiled grammars come from.
-        vocab_size: `V`.
-        eos: the tokens that end an output.
-        device: where masks go.
-        refusal: why grammars cannot be had at all, for an engine without a tokenizer; empty if they can.
+        pool: compiles grammars.
+        vocab_size: number of logits, `V`.
+        eos: ids of the tokens that end an output.
+        device: the device that masks are copied to.
+        refusal: the error for any request with a grammar, if this engine cannot have any; else empty.
     """
 
     def __init__(
@@ -94,13 +92,13 @@ class AutomataGrammarManager(GrammarManager):
         self.eos = frozenset(eos)
         self.refusal = refusal
         self.vocab_size, self.device = vocab_size, device
-        self._any = False  # whether a grammar was ever asked for
+        self._any = False  # whether any request ever had a grammar
         self._failed: list[tuple[Request, Exception]] = []
 
     # Before a request runs.
 
     def check(self, params: SamplingParams) -> None:
-        """Begin to compile a request's grammar."""
+        """Begin to compile the grammar of a request with these settings; see `GrammarManager.check`."""
         if params.grammar is not None:
             if self.refusal:
                 raise UserError(self.refusal)
@@ -108,29 +106,27 @@ class AutomataGrammarManager(GrammarManager):
             self.pool.ask(params.grammar)
 
     def ready(self, request: Request) -> bool:
-        """Tell whether a request's grammar is compiled, and give it its place there."""
+        """Return True if a request's grammar is compiled; the request then gets a matcher."""
         grammar = request.params.grammar
-        if grammar is None or isinstance(request.constraint, Constraint):
-            return True
-        if (
-            request.constraint is None
-        ):  # so that no other grammar can drive it out of the pool's memory
+        if grammar is not None and request.constraint is None:
+            # The request holds it, so that the pool cannot drop it meanwhile.
             request.constraint = self.pool.ask(grammar)
-        assert isinstance(request.constraint, Compilation)
-        compiled = request.constraint.get()
-        if compiled is not None:
+        if isinstance(request.constraint, Compilation):
+            compiled = request.constraint.get()
+            if compiled is None:
+                return False
             request.constraint = Constraint(compiled.matcher())
-        return compiled is not None
+        return True
 
     def wait_until_compiled(self, params: SamplingParams) -> None:
-        """Wait for a grammar."""
+        """Wait until the grammar of these settings is compiled; see `GrammarManager.wait_until_compiled`."""
         if params.grammar is not None:
             self.pool.ask(params.grammar).wait()
 
     # In a step.
 
     def needs_mask(self, works: Sequence[Work]) -> bool:
-        """Tell whether any taker has a grammar; until the first grammar comes, this costs nothing."""
+        """Return True if a sampled request has a grammar; before the first grammar comes, this is free."""
         return self._any and any(
             sampled_request.constraint is not None
             for work in works
@@ -138,43 +134,44 @@ class AutomataGrammarManager(GrammarManager):
         )
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """Make the masks of those samples of the step that have a grammar; None if none has."""
+        """Make the masks of all samples of a step that have a grammar; return None if none has."""
         found: list[Words] = []
-        places: list[int] = []
+        positions: list[int] = []
         held: list[tuple[int, int]] = []
-        for place, drafts, request, constraint in constrained(works):
-            problem = constraint.follow(request)
-            if not problem:
-                found.append(constraint.masks(drafts, -(-self.vocab_size // 32)))
-                held += self.held(request, len(places), len(drafts) + 1)
-                places += range(place, place + len(drafts) + 1)
-                problem = constraint.matcher.problem
-            if problem:
+        for position, drafts, request, constraint in constrained(works):
+            if problem := constraint.follow(request):
                 self._fail(request, problem)
-        if not places:
+            else:
+                found.append(constraint.masks(drafts, -(-self.vocab_size // 32)))
+                held += self.held(request, len(positions), len(drafts) + 1)
+                positions += range(position, position + len(drafts) + 1)
+        if not positions:
             return None
         words = np.concatenate(found)
         hold_back(words, held)
-        moved = upload(self.device, {"places": np.array(places), "words": words})
-        return TokenBitmask(moved["words"], moved["places"])
+        moved = upload(self.device, {"words": words, "positions": np.array(positions)})
+        return TokenBitmask(**moved)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Return requests whose grammar cannot be followed any further; asked when the step is on its way."""
+        """Return the requests whose grammar cannot be followed any further, with their errors, once each."""
         failed, self._failed = self._failed, []
         return failed
 
     def held(self, request: Request, row: int, count: int) -> list[tuple[int, int]]:
-        """List the ends that a request's settings hold back, each behind the row of its mask.
+        """Return the end tokens that `min_tokens` and `ignore_eos` forbid: (row of the mask, token id) pairs.
 
-        row: of the request's next token. count: masks from there on.
+        Args:
+            request: whose masks they are.
+            row: the row of the mask of its next token.
+            count: number of its masks, in the rows from there on.
         """
-        params, first = request.params, len(request.tokens) - request.prompt_len
-        found = []
-        for number in range(count) if params.ignore_eos or params.min_tokens else ():
-            short = first + number < params.min_tokens
-            if short or params.ignore_eos:
-                ends = self.eos.union(params.stop_token_ids if short else ())
-                found += [(row + number, token) for token in ends]
+        params, length = request.params, len(request.tokens) - request.prompt_len
+        found = list[tuple[int, int]]()
+        for number in range(count):
+            short = length + number < params.min_tokens
+            ends = self.eos if short or params.ignore_eos else ()
+            found += [(row + number, token) for token in ends]
+            found += [(row + number, token) for token in params.stop_token_ids if short]
         return found
 
     def _fail(self, request: Request, problem: str) -> None:
@@ -185,25 +182,32 @@ class AutomataGrammarManager(GrammarManager):
 def constrained(
     works: Sequence[Work],
 ) -> Iterator[tuple[int, Sequence[int], Request, Constraint]]:
-    """Find the outputs that follow a grammar; the first number is the place of their first sample."""
-    place = 0
+    """Yield the outputs of a step that follow a grammar.
+
+    Yields:
+        The position of the output's first sample among all samples of the step, its drafts, its request, and
+        the constraint of the request.
+    """
+    position = 0
     for work in works:
         for request in work.sampled_requests:
             if isinstance(request.constraint, Constraint) and request.finish_reason is None:
-                yield place, work.drafts, request, request.constraint
-            place += len(work.drafts) + 1
+                yield position, work.drafts, request, request.constraint
+            position += len(work.drafts) + 1
 
 
 def hold_back(words: Words, held: Sequence[tuple[int, int]]) -> None:
-    """Take tokens out of their rows of masks `[M, ceil(V / 32)]`, unless nothing else is left there."""
+    """Forbid tokens in masks `[M, ceil(V / 32)]`, in place, unless nothing else is allowed in their row.
+
+    Args:
+        words: the masks.
+        held: (row, token id) pairs.
+    """
     if not held:
         return
     rows, tokens = np.array(held).T
     at, bits = tokens >> 5, (1 << (tokens & 31)).astype(np.uint32).view(np.int32)
-    there = words[rows, at] & bits != 0
-    rows = rows[there]
-    at = at[there]
-    bits = bits[there]
+    allowed = words[rows, at] & bits
     np.bitwise_and.at(words, (rows, at), ~bits)
     empty = ~words[rows].any(axis=1)
-    np.bitwise_or.at(words, (rows[empty], at[empty]), bits[empty])
+    np.bitwise_or.at(words, (rows[empty], at[empty]), allowed[empty])

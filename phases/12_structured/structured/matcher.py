@@ -1,4 +1,4 @@
-"""The interface between an engine and its grammars: what a backend implements."""
+"""The interface of a grammar backend: it compiles grammars, and its matchers make the masks of outputs."""
 
 from __future__ import annotations
 
@@ -12,45 +12,44 @@ from common.sampling.grammar import Grammar
 from structured.vocabulary import Vocabulary
 
 Words = NDArray[np.int32]
-"""A mask, or several: bit i of word w belongs to token 32 * w + i."""
+"""Masks `[..., ceil(V / 32)]`: bit i of word w is set if token 32 * w + i is allowed."""
 
 
 class Matcher(ABC):
-    """The place of one output in its grammar.
+    """Follows one output through its grammar, token by token.
 
-    An end-of-sequence token is in the mask where the output may end. `advance` never takes one, so drafts end
-    before it. What `advance` has taken, `rollback` gives back.
+    A mask has an end token where the output may end. `advance` never accepts one, so drafts stop before it.
     """
 
     @abstractmethod
     def fill(self, words: Words) -> None:
-        """Write the mask of the next token, `[ceil(V / 32)]`."""
+        """Write the mask of the next token into `words`, int32 `[ceil(V / 32)]`."""
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take tokens up to the first that is not allowed or that ends the output; return how many."""
+        """Accept tokens up to the first that is forbidden or ends the output; return how many it accepted."""
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Give back the last `count` of the tokens that `advance` has taken."""
+        """Undo the last `count` tokens that `advance` accepted."""
 
     @property
     def problem(self) -> str:
-        """The limit at which this grammar cannot be followed any further; empty if it can."""
+        """Say why this output cannot be followed any further; empty if it can."""
         return ""
 
 
 class Compiled(ABC):
-    """A grammar made ready for one vocabulary. Many outputs share it, in the engine's thread.
+    """A grammar compiled for one vocabulary; many outputs share it. Only the engine's thread uses it.
 
-    bytes: about how much memory it takes.
+    bytes: an estimate of its memory.
     """
 
     bytes: int
 
     @abstractmethod
     def matcher(self) -> Matcher:
-        """Return the matcher of a new output, at the start."""
+        """Return the matcher of a new output, of which no token is known."""
 
 
 class Backend(ABC):
@@ -61,4 +60,8 @@ class Backend(ABC):
 
     @abstractmethod
     def compile(self, grammar: Grammar) -> Compiled:
-        """Make a grammar ready. Raises `UserError` for one that is wrong, too large, or not understood."""
+        """Compile a grammar; threads call it.
+
+        Raises:
+            UserError: the grammar is wrong, too large, or asks for what this backend does not know.
+        """

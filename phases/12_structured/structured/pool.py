@@ -1,4 +1,4 @@
-"""Grammars on their way: compiled by threads, once each, and remembered as long as there is room."""
+"""Compile grammars in threads, each once, and keep the compiled ones that were used last."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from common.errors import UserError
 from common.sampling.grammar import Grammar
 from structured.matcher import Backend, Compiled
 
-NICE = 10
-"""By how much threads that compile step back behind those that compute."""
-REFUSED_BYTES = 1024
-"""What it costs to remember that a grammar was refused."""
+NICENESS = 10
+"""Added to the niceness of threads that compile, so that the engine's thread goes first."""
+ENTRY_BYTES = 1024
+"""Estimated memory of an entry of the pool, without its grammar."""
 
 
 class Compilation:
-    """One grammar, from the moment a request asked for it.
+    """The compilation of one grammar: waiting for a thread, running, or done.
 
-    started: `time.monotonic()` when a thread took it up; None: it waits for a thread.
+    Args:
+        grammar: what is compiled.
+        seconds: how long it may run before requests that wait for it fail.
+
+    started: `time.monotonic()` when a thread began; None before.
+    future: gets the compiled grammar, or the error.
+    bytes: an estimate of its memory.
     """
 
     def __init__(self, grammar: Grammar, seconds: float) -> None:
         self.grammar, self.seconds = grammar, seconds
         self.started: float | None = None
         self.future: Future[Compiled] = Future()
-        self.bytes = 0
-
-    @property
-    def late(self) -> bool:
-        """Its thread is at it for longer than it may be."""
-        return self.started is not None and time.monotonic() - self.started > self.seconds
+        self.bytes = ENTRY_BYTES + 2 * len(grammar.source)
 
     def get(self) -> Compiled | None:
-        """Return the compiled grammar; None: not yet.
+        """Return the compiled grammar, or None if it is not done yet.
 
         Raises:
-            UserError: it is refused, or has taken too long. Its thread is let go on: backends have limits
-                on their work, and no request waits for it any more.
+            UserError: the grammar was refused, or has run for more than `seconds`. Its thread goes on then:
+                no thread can be stopped, and backends limit their own work.
         """
         if self.future.done():
             return self.future.result()
-        if self.late:
+        if self.started is not None and time.monotonic() - self.started > self.seconds:
             raise UserError(
                 f"grammar ({self.grammar}) takes longer to compile than grammar_seconds, {self.seconds:g}"
             )
         return None
 
     def wait(self) -> Compiled:
-        """Return the compiled grammar as soon as it is there. Raises `UserError` as `get` does."""
+        """Wait for the compiled grammar and return it. Raises `UserError` as `get` does."""
         while (found := self.get()) is None:
             with suppress(TimeoutError):
                 self.future.exception(timeout=0.05)
@@ -64,10 +65,14 @@ class GrammarPool:
     """Compiles grammars in threads and keeps the most recently used.
 
     Args:
-        make_backend: called once, in the first thread that needs it: a tokenizer takes a while to prepare.
-        cache_bytes: most bytes of compiled grammars that are kept, as far as no request uses them.
-        seconds: most time for one.
-        threads: how many are compiled at a time.
+        make_backend: makes the backend; called in a thread when the first grammar comes, for preparing a
+            tokenizer takes a while.
+        cache_bytes: most bytes of compiled grammars to keep. A grammar that a request uses lives on with it.
+        seconds: most time to compile one grammar.
+        threads: how many grammars are compiled at a time.
+
+    bytes: estimated memory of all compiled grammars that are kept.
+    compiled: number of compilations that were begun.
     """
 
     def __init__(
@@ -83,27 +88,24 @@ class GrammarPool:
         self.seconds = seconds
         self._backend: Backend | None = None
         self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="grammar", initializer=step_back
+            threads, thread_name_prefix="grammar", initializer=lower_priority
         )
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._known: OrderedDict[Grammar, Compilation] = OrderedDict()
-        self.bytes = 0  # of all that are kept
-        self.compiled = 0  # how often there was something to do
+        self.bytes = self.compiled = 0
 
     @property
     def backend(self) -> Backend:
-        """The backend, made when it is first needed."""
+        """The backend; the first call makes it."""
         with self._making:
             if self._backend is None:
                 self._backend = self.make_backend()
             return self._backend
 
     def ask(self, grammar: Grammar) -> Compilation:
-        """Return a grammar's compilation, begun now if none has asked before. Any thread may call this."""
+        """Return the compilation of a grammar, and begin it if there is none. Any thread may call this."""
         with self._lock:
             found = self._known.get(grammar)
-            if found is not None and not found.future.done() and found.late:
-                found = None  # its thread may hang for a while yet; the next to ask has another try
             if found is None:
                 found = self._known[grammar] = Compilation(grammar, self.seconds)
                 self.compiled += 1
@@ -112,31 +114,29 @@ class GrammarPool:
             return found
 
     def _compile(self, entry: Compilation) -> None:
+        """Compile a grammar, then drop the least recently used ones if too many bytes are kept."""
         try:
             backend = self.backend
             entry.started = time.monotonic()
             made = backend.compile(entry.grammar)
-            entry.bytes = made.bytes + 2 * len(entry.grammar.source)
+            entry.bytes += made.bytes
             entry.future.set_result(made)
         except BaseException as error:
             if not isinstance(error, UserError):
                 error = UserError(f"grammar ({entry.grammar}) cannot be compiled: {error}")
-            entry.bytes = REFUSED_BYTES + 2 * len(entry.grammar.source)
             entry.future.set_exception(error)
         with self._lock:
-            if self._known.get(entry.grammar) is entry:  # else it was asked again meanwhile
+            if entry.grammar in self._known:  # else another thread has dropped it already
                 self.bytes += entry.bytes
             while self.bytes > self.cache_bytes:
-                # Not a list of all: thousands are known, and that would take as long as a third of a step.
-                done = (
-                    grammar for grammar, known in self._known.items() if known.future.done()
-                )
+                # The search stops at the first: thousands are known, and requests wait for the lock.
+                done = (one for one in self._known.values() if one.future.done())
                 if (oldest := next(done, None)) is None:
                     break
-                self.bytes -= self._known.pop(oldest).bytes
+                self.bytes -= self._known.pop(oldest.grammar).bytes
 
 
-def step_back() -> None:
-    """Let this thread have only what processor time others leave: no step waits for a grammar."""
+def lower_priority() -> None:
+    """Let the current thread run only when threads of normal priority leave it processor time."""
     with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

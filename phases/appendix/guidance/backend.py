@@ -1,6 +1,6 @@
 """llguidance: an Earley parser over a lexer of regex derivatives, in Rust (Moskal et al., 2024).
 
-https://github.com/guidance-ai/llguidance. It makes no table ahead of time, so it compiles in milliseconds; it
+https://github.com/guidance-ai/llguidance. It makes no tables beforehand, so it compiles in milliseconds; it
 refuses what it does not know; and every kind of work has a limit.
 """
 
@@ -36,37 +36,41 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 NOTHING = "NoExtensionBias"
-"""What the library says of a mask in which there is no token, and nothing else."""
+"""The beginning of the library's error for a grammar that allows no token."""
 
 SMALL_BATCH = 4
-"""Up to so many masks are made by the thread that asks: waking others takes longer. As many outputs share a
-lexer before another one is taken."""
-FEW_ALONE = 32
-"""The same where a single other thread could make them: with one processor more, nothing is made sooner."""
+"""Up to this many masks are made by the thread that asks, since to wake others takes longer. Up to this many
+outputs share a lexer before the next lexer is used."""
+SINGLE_THREAD_BATCH = 32
+"""The limit in place of `SMALL_BATCH` if there is only one other thread: it makes small batches no faster."""
 SPACING = 0.004
-"""Seconds between the beginnings of two compilations. However short each is, threads that compile one after
-the other ask for Python's lock again and again, and the engine has to wait for it as often."""
+"""Least seconds between the beginnings of two compilations. Each takes Python's lock several times, and the
+engine has to wait for it as often."""
 MOST_THREADS = 16
 MAKING = 0.02
-"""Seconds that may go into the lexers of one grammar, while the requests that want it wait."""
+"""Most seconds to make more lexers for one grammar, since its requests wait meanwhile."""
 CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [f"{CHARACTER}{{1,{most}}}" for most in (*range(5, 13), 14, 18, 30)] + [
     f"{CHARACTER}+"
 ]
-"""Tokens by their length, as they stand in a string of JSON. As long as all of a slice fit, none of its
-tokens is looked at. The library has three slices; where strings are short, these halve the time of a mask.
-The slices that do not fit are looked through one by one, so where most tokens are too long few are best."""
+"""Sets of tokens of a JSON string, by length, for the library. As long as a whole set is allowed, none of its
+tokens is checked by itself. The library has three sets by default; for short strings, these halve the time
+of a mask."""
 BASE_BYTES, BYTES_PER_CHARACTER = 100_000, 60
-"""About what a compiled grammar takes, by its source: measured as the growth of a process."""
+"""Estimated memory of a compiled grammar by its source: measured as the growth of a process."""
 
 
 class GuidanceGrammar(Compiled):
-    """A grammar: parsers at its start, each with a lexer of its own.
+    """A compiled grammar: several parsers at its start, each with a lexer of its own.
 
-    An output gets a copy of a parser, and shares that one's lexer: what it has learnt for one output is known
-    to the others, but only one thread at a time may use it. So a few outputs share one, and many are spread.
+    An output gets a copy of a parser, which shares that parser's lexer. A lexer caches what it has computed
+    for one output for the others, but only one thread at a time may use it. So up to `SMALL_BATCH` outputs
+    share one lexer, and more outputs are spread over all.
 
-    size: see `Compiled.bytes`. eos: see `GuidanceMatcher`.
+    Args:
+        starts: the parsers.
+        eos: ids of the tokens that end an output.
+        size: an estimate of the memory.
     """
 
     def __init__(self, starts: Sequence[ll.LLMatcher], eos: Sequence[int], size: int) -> None:
@@ -77,7 +81,7 @@ class GuidanceGrammar(Compiled):
         self._lock = threading.Lock()
 
     def matcher(self) -> GuidanceMatcher:
-        """Copy a parser at its start, whose lexer has few outputs: the first such, which has learnt most."""
+        """Return a copy of the first parser whose lexer serves fewer than `SMALL_BATCH` outputs."""
         with self._lock:
             counts = [len(users) for users in self._users]
             number = next(
@@ -90,7 +94,7 @@ class GuidanceGrammar(Compiled):
 
 
 class GuidanceBackend(Backend):
-    """Compiles by llguidance; moves many matchers, and fills many masks, by its threads."""
+    """Compiles by llguidance; advances matchers and fills masks in the library's threads."""
 
     vocabulary: Spelling
 
@@ -101,18 +105,16 @@ class GuidanceBackend(Backend):
         self._asked = lru_cache(4)(lambda tokens: tokenizer_of(vocabulary, tokens))
         self.limits = ll.LLParserLimits(**LIMITS)
         threads = max(1, min(MOST_THREADS, len(processors()) - 1))
-        self.threads, self._few = (
-            ll.LLExecutor(threads),
-            FEW_ALONE if threads == 1 else SMALL_BATCH,
-        )
-        # Of a grammar. Some masks take a hundred times longer than most, and those of the same lexer wait for
+        self.threads = ll.LLExecutor(threads)
+        self._small_batch = SINGLE_THREAD_BATCH if threads == 1 else SMALL_BATCH
+        # Of a grammar: some masks take a hundred times longer than most, and masks of the same lexer wait for
         # them: 256 masks take 15 threads 3.7 ms with a lexer for each, and 2.7 with four times as many.
         self.lexers = 1 if threads == 1 else 4 << (threads - 1).bit_length()
         self.asker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._beginning, self._begun = threading.Lock(), 0.0  # when the last compilation has
 
     def compile(self, grammar: Grammar) -> GuidanceGrammar:
-        """See `Backend.compile`."""
+        """Compile a grammar; see `Backend.compile`."""
         with self._beginning:
             if (early := self._begun + SPACING - time.perf_counter()) > 0:
                 time.sleep(early)
@@ -137,21 +139,24 @@ class GuidanceBackend(Backend):
         return GuidanceGrammar(starts, self.vocabulary.eos, size)
 
     def _parser(self, source: str, tokenizer: ll.LLTokenizer) -> ll.LLMatcher:
-        """At its start; its lexer has made the first mask, and is warm for the next."""
+        """Return a parser at the start of a grammar; it has made a mask, so its lexer is warm."""
         made = ll.LLMatcher(tokenizer, source, limits=self.limits, log_level=0)
         if not made.is_error():
             made.compute_bitmask()
         return made
 
     def advance(self, moves: Sequence[tuple[GuidanceMatcher, Sequence[int]]]) -> list[int]:
-        """Call `Matcher.advance` of many matchers: without Python's lock of those that take one token."""
+        """Advance matchers by their tokens; return how many tokens each accepted.
+
+        Those with one token advance in the library's threads, without Python's lock.
+        """
         single = {
             matcher: tokens[0]
             for matcher, tokens in moves
             if len(tokens) == 1 and tokens[0] not in matcher.eos and not matcher.effort.watched
         }
         moved: dict[GuidanceMatcher, int] = {}
-        if len(single) > self._few:
+        if len(single) > self._small_batch:
             begun = time.perf_counter()
             counts = self.threads.consume_token_par(
                 [(one.inner, token) for one, token in single.items()]
@@ -166,15 +171,20 @@ class GuidanceBackend(Backend):
         ]
 
     def begin(self, jobs: Sequence[Job], words: Words) -> Future[None] | None:
-        """Begin to fill the rows of `words [M, ceil(V / 32)]`, in threads; None: it is done.
+        """Begin to fill masks in threads; no matcher of these jobs may be used until that is done.
 
-        No matcher of these may be used until it is. A thread asks the library's threads, so that the caller
-        can go on meanwhile. It needs Python's lock for a moment to hand over the matchers. The caller waits
-        until it runs: it would get the lock when its turn comes, 5 ms later.
+        Args:
+            jobs: which masks to make.
+            words: `[M, ceil(V / 32)]`, where the masks are written.
+
+        Returns:
+            A future that ends when all masks are made; None if they are made already.
         """
-        if sum(len(drafts) + 1 for _, _, drafts in jobs) <= self._few:
+        if sum(len(drafts) + 1 for _, _, drafts in jobs) <= self._small_batch:
             fill_in_turn(jobs, words)
             return None
+        # The thread needs Python's lock to hand over the matchers. The caller waits until it runs: otherwise
+        # it would get the lock in its turn, 5 ms later.
         running = threading.Event()
 
         def ask() -> None:
@@ -186,9 +196,10 @@ class GuidanceBackend(Backend):
         return done
 
     def _fill_together(self, jobs: Sequence[Job], words: Words) -> None:
-        """Fill masks by several threads, without Python's lock.
+        """Fill masks in the library's threads, without Python's lock.
 
-        How long that takes this thread cannot say: at the end it waits for the lock.
+        Its own time includes the wait for the lock at the end; so it can only
+        tell that one of the jobs may be slow.
         """
         at = words.ctypes.data
         width = words.strides[0]
@@ -209,24 +220,27 @@ class GuidanceBackend(Backend):
 
 
 def fill_in_turn(jobs: Sequence[Job], words: Words) -> None:
-    """Fill masks one after the other."""
+    """Fill the masks of jobs in this thread; arguments as in `GuidanceBackend.begin`."""
     for matcher, row, drafts in jobs:
         matcher.fill(words[row])
-        for place, draft in enumerate(drafts, start=row + 1):
+        for below, draft in enumerate(drafts, start=row + 1):
             matcher.advance((draft,))
-            matcher.fill(words[place])
+            matcher.fill(words[below])
         matcher.rollback(len(drafts))
 
 
 def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
-    """Write a grammar in the library's own notation.
+    """Return a grammar in the library's notation, and the added tokens that it asks for.
 
-    A schema is put there as it stands, wherever that can be: reading it would hold Python's lock, and with it
-    the engine's step, a millisecond for every 100 kB.
+    The text of a schema is used unchanged wherever it can be: to parse it would hold Python's lock, and with
+    it the engine's step, for a millisecond per 100 kB.
 
     Args:
-        grammar: in ours.
-        vocabulary: whose tokens the grammar may ask for; returned are those of its `added` ones.
+        grammar: the grammar of a request.
+        vocabulary: the tokens that the grammar may ask for.
+
+    Raises:
+        ValueError: the library would follow the grammar in another sense than it has.
     """
     if grammar.kind == "json_schema":
         source = {"true": "{}", "false": '{"not": {}}'}.get(
@@ -251,7 +265,7 @@ def source_of(grammar: Grammar, vocabulary: Spelling) -> tuple[str, set[int]]:
 
 
 def inner_schema(source: str) -> str:
-    """Rewrite the text of a schema inside a Lark grammar, which may have options of its own."""
+    """Return the text of a schema inside a Lark grammar, rewritten by `exact`; it may have own options."""
     schema = json.loads(source) if SUSPECT.search(source) else None
     if not isinstance(schema, dict):
         return source
@@ -260,10 +274,14 @@ def inner_schema(source: str) -> str:
 
 
 class TokenizerObject:
-    """A vocabulary in the shape that the library reads.
+    """A vocabulary with the attributes that the library reads.
 
-    tokens: bytes of each; of a special token its name.
-    special_token_ids: tokens that are no text: only a Lark grammar may ask for one, by `<name>`.
+    Args:
+        vocabulary: the tokens.
+        asked: added tokens that a grammar asks for by name; they are special here.
+
+    tokens: bytes of each token; of a special token, its name.
+    special_token_ids: tokens that stand for no text; only a Lark grammar can ask for one, by `<name>`.
     """
 
     is_tokenizer_wrapper = True
@@ -279,19 +297,15 @@ class TokenizerObject:
         self.special_token_ids = list(names)
 
     def __call__(self, text: str) -> Sequence[int]:
-        """Return tokens of a text; the library's threads ask for those of a forced one."""
+        """Return the ids of the tokens of a text; the library calls it for a text that a grammar forces."""
         return self.encode(text)
 
 
 def tokenizer_of(vocabulary: Spelling, asked: Collection[int] = ()) -> ll.LLTokenizer:
-    """Make the library's tokenizer of an object, and not of a `tokenizer.json`.
+    """Return the library's tokenizer for a vocabulary; arguments as in `TokenizerObject`.
 
-    Of a file it takes every added token `<...>` for a special one, whatever the file says: it would force the
-    text of Qwen's `<think>`, and refuse its token.
-
-    Args:
-        vocabulary: the tokens.
-        asked: tokens of `vocabulary.added` that are no text here.
+    It is not made from a `tokenizer.json`, since the library takes every added token `<...>` of a file for a
+    special one: it would force the text of Qwen's `<think>`, and refuse its token.
     """
     return ll.LLTokenizer(
         cast(ll.TokenizerWrapper, TokenizerObject(vocabulary, asked)),

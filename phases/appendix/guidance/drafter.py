@@ -1,4 +1,4 @@
-"""Drafts under a grammar: what it forces is certain, and what it forbids need not be verified."""
+"""Draft the tokens that a grammar forces, and cut other drafts before the first token that it forbids."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from structured.masks import Constraint
 if TYPE_CHECKING:  # the library is imported when the first grammar comes
     from phases.appendix.guidance.matcher import GuidanceMatcher
 
-FEW_IN_TURN = 2
-"""Running requests, at most, for which a host drafts what is forced. With more a step saved is worth little,
-and drafts cost a call of attention a layer, since they make queries of another length."""
+MOST_SEQUENTIAL = 2
+"""Most running requests with drafts of forced tokens while steps do not overlap. With more, a step saved
+is worth little, and drafts cost one more call of attention a layer, since they make queries longer."""
 
 
 class GrammarDrafter(DrafterWrapper):
-    """A `Drafter` around another one.
+    """A `Drafter` that adds forced tokens to the drafts of another one.
 
-    Where a grammar leaves no choice it says what comes (jump-forward: Zheng et al., "SGLang", arXiv
-    2312.07104): these drafts go the way of all drafts, and each is right, since its own mask allows nothing
-    else. Elsewhere the other drafter guesses, and its guess is cut before the first token that the grammar
-    forbids, so that every draft has a mask.
+    Where a grammar leaves no choice, the tokens that must come are drafts (jump-forward: Zheng et al.,
+    "SGLang", arXiv 2312.07104). They are verified like all drafts and always accepted: the mask of each
+    allows that token only. Elsewhere the inner drafter proposes, and its drafts are cut before the first one
+    that the grammar forbids, so that every draft has a mask.
 
-    An engine that runs ahead schedules a step before it knows the token of the one before. If that token is
-    forced, it is known all the same, and so is what is forced behind it. What is forced behind a choice has
-    to wait for a step.
+    An overlapped step is scheduled before the token of the step before is known. If that token is forced, it
+    is known all the same, and so are the tokens forced behind it. Tokens that are forced behind a free choice
+    are drafted one step later.
 
     Args:
-        inner: guesses for requests with and without a grammar.
-        jump_forward: whether to draft what is forced.
-        most_ahead: running requests, at most, for which a step that runs ahead has drafts.
-        in_turn: whether steps do not overlap as long as a request has a grammar and few run: where the device
-            is the host, running ahead hides nothing, and would only see less of what is forced.
+        inner: proposes drafts for requests with and without a grammar.
+        jump_forward: whether to draft forced tokens.
+        most_overlapped: most running requests for which an overlapped step has drafts.
+        in_turn: whether steps do not overlap while a request has a grammar and at most `MOST_SEQUENTIAL` run.
+            On a CPU overlapping hides nothing, and fewer forced tokens would be known in time.
 
-    looks_ahead: whether it drafts behind tokens on their way: if there are not too many requests.
-    forced: how many tokens were drafted because a grammar left no choice.
-    refused: how many guesses of the other drafter a grammar has cut off.
-    stats: what came of all drafts; the other drafter's, if it counts.
+    drafts_overlapped: whether overlapped steps have drafts now.
+    forced: number of tokens that were drafted because they were forced.
+    refused: number of the inner drafter's drafts that a grammar has cut off.
+    stats: counts of all drafts; the inner drafter's, if it has any.
     """
 
     def __init__(
@@ -50,59 +50,63 @@ class GrammarDrafter(DrafterWrapper):
         inner: Drafter = NO_DRAFTS,
         *,
         jump_forward: bool = True,
-        most_ahead: int = 64,
+        most_overlapped: int = 64,
         in_turn: bool = False,
     ) -> None:
         super().__init__(inner)
         self.jump_forward = jump_forward
-        self.most_ahead = most_ahead
+        self.most_overlapped = most_overlapped
         self.in_turn = in_turn
         self.forced = self.refused = 0
         self.stats: SpeculationStats = getattr(self.inner, "stats", None) or SpeculationStats()
-        self._jumping = self.looks_ahead = False
+        self._jumping = self.drafts_overlapped = False
 
     @property
     def needs_finished_step(self) -> bool:
-        """While the other drafter does, or a request has a grammar and steps shall take turns."""
+        """Return True if the inner drafter needs it, or if steps take turns because of a grammar."""
         return super().needs_finished_step or (self.in_turn and self._jumping)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """Ask for drafts where the other drafter guesses, or a grammar may force."""
+        """Return True if the inner drafter proposes in this step, or a grammar may force tokens."""
         guessing = self.inner.begin(running)
-        few = not self.in_turn or len(running) <= FEW_IN_TURN
+        most = MOST_SEQUENTIAL if self.in_turn else len(running)
         self._jumping = (
-            self.jump_forward and few and any(one.constraint is not None for one in running)
+            self.jump_forward
+            and len(running) <= most
+            and any(one.constraint is not None for one in running)
         )
-        self.looks_ahead = self._jumping and len(running) <= self.most_ahead
+        self.drafts_overlapped = self._jumping and len(running) <= self.most_overlapped
         return guessing or self._jumping
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """Count, and tell the other drafter what it asks for."""
+        """Count accepted drafts, or let the inner drafter count them if it needs finished steps."""
         if super().needs_finished_step:
             self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Forced tokens, or else as much of the other drafter's guess as the grammar takes."""
+        """Return forced tokens, or the inner drafter's drafts up to the first that the grammar forbids.
+
+        It returns the longer of both; see `Drafter.propose`.
+        """
         constraint = request.constraint
         if not isinstance(constraint, Constraint):
             return () if request.placeholders else self.inner.propose(request, most)
         matcher = cast("GuidanceMatcher", constraint.matcher)
         if request.placeholders:
-            # Behind a token that is on its way, and forced itself. The matcher may be busy with its mask, so
-            # this is what was seen before that began.
+            # The newest token is in flight, and forced. Threads may be using the matcher, so the tokens come
+            # from `certain`, which was noted before they began.
             known = (
-                self.looks_ahead
-                and constraint.taken == len(request.tokens) - request.prompt_len
+                self.drafts_overlapped
+                and constraint.accepted == len(request.tokens) - request.prompt_len
             )
             drafts = matcher.certain[request.placeholders :][:most] if known else ()
             self.forced += len(drafts)
             return drafts
         if constraint.follow(request):  # the masks will say what is wrong
             return ()
-        # Other steps that run ahead have no drafts.
-        jumping = self.looks_ahead or (self._jumping and self.needs_finished_step)
+        jumping = self.drafts_overlapped or (self._jumping and self.needs_finished_step)
         forced = matcher.forced()[:most] if jumping else ()
         guess = self.inner.propose(request, most)
         count = matcher.agrees(guess) if guess else 0

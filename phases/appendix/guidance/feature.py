@@ -1,4 +1,4 @@
-"""Grammars by llguidance, as a feature of an engine."""
+"""The grammar backend llguidance as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from structured.pool import GrammarPool
 
 @dataclass(frozen=True)
 class Guidance(Feature):
-    """Masks are made by a library's threads, and what a grammar forces is drafted."""
+    """Makes masks in the threads of llguidance, and drafts the tokens that a grammar forces."""
 
     name: ClassVar[str] = "guidance"
     phase: ClassVar[int] = 12
@@ -48,9 +48,9 @@ class Guidance(Feature):
         return find(others, Structured) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put other masks in the places of phase 12's, and a drafter that knows what is forced.
+        """Replace the grammar manager of phase 12, and decorate the drafter with a `GrammarDrafter`.
 
-        Nothing is imported and no tokenizer prepared before the first grammar comes.
+        The library is imported, and the tokenizer prepared, when the first grammar comes.
         """
         plain = builder.grammar_manager.part
         if not isinstance(plain, AutomataGrammarManager):
@@ -79,7 +79,7 @@ class Guidance(Feature):
                 return
             builder.verifier.replace(self, lambda rows: Verifier(rows.tokens))
         forced = partial(
-            GrammarDrafter, jump_forward=self.jump_forward, most_ahead=self.jump_rows
+            GrammarDrafter, jump_forward=self.jump_forward, most_overlapped=self.jump_rows
         )
         builder.drafter.decorate(self, partial(forced, in_turn=on_cpu))
 
@@ -91,7 +91,7 @@ def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Ba
 
 
 def library() -> Callable[[Spelling], Backend]:
-    """Return the library's kind of backend. Raises `UserError` if it is not installed."""
+    """Return the class of the backend. Raises `UserError` if the library is not installed."""
     try:
         from phases.appendix.guidance.backend import GuidanceBackend
     except ModuleNotFoundError as error:

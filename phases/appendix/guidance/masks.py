@@ -1,4 +1,4 @@
-"""Masks by threads: begun as soon as tokens are known, while the host deals out these and schedules."""
+"""Make masks in threads, while the host distributes the tokens of the last step and schedules the next."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ if TYPE_CHECKING:  # the library is imported when the first grammar comes
 
 
 class MaskStaging:
-    """Masks `[M, W]` on their way to the device, through one buffer on each side.
+    """Copies masks to the device through one buffer on the host and one on the device.
 
-    One is enough: a step's masks are made when the tokens of the step before are known, and then its masks
-    have been read. On a GPU the copy has a stream of its own, beside the forward pass that is running.
+    One of each is enough: the masks of a step are made when the tokens of the step before are known, and then
+    that step has read its masks. On a GPU the copy runs on a stream of its own, beside the forward pass.
+
+    Args:
+        width: int32 words of a mask, `W`.
+        device: the device to copy to.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -36,7 +40,7 @@ class MaskStaging:
         self._host = self._there = torch.zeros(0, width, dtype=torch.int32)
 
     def host(self, count: int) -> Words:
-        """Return the next masks, `[count, W]`, to be written over; they hold older ones."""
+        """Return the host's buffer for `count` masks, int32 `[count, W]`; it still holds older ones."""
         if len(self._host) < count:
             shape = 1 << (count - 1).bit_length(), self._host.shape[1]
             self._host = torch.zeros(
@@ -48,42 +52,45 @@ class MaskStaging:
         words: Words = self._host[:count].numpy()
         return words
 
-    def send(self, places: Sequence[int]) -> TokenBitmask:
-        """Send the masks that were written last, for these places of the batch."""
+    def send(self, positions: Sequence[int]) -> TokenBitmask:
+        """Copy the masks in the host's buffer to the device; return them for these positions of the batch."""
         there, words = (
-            upload(self.device, {"places": np.array(places)})["places"],
-            self._there[: len(places)],
+            upload(self.device, {"positions": np.array(positions)})["positions"],
+            self._there[: len(positions)],
         )
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                words.copy_(self._host[: len(places)], non_blocking=True)
+                words.copy_(self._host[: len(positions)], non_blocking=True)
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return TokenBitmask(words, there)
 
 
 class Filling(NamedTuple):
-    """Masks of a step that are being made.
+    """The masks of a step that threads are making.
 
-    works: of the step. places: of the masks in the batch. done: when they are made; None: they are.
+    works: the works of the step.
+    positions: the position of each mask among all samples of the step.
+    words: `[M, W]`, the masks.
+    done: ends when the masks are made; None if they are made already.
     """
 
     works: Sequence[Work]
-    places: Sequence[int]
+    positions: Sequence[int]
     words: Words
     done: Future[None] | None
 
 
 class LibraryGrammarManager(AutomataGrammarManager):
-    """`AutomataGrammarManager` that are begun before they are asked for.
+    """A `GrammarManager` whose masks are begun before they are asked for.
 
-    A step is: launch forward n + 1, read token n, and then `begin`: advance every matcher by token n, and let
-    threads write the masks of n + 1, while the device computes and the host deals out n and schedules n + 2.
-    `fill` waits for them and sends them off. Last the sampling of n + 1 is launched.
+    In a step the engine launches forward n + 1, reads token n, and calls `begin`. That advances every matcher
+    by token n. Threads then write the masks of n + 1, while the host distributes token n and schedules n + 2.
+    `fill_bitmask` waits for the masks and copies them to the device. The sampling of n + 1 comes last.
 
     Args:
-        plain: the masks of phase 12, in whose place these are.
-        pool: where compiled grammars come from.
-        most_forced: works in a step, at most, for which a drafter asks what is forced behind its tokens.
+        plain: the manager of phase 12 that this one replaces.
+        pool: compiles grammars.
+        most_forced: most works in a step for which forced tokens are noted for a drafter.
     """
 
     def __init__(
@@ -99,39 +106,39 @@ class LibraryGrammarManager(AutomataGrammarManager):
 
     @property
     def backend(self) -> GuidanceBackend:
-        """The pool's."""
+        """The pool's backend."""
         return cast("GuidanceBackend", self.pool.backend)
 
     def begin(self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]) -> bool:
-        """Move the matchers, and begin to make the masks of those samples of the step that have a grammar."""
+        """Advance the matchers, and begin the masks of a step; see `GrammarManager.begin`."""
         self._wait()  # for a step that failed in between
-        places, self._jobs = list[int](), []
-        for place, drafts, request, matcher in self._follow(works, sampled):
+        positions, self._jobs = list[int](), []
+        for position, drafts, request, matcher in self._follow(works, sampled):
             matcher.certain = matcher.forced() if len(works) <= self.most_forced else ()
-            self._jobs.append((request, (matcher, len(places), drafts)))
-            places += range(place, place + len(drafts) + 1)
-        words, jobs = self._staging.host(len(places)), [job for _, job in self._jobs]
+            self._jobs.append((request, (matcher, len(positions), drafts)))
+            positions += range(position, position + len(drafts) + 1)
+        words, jobs = self._staging.host(len(positions)), [job for _, job in self._jobs]
         if len(words) > len(jobs):  # behind a draft that ends the output no mask is made
             words[:] = 0
         done = self.backend.begin(jobs, words) if jobs else None
-        self._filling = Filling(works, places, words, done)
+        self._filling = Filling(works, positions, words, done)
         return done is None
 
     def fill_bitmask(self, works: Sequence[Work]) -> TokenBitmask | None:
-        """The masks of those samples of the step that have a grammar; None if none has."""
+        """Return the masks of all samples of a step that have a grammar; None if none has."""
         if self._filling is None or self._filling.works is not works:
             self.begin(works, {})
         held = list[tuple[int, int]]()
         for request, (_, row, drafts) in self._jobs:  # while masks are made
             held += self.held(request, row, len(drafts) + 1)
         made = self._wait()
-        if made is None or not made.places:
+        if made is None or not made.positions:
             return None
         hold_back(made.words, held)
-        return self._staging.send(made.places)
+        return self._staging.send(made.positions)
 
     def pop_failed_requests(self) -> list[tuple[Request, Exception]]:
-        """Requests whose grammar cannot be followed any further; asked when the step is on its way."""
+        """Return the requests whose grammar cannot be followed any further, with their errors, once each."""
         jobs, self._jobs = self._jobs, []
         for request, (matcher, _, _) in jobs:
             if problem := matcher.problem:
@@ -139,7 +146,7 @@ class LibraryGrammarManager(AutomataGrammarManager):
         return super().pop_failed_requests()
 
     def _wait(self) -> Filling | None:
-        """Wait for the masks that are being made, if any are, and return them."""
+        """Wait for the masks that are being made and return them; None if none are."""
         made, self._filling = self._filling, None
         if made is not None and made.done is not None:
             made.done.result()
@@ -148,31 +155,37 @@ class LibraryGrammarManager(AutomataGrammarManager):
     def _follow(
         self, works: Sequence[Work], sampled: Mapping[Request, Sequence[int]]
     ) -> list[tuple[int, Sequence[int], Request, GuidanceMatcher]]:
-        """Move the matchers to where their outputs are; return the outputs whose matchers could be moved.
+        """Advance the matchers by all new tokens of their outputs.
 
-        An output that ends with what was sampled needs no mask: under a grammar an end token always ends it.
+        Args:
+            works: the works of the step.
+            sampled: the newest tokens, which their requests do not have yet.
+
+        Returns:
+            (position, drafts, request, matcher) of every output that goes on, as in `constrained`, sorted by
+            lexer. One whose tokens are not accepted fails; one that has sampled an end token needs no mask.
         """
         outputs = []
         moves: list[tuple[GuidanceMatcher, Sequence[int]]] = []
         for output in constrained(works):
             *_, request, constraint = output
-            news = sampled.get(request, ())
-            if self.eos.isdisjoint(news):
+            new = sampled.get(request, ())
+            if self.eos.isdisjoint(new):
                 outputs.append(output)
                 moves.append(
                     (
                         cast("GuidanceMatcher", constraint.matcher),
-                        [*constraint.unseen(request), *news],
+                        [*constraint.unseen(request), *new],
                     )
                 )
         moved = []
         counts = self.backend.advance(moves)
-        for (place, drafts, request, constraint), (matcher, new), count in zip(
+        for (position, drafts, request, constraint), (matcher, new), count in zip(
             outputs, moves, counts, strict=True
         ):
-            if problem := constraint.moved(new, count):
+            if problem := constraint.count(new, count):
                 self._fail(request, problem)
             else:
-                moved.append((place, drafts, request, matcher))
+                moved.append((position, drafts, request, matcher))
         # Threads divide the list. Neighbours should share what only one thread at a time may use.
         return sorted(moved, key=lambda output: output[-1].lexer)

@@ -1,4 +1,4 @@
-"""One output in llguidance's parser, and the budget for following its grammar."""
+"""The matcher of one output by llguidance's parser, and its budget of processor time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import llguidance as ll
 from structured.matcher import Matcher, Words
 
 SLOW = 0.005
-DEAREST = 0.05
+SLOWEST = 0.05
 MOST_SLOW = 0.15
-"""Seconds of processor time: a token that takes more is slow; no token may take so long; and no output's slow
-tokens together. Masks of ordinary grammars take 0.02 to 1 ms over 49,152 tokens, those of the dearest regular
-expression tried 5 ms. An ambiguous grammar's grow with the square of the output's length."""
+"""Seconds of processor time: from which a token counts as slow; the most for one token; and the most for all
+slow tokens of an output. A mask of an ordinary grammar takes 0.02 to 1 ms with 49,152 tokens, of the slowest
+regular expression tried 5 ms. For an ambiguous grammar it grows with the square of the output's length."""
 
 
 class Effort:
-    """The budget of an output for following its grammar, which may be cheap to compile and dear to follow.
+    """The processor time that an output spends on its grammar, which may compile fast and be slow.
 
-    watched: a call for several outputs was slow, so that each has to be timed by itself.
+    slow: seconds of its slow tokens.
+    watched: whether each call has to be timed by itself, because a call for several outputs was slow.
+    problem: why the output cannot go on; empty while it is within the budget.
     """
 
     def __init__(self) -> None:
@@ -31,27 +33,30 @@ class Effort:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Book the processor time of this thread for one token; over the budget there is a `problem`."""
+        """Measure the processor time of the block for one token; set `problem` if it is too much."""
         begun = time.thread_time()
         yield
         seconds = time.thread_time() - begun
         self.watched = seconds > SLOW
         if self.watched:
             self.slow += seconds
-            if seconds > DEAREST or self.slow > MOST_SLOW:
+            if seconds > SLOWEST or self.slow > MOST_SLOW:
                 self.problem = (
-                    f"it is too dear: a token may take {DEAREST * 1e3:g} ms, and all that take more than "
+                    f"it is too slow: a token may take {SLOWEST * 1e3:g} ms, and all that take more than "
                     f"{SLOW * 1e3:g} ms may take {MOST_SLOW:g} s; fewer ways to read the same text are faster"
                 )
 
 
 class GuidanceMatcher(Matcher):
-    """A `Matcher` of the library.
+    """A `Matcher` by a parser of llguidance.
 
-    lexer: the number of the lexer, which one thread at a time may use, and which some outputs share.
-    eos: the tokens that end an output.
-    effort: the processor time of masks and tokens.
-    certain: what `forced` said when masks were last made, if a drafter may ask for it.
+    Args:
+        inner: the parser.
+        lexer: the number of its lexer, which some outputs share and only one thread at a time may use.
+        eos: ids of the tokens that end an output.
+
+    effort: the processor time of its masks and tokens.
+    certain: what `forced` returned before masks were last made, if a drafter may ask for it.
     """
 
     certain: Sequence[int] = ()
@@ -63,23 +68,23 @@ class GuidanceMatcher(Matcher):
         self.effort = Effort()
 
     def fill(self, words: Words) -> None:
-        """See `Matcher`; so are the others."""
+        """Write the mask of the next token; see `Matcher.fill`."""
         with self.effort.timed():
             self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Tokens that are not allowed leave the matcher as it is."""
+        """Accept tokens; see `Matcher.advance`."""
         with self.effort.timed():
             return self.inner.try_consume_tokens(self._before_end(tokens))
 
     def rollback(self, count: int) -> None:
-        """The parser keeps its rows."""
+        """Undo the last tokens; see `Matcher.rollback`."""
         if count:
             self.inner.rollback(count)
 
     @property
     def problem(self) -> str:
-        """The first line of what the library says, or the budget that is used up."""
+        """Return the first line of the library's error, or which budget is used up; see `Matcher.problem`."""
         return (
             self.inner.get_error().split("\n")[0][:200]
             if self.inner.is_error()
@@ -94,17 +99,15 @@ class GuidanceMatcher(Matcher):
         return self.inner.compute_ff_tokens()
 
     def agrees(self, tokens: Sequence[int]) -> int:
-        """Count the tokens that `advance` would take; changes nothing."""
+        """Return how many tokens `advance` would accept; changes nothing."""
         return self.inner.validate_tokens(self._before_end(tokens))
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:
-        """Cut tokens before one that ends the output, which the library takes in some places only."""
-        end = next(
-            (place for place, token in enumerate(tokens) if token in self.eos), len(tokens)
-        )
+        """Return the tokens before the first end token, which the library accepts at times."""
+        end = next((at for at, token in enumerate(tokens) if token in self.eos), len(tokens))
         return list(tokens[:end])
 
 
 Job = tuple[GuidanceMatcher, int, Sequence[int]]
-"""Masks to be made: of a matcher's next token into a row, and after each draft into the rows behind. Every
-draft is one that the matcher agrees with."""
+"""Masks to be made: (matcher, row, drafts). The mask of the next token goes into that row, those behind the
+drafts into the rows below. The matcher would accept all of the drafts."""

@@ -214,7 +214,7 @@ class _Rewriter:
 
 
 def spelled(ranges: Ranges, properties: str = "", *, negated: bool = False) -> str:
-    r"""Spell a class in the crate's notation, which ECMAScript reads alike: `[\u0030-\u0039\p{L}]`."""
+    r"""Spell a class in the crate's notation, which means the same in ECMAScript: `[\u0030-\u0039\p{L}]`."""
     parts = [
         _char(low) if low == high else f"{_char(low)}-{_char(high)}"
         for low, high in (

@@ -1,4 +1,4 @@
-"""Masks on a GPU as a feature of an engine."""
+"""Masked sampling by a kernel and by CUDA graphs, as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaskedGraphs(Feature):
-    """Masks are applied by a kernel, and with graphs the second half of a masked step is one."""
+    """Applies masks by a kernel, and makes the second half of a masked step a CUDA graph if graphs are on."""
 
     name: ClassVar[str] = "masked_graphs"
     phase: ClassVar[int] = 12
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if there are kernels, and grammars."""
+        """Return True if the engine has kernels and grammars."""
         return find(others, Structured) is not None and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Apply masks by a kernel; with graphs, add an executor, which sends inputs early."""
+        """Decorate the sampler backend; with graphs, also add an executor that prefetches inputs.
+
+        Raises:
+            UserError: kernels or structured is off.
+        """
         if builder.feature(Structured) is None or builder.feature(Kernels) is None:
             raise UserError("masked_graphs is on, but kernels or structured is off")
         from phases.appendix.masked_graphs.kernel import Forbids, with_kernel

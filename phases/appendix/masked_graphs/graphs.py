@@ -1,7 +1,7 @@
-"""Masked decode steps as graphs: one before the masks are known, and two behind.
+"""Masked decode steps as three CUDA graphs: forward pass, logits, and masked sampling.
 
-Such a step cannot be one graph: the host makes its masks while the device computes the first half. What does
-not need them is done before: a `LogitsGraph` belongs to the first half.
+Such a step cannot be one graph, since the host makes its masks while the device computes. The logits need no
+masks, so a `LogitsGraph` is replayed before they are known, right behind the forward pass.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from triton_paged_attention.linear import FusedLinear
 
 
 class MaskInputs:
-    """Inputs of masked graphs of all sizes, of up to `most` places: masks, and what the first half left.
+    """The static inputs of masked graphs of all sizes, of up to `most` requests.
 
-    words: `[most, ceil(V / 32)]` int32; places: `[most]` int64, -1: padding. See `TokenBitmask`.
-    logits: `[most, V]`, in the precision of `narrow_logits`.
-    requests: `[3 * most]` int64, the `inputs` of decode graphs, one behind the other.
+    words: `[most, ceil(V / 32)]` int32, the masks, as in `TokenBitmask`.
+    positions: `[most]` int64, the position of each mask in the batch; -1 is padding.
+    logits: `[most, V]`, in the dtype of `narrow_logits`.
+    requests: `[3 * most]` int64, a copy of the `inputs` of a decode graph, flattened.
     """
 
     def __init__(self, most: int, model: Model) -> None:
@@ -49,7 +50,7 @@ class MaskInputs:
         self.requests = torch.zeros(3 * most, dtype=torch.int64, device=device)
 
     def put(self, allowed: TokenBitmask | None, size: int) -> None:
-        """Copy a step's masks, for a graph of `size` requests: a few microseconds of the device."""
+        """Copy the masks of a step, None for no masks, and pad them to `size` requests."""
         count = 0 if allowed is None else len(allowed.positions)
         if allowed is not None:
             self.words[:count].copy_(allowed.words)
@@ -58,13 +59,15 @@ class MaskInputs:
 
 
 class LogitsGraph:
-    """From the hidden states of a decode graph that does not sample to logits, before their masks are known.
+    """A graph that computes logits from the hidden states of a decode graph, before their masks are known.
 
     Args:
-        half: the graph that is replayed right before.
-        masks: where its logits go, of `half.size` places or more.
+        half: the decode graph, which does not sample; it is replayed right before.
+        masks: the buffers that logits are written to, for `half.size` requests or more.
+        capturer: captures the graph.
 
-    inputs: `[3, size]` int64, a copy of the half's: in those the next step's may be while masks are made.
+    inputs: `[3, size]` int64, a copy of those of `half`: the next step's inputs may overwrite those while
+        masks are made.
     """
 
     def __init__(self, half: DecodeGraph, masks: MaskInputs, capturer: Capturer) -> None:
@@ -75,7 +78,7 @@ class LogitsGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """Run what is captured."""
+        """Compute the logits; this is what the graph captures."""
         self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
         if isinstance(model.lm_head, FusedLinear) and model.config.final_soft_cap is None:
@@ -85,13 +88,14 @@ class LogitsGraph:
 
 
 class MaskedGraph:
-    """From logits and masks to tokens.
+    """A graph that samples tokens from logits under masks.
 
     Args:
-        first: the graph that was replayed for this step.
-        features: how it samples, one of `CAPTURED`.
+        first: the graph of the logits, replayed before.
+        features: the sampling that it does, one of `CAPTURED`.
+        capturer: captures the graph.
 
-    for_host: `[size]` int64, the tokens as in `Sampled`; good until the next replay.
+    for_host: `[size]` int64, the tokens as in `Sampled`; valid until the next replay.
     """
 
     for_host: Tensor
@@ -106,7 +110,7 @@ class MaskedGraph:
         self.replay = capturer.capture(self.compute)
 
     def compute(self) -> None:
-        """The half step; what is captured."""
+        """Sample the tokens and store them in the rows; this is what the graph captures."""
         on, (rows, at, steps) = self.first.half.machine, self.first.inputs
         logits = self.first.logits
         sampled = on.sampler.sample(logits, rows, (), steps, self.plan, allowed=self._allowed)
@@ -115,11 +119,12 @@ class MaskedGraph:
 
 
 class MaskedGraphExecutor:
-    """Decode steps whose samples are masked: phase 09's graph to the hidden states, then two more.
+    """A `GraphExecutor` of decode steps whose samples are masked: phase 09's graph, then two more.
 
-    While the masks of a step are being made, the host has time: it then sends what the next step reads.
+    While the masks of a step are being made, the host copies the inputs of the next step to the device.
 
-    graphs: by size and kind of sampling.
+    graphs: the graphs of the last part, by number of requests and sampling.
+    count: number of graphs to capture.
     """
 
     order: ClassVar[int] = 10
@@ -131,7 +136,7 @@ class MaskedGraphExecutor:
         self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """See `GraphExecutor`."""
+        """Capture all graphs; see `GraphExecutor.capture`."""
         masks = MaskInputs(self.decodes.sizes[-1], self.runner.model)
         for size in reversed(self.decodes.sizes):
             part(f"{size} requests, logits")
@@ -142,9 +147,10 @@ class MaskedGraphExecutor:
 
     @torch.inference_mode()
     def stage(self, works: Sequence[Work]) -> None:
-        """Send what the next step reads, before the second half of this one.
+        """Copy the inputs of the next step to the device, before the second half of this one is launched.
 
-        Not if a request is new: the row may have had an owner whose last token is yet to be written.
+        Nothing is copied if a request is new: its row may have had another request, whose last token is
+        still to be written.
         """
         size, last = self.supports(works, masked=True), self.runner.last
         half_done = (
@@ -154,11 +160,11 @@ class MaskedGraphExecutor:
             self._staged = works, self.decodes.stage(works, size)
 
     def supports(self, works: Sequence[Work], masked: bool) -> int | None:
-        """The size of the graphs."""
+        """Return the size of the smallest graphs for a step; None if it is no masked decode step."""
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        """The first half of a step."""
+        """Launch the first half of a step by the graphs of size `ticket`; see `GraphExecutor.run`."""
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] is works:
             rows = staged[1]
@@ -180,18 +186,18 @@ class MaskedGraphExecutor:
     def finish(
         self, works: Sequence[Work], graph: MaskedGraph, allowed: TokenBitmask | None
     ) -> Pending:
-        """The second half of a step, under these masks; None: no request has one."""
+        """Launch the second half of a step under these masks; None: no request has one."""
         graph.first.masks.put(allowed, graph.first.half.size)
         graph.replay()
         return Pending(works, Sampled(graph.for_host[: len(works)]), self.runner.verifier)
 
 
 PER_HALF = 1 << 20
-"""Bytes of a graph of a few nodes."""
+"""Estimated bytes of a small graph."""
 
 
 def masked_bytes(model: Model, rows: int) -> int:
-    """Estimate from above what second halves of up to `rows` requests take, with their inputs."""
+    """Return an upper estimate of the bytes of masked graphs of up to `rows` requests, with their inputs."""
     vocab_size = model.config.vocab_size
     row = 4 * -(-vocab_size // 32) + vocab_size * logits_dtype(model).itemsize + 8 + 3 * 8
     return rows * row + len(decode_sizes(rows)) * (1 + len(CAPTURED)) * PER_HALF

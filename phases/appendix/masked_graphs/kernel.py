@@ -1,4 +1,4 @@
-"""Masks applied by a kernel, which knows the padding of graphs."""
+"""A Triton kernel that applies masks to logits and skips the padding of graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forbid_kernel(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per mask and chunk of the vocabulary; place -1 is padding of a graph."""
+    """Set forbidden logits to minus infinity; one program per mask and chunk. Position -1 is padding."""
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(positions + mask)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def forbid_kernel(
 
 
 def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
-    """`common.sampling.ops.forbid` in place: `logits [B, V]` of any dtype."""
+    """Set forbidden logits to minus infinity, in place: `logits [B, V]` of any dtype."""
     count, vocab = len(allowed.positions), logits.shape[1]
     block = min(BLOCK, max(32, triton.next_power_of_2(vocab)))
     if count:
@@ -48,17 +48,17 @@ def forbid(logits: Tensor, allowed: TokenBitmask) -> None:
 
 
 class Forbids(SamplerBackend):
-    """Applies masks by the kernel, and chooses by torch."""
+    """A sampler backend that applies masks by the kernel and samples by torch."""
 
     def forbid(self, sampler: Sampler, logits: Tensor, allowed: TokenBitmask) -> None:
-        """See `SamplerBackend.forbid`."""
+        """Apply masks to logits in place; see `SamplerBackend.forbid`."""
         forbid(logits, allowed)
 
 
 class ForbidsTriton(Forbids, TritonSamplerBackend):
-    """Chooses by kernels, too."""
+    """A sampler backend that applies masks and samples by kernels."""
 
 
 def with_kernel(sampler_backend: SamplerBackend) -> SamplerBackend:
-    """Return a chooser of the same tokens with masks by the kernel."""
+    """Return a sampler backend that samples the same tokens and applies masks by the kernel."""
     return ForbidsTriton() if isinstance(sampler_backend, TritonSamplerBackend) else Forbids()

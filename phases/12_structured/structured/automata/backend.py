@@ -1,4 +1,4 @@
-"""The automata as a backend: patterns, choices and JSON schemas, with nothing but numpy."""
+"""The automata as a `Backend`: regular expressions, choices and JSON schemas, with nothing but numpy."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from structured.matcher import Backend, Compiled, Matcher, Words
 from structured.vocabulary import Vocabulary
 
 SECONDS = 1.5
-"""Most time of a thread for one grammar."""
+"""Most processor time to compile one grammar."""
 
 MOST_HEIGHT = 1000
+"""Most states in a stack: how deep an output may nest."""
 MOST_STACKS = 64
-"""Of a place: more only where a schema's alternatives begin alike for long."""
+"""Most stacks in a place: more are needed only where alternatives of a schema share a long beginning."""
 
 
 class AutomataBackend(Backend):
-    """Compiles to a `Machine`; its masks are made lazily and shared by all outputs of the grammar."""
+    """Compiles a grammar to a `Machine`, whose masks are made lazily and shared by all of its outputs."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
         self.trie = Trie(vocabulary.tokens)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """See `Backend.compile`; Lark grammars are refused."""
+        """Compile a grammar; Lark grammars are refused. See `Backend.compile`."""
         try:
             with within(SECONDS):
                 return AutomataGrammar(Machine(rules_for(grammar), "start"), self)
@@ -42,7 +43,11 @@ class AutomataBackend(Backend):
 
 
 def rules_for(grammar: Grammar) -> dict[str, Node]:
-    """Read a grammar as rules, of which `start` is the output. Raises `UserError` for what is not known."""
+    """Return the rules of a grammar, by their names; an output follows `start`.
+
+    Raises:
+        UserError: the grammar is wrong, or of an unknown kind.
+    """
     if grammar.kind == "regex":
         return {"start": parse(grammar.source)}
     if grammar.kind == "choice":
@@ -53,12 +58,12 @@ def rules_for(grammar: Grammar) -> dict[str, Node]:
 
 
 class AutomataGrammar(Compiled):
-    """A machine and the masks made for it up to now."""
+    """A compiled grammar: its machine, and the masks that were made up to now."""
 
     def __init__(self, machine: Machine, backend: AutomataBackend) -> None:
         self.machine, self.backend = machine, backend
         self.masks = MaskMaker(machine, backend.trie)
-        masks = 4 * backend.vocabulary.words * len(machine.table)
+        masks = len(machine.table) * len(backend.vocabulary.tokens) // 8
         self.bytes = machine.table.nbytes + min(MOST_MASK_BYTES, masks)
 
     def matcher(self) -> Matcher:
@@ -67,45 +72,45 @@ class AutomataGrammar(Compiled):
 
 
 class AutomataMatcher(Matcher):
-    """One output: its place, and the places before, for `rollback`."""
+    """The matcher of one output.
+
+    history: the place before the first token, and the place after each; `rollback` drops the last ones.
+    """
 
     def __init__(self, grammar: AutomataGrammar) -> None:
         self.grammar, self.machine = grammar, grammar.machine
-        self.places: list[Place] = [grammar.machine.start]
+        self.history: list[Place] = [grammar.machine.start]
 
     def fill(self, words: Words) -> None:
-        """See `Matcher`; so are the others."""
-        place = self.places[-1]
+        """Write the mask of the next token; see `Matcher.fill`."""
+        place = self.history[-1]
         words[:] = self.grammar.masks.mask(place)
         if self.machine.may_end(place):
             for token in self.grammar.backend.vocabulary.eos:
                 words[token >> 5] |= np.uint32(1 << (token & 31)).view(np.int32)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take tokens a byte at a time."""
+        """Read the bytes of tokens; see `Matcher.advance`."""
         texts = self.grammar.backend.vocabulary.tokens
         for count, token in enumerate(tokens):
-            place = self.places[-1]
+            place = self.history[-1]
             for byte in texts[token]:
                 place = self.machine.step(place, byte)
             if not place or not texts[token]:
                 return count
-            self.places.append(place)
+            self.history.append(place)
         return len(tokens)
 
     def rollback(self, count: int) -> None:
-        """Return to a place that is kept."""
-        if count:
-            del self.places[-count:]
+        """Undo the last tokens; see `Matcher.rollback`."""
+        del self.history[len(self.history) - count :]
 
     @property
     def problem(self) -> str:
-        """The limits of one output."""
-        place = self.places[-1]
+        """Say which limit of an output is passed; see `Matcher.problem`."""
+        place = self.history[-1]
         if len(place) > MOST_STACKS:
             return f"more than {MOST_STACKS} ways to read the output"
-        return (
-            f"it nests deeper than {MOST_HEIGHT} levels"
-            if max(map(len, place)) > MOST_HEIGHT
-            else ""
-        )
+        if max(map(len, place)) > MOST_HEIGHT:
+            return f"it nests deeper than {MOST_HEIGHT} levels"
+        return ""

@@ -15,7 +15,7 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Let `check` raise once this thread has worked for so long."""
+    """Limit the processor time of this thread inside the block: `check` raises after `seconds` of it."""
     token = _deadline.set(time.thread_time() + seconds)
     try:
         yield
@@ -24,6 +24,6 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise `UserError` if there is no time left; called in every loop whose length a grammar decides."""
+    """Raise `UserError` if the time of `within` is used up; loops whose length a grammar decides call it."""
     if time.thread_time() > _deadline.get():
         raise UserError("a grammar takes too long to make: simplify it")

@@ -1,4 +1,4 @@
-"""Deterministic automata: the subset construction, and the smallest one.
+"""Deterministic automata: the subset construction, and the smallest equivalent automaton.
 
 A deterministic automaton is in one state at a time, so following a text is one look into a table a byte.
 Rabin and Scott, "Finite Automata and Their Decision Problems" (1959); Moore, "Gedanken-experiments on
@@ -24,11 +24,11 @@ DEAD = -1
 
 @dataclass(frozen=True, eq=False)
 class Dfa:
-    """State 0 begins.
+    """A deterministic automaton; state 0 is the start.
 
-    table: `[states, symbols]` int32, where each symbol leads from each state; `DEAD`: nowhere. From every
-        state some text is accepted, unless the language is empty.
-    accepting: `[states]` bool.
+    table: `[states, symbols]` int32, the state that follows each state and symbol; `DEAD`: none does. From
+        every state some text leads to an accepting state, unless no text does at all.
+    accepting: `[states]` bool, whether the text that leads to a state is a whole one.
     """
 
     table: NDArray[np.int32]
@@ -36,17 +36,24 @@ class Dfa:
 
 
 def compile(node: Node, rules: dict[str, int] | None = None) -> Dfa:
-    """Make the smallest automaton of an expression. Raises `UserError` if it takes too much."""
+    """Compile a syntax tree to its smallest automaton; `rules` as in `Nfa`.
+
+    Raises:
+        UserError: that takes too many states, or too long.
+    """
     return minimize(determinize(Nfa(node, rules)))
 
 
 def determinize(nfa: Nfa) -> Dfa:
-    """Make each state a set of states of `nfa`: all in which it may be after the same text."""
+    """Return an equivalent automaton, each of whose states is a set of states of `nfa`.
+
+    It is the set of all states in which `nfa` may be after the same text.
+    """
     classes, count = symbol_classes(nfa)
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
-        """Find what can be reached without reading anything; only states with edges, or the end, matter."""
+        """Return the states that `state` reaches without reading; only those with edges, and the end."""
         if state not in closures:
             seen, stack = {state}, [state]
             while stack:
@@ -87,7 +94,11 @@ def determinize(nfa: Nfa) -> Dfa:
 
 
 def symbol_classes(nfa: Nfa) -> tuple[list[int], int]:
-    """Number the classes of symbols between which no edge makes a difference: each symbol's, and how many."""
+    """Number the classes of symbols that no edge tells apart.
+
+    Returns:
+        The class of each symbol, and the number of classes.
+    """
     size = 256 + len(nfa.rules)
     bounds = sorted(
         {0}.union(*({low, high + 1} for edges in nfa.edges for low, high, _ in edges)) - {size}
@@ -96,10 +107,10 @@ def symbol_classes(nfa: Nfa) -> tuple[list[int], int]:
 
 
 def minimize(dfa: Dfa) -> Dfa:
-    """Make the same language of as few states as can be.
+    """Return the equivalent automaton that has the fewest states.
 
-    Begin with two groups, those that accept and the others, and split groups by the groups to which their
-    symbols lead, until no symbol tells two states of a group apart.
+    It begins with two groups of states, the accepting ones and the others, and splits groups by the groups
+    to which their symbols lead, until no symbol tells two states of a group apart.
     """
     count, width = dfa.table.shape
     table = np.vstack(
@@ -112,7 +123,7 @@ def minimize(dfa: Dfa) -> Dfa:
         many = groups.max() + 1
         signs = np.column_stack([groups, groups[columns]])
         groups = np.unique(signs, axis=0, return_inverse=True)[1].reshape(-1)
-    # One state a group, in the order in which they are reached, but for what is no better than the trap.
+    # One state a group, in the order of their first states; states as good as the trap are left out.
     firsts = sorted(np.unique(groups, return_index=True)[1].tolist())
     firsts = [first for first in firsts if groups[first] != groups[count]] or [0]
     numbers = np.full(many, DEAD, np.int32)

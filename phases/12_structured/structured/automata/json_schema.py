@@ -1,15 +1,15 @@
-"""JSON schemas (draft 2020-12) as rules: https://json-schema.org/draft/2020-12.
+"""Translate a JSON schema (draft 2020-12, https://json-schema.org/draft/2020-12) to rules.
 
-Objects, arrays and references are rules that call each other; strings, numbers and literals stand where they
-are used. The order of keys is that of `properties`, others come behind; a space may follow a comma or colon.
-A keyword that is not known is refused by its place in the schema, a JSON pointer (RFC 6901), for to leave it
-out would let wrong output pass.
+Objects, arrays and references become rules that call each other; strings, numbers and literals stand where
+they are used. Keys come in the order of `properties`, other keys behind them. A space may follow a comma or a
+colon. An unknown keyword is refused, since to ignore it would let wrong output pass; the error names its
+position in the schema by a JSON pointer (RFC 6901).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,7 +27,6 @@ from structured.automata.nodes import (
     complement,
     literal,
     optional,
-    quoted,
 )
 from structured.automata.regex import parse, parse_search
 
@@ -38,7 +37,7 @@ OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
 }
 ALONE = ("$ref", "anyOf", "enum", "const")
-"""Keywords that stand with a type at most."""
+"""Keywords beside which only `type` may stand, and beside the first two not even that."""
 ANNOTATIONS = {
     "$schema", "$comment", "$defs", "definitions", "title", "description", "default", "examples",
     "deprecated", "readOnly", "writeOnly",
@@ -46,7 +45,7 @@ ANNOTATIONS = {
 KNOWN = set().union(*OF_TYPE.values()) | ANNOTATIONS | {"type", *ALONE}
 
 MOST_COUNT = 500
-"""Of characters and items: each takes states of its own."""
+"""The largest count of characters or items, each of which takes states of its own."""
 
 SPACE = optional(literal(" "))
 COMMA = Cat((literal(","), SPACE))
@@ -56,53 +55,52 @@ ANY_CHAR = Chars(((0, LAST),), quoted=True)
 SIMPLE = {
     "null": literal("null"),
     "boolean": Alt((literal("true"), literal("false"))),
-    "integer": parse(r"-?(0|[1-9]\d*)(\.0+)?"),  # with zeros behind the point it is one still
+    "integer": parse(r"-?(0|[1-9]\d*)(\.0+)?"),  # 1.0 is an integer, too
     "number": parse(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?"),
 }
-TYPES_OF: dict[type, set[str]] = {
-    str: {"string"},
-    list: {"array"},
-    dict: {"object"},
-    bool: {"boolean"},
-}
-TYPES_OF |= {type(None): {"null"}, int: {"integer", "number"}, float: {"number"}}
+TYPE_OF: dict[type, str] = dict(
+    zip((type(None), bool, int, float, str, list, dict), TYPES, strict=True)
+)
 
 
 def rules_of(schema: Any) -> dict[str, Node]:
-    """Return the rules of a schema; `start` is the output. Raises `UserError` with a JSON pointer."""
+    """Return the rules of a schema, by their names; an output follows `start`.
+
+    Raises:
+        UserError: a keyword is wrong or not known; it names it by a JSON pointer.
+    """
     return _SchemaReader(schema).rules
 
 
 class _SchemaReader:
-    """Reads a schema once; each subschema that is an object, an array or a reference becomes a rule."""
+    """Makes the rules of the schema `root`; each method returns the node of a part of it.
+
+    In all methods `pointer` is the JSON pointer of the part, for errors.
+    """
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.rules: dict[str, Node] = {"start": Alt(())}
+        self.rules: dict[str, Node] = {}
         self.names: dict[str, str] = {}
         self.rules["start"] = self.value(root, "#")
 
-    def rule(self, kind: str, schema: Any, pointer: str) -> Node:
-        """Call the rule for a subschema, which is made if there is none yet."""
-        key = f"{kind} {json.dumps(schema)}"
+    def rule(self, make: Callable[[Any, str], Node], schema: Any, pointer: str) -> Node:
+        """Return a call of the rule that `make` makes of a part; it is made once for equal parts."""
+        key = f"{make.__name__} {json.dumps(schema)}"
         if key not in self.names:
-            name = self.names[key] = f"{kind} {pointer}"
-            self.rules[name] = Alt(())  # a reference to it, while it is being made, finds it
-            make = {
-                "object": self.object,
-                "array": self.array,
-                "$ref": self.target,
-                "any": self.any,
-            }[kind]
+            name = self.names[key] = f"{make.__name__} {pointer}"
+            self.rules[name] = Alt(
+                ()
+            )  # a reference to the rule, while it is made, finds the name
             self.rules[name] = make(schema, pointer)
         return Call(self.names[key])
 
     def any(self, schema: Any, pointer: str) -> Node:
-        """Read any value at all: one rule for all places that do not ask."""
-        return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES if kind != "integer"))
+        """Return a node that matches any value; one rule serves all schemas that ask for nothing."""
+        return Alt(tuple(self.typed(kind, {}, "any") for kind in TYPES))
 
     def value(self, schema: Any, pointer: str) -> Node:
-        """Read any value that a schema allows."""
+        """Return a node that matches all values that a schema allows."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, Mapping):
@@ -112,7 +110,7 @@ class _SchemaReader:
                 raise UserError(f"{pointer}/{escape(key)}: {key} is not known here")
         asks = schema.keys() - ANNOTATIONS
         if not asks:
-            return self.rule("any", {}, "any")
+            return self.rule(self.any, {}, "any")
         for key in asks & set(ALONE):
             others = asks - {key, *(("type",) if key in ("enum", "const") else ())}
             if others:
@@ -120,63 +118,61 @@ class _SchemaReader:
                     f"{pointer}/{key}: {key} beside {min(others)} is not known here"
                 )
         if "$ref" in asks:
-            return self.rule("$ref", schema["$ref"], f"{pointer}/$ref")
+            return self.rule(self.target, schema["$ref"], f"{pointer}/$ref")
         if "anyOf" in asks:
             parts = self.listed(schema, "anyOf", pointer)
             return Alt(
                 tuple(self.value(part, f"{pointer}/anyOf/{n}") for n, part in enumerate(parts))
             )
         given = schema.get("type", list(TYPES))
-        types = (
-            {given}
-            if isinstance(given, str)
-            else set(given)
-            if isinstance(given, list)
-            else {"?"}
-        )
-        for wrong in types - set(TYPES):
-            raise UserError(f"{pointer}/type: {wrong!r} is no type")
+        types = given if isinstance(given, list) else [given]
+        for one in types:
+            if one not in TYPES:
+                raise UserError(f"{pointer}/type: {one!r} is no type")
+        if "number" in types:
+            types = [*types, "integer"]
         if "enum" in asks or "const" in asks:
             values = (
                 self.listed(schema, "enum", pointer) if "enum" in asks else [schema["const"]]
             )
             whole = [int(v) if type(v) is float and v.is_integer() else v for v in values]
             return Alt(
-                tuple(constant(value) for value in whole if TYPES_OF[type(value)] & types)
+                tuple(constant(value) for value in whole if TYPE_OF[type(value)] in types)
             )
-        types -= {"integer"} if "number" in types else set()
         return Alt(tuple(self.typed(kind, schema, pointer) for kind in TYPES if kind in types))
 
     def listed(self, schema: Mapping[str, Any], key: str, pointer: str) -> list[Any]:
+        """Return the list under a key, empty if there is none. Raises `UserError` for another type."""
         value = schema.get(key, [])
         if not isinstance(value, list):
             raise UserError(f"{pointer}/{key}: must be a list")
         return value
 
     def typed(self, kind: str, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Read the values of one type."""
+        """Return a node that matches all values of a type, one of `TYPES`, that a schema allows."""
         if kind in SIMPLE:
             return SIMPLE[kind]
         own = {key: schema[key] for key in schema if key in OF_TYPE[kind]}
-        return self.string(own, pointer) if kind == "string" else self.rule(kind, own, pointer)
+        if kind == "string":
+            return self.string(own, pointer)
+        return self.rule(self.array if kind == "array" else self.object, own, pointer)
 
     def counts(
         self, schema: Mapping[str, Any], unit: str, pointer: str
     ) -> tuple[int, int | None]:
-        """Read how many of a unit there must and may be at least and at most; None: no limit."""
-        found: list[int | None] = []
+        """Return the least and the most number of units, `Length` or `Items`; None: no limit."""
+        found = []
         for key in (f"min{unit}", f"max{unit}"):
-            value = schema.get(key)
-            if value is not None and (
-                type(value) not in (int, float) or value % 1 or value < 0
-            ):
-                raise UserError(f"{pointer}/{key}: {value!r} is no count")
-            if value is not None and value > MOST_COUNT:
-                raise UserError(f"{pointer}/{key}: {value} is more than {MOST_COUNT}")
-            found.append(None if value is None else int(value))
-        return found[0] or 0, found[1]
+            value = schema.get(key, 0)
+            if type(value) not in (int, float) or value % 1 or not 0 <= value <= MOST_COUNT:
+                raise UserError(
+                    f"{pointer}/{key}: {value!r} is no whole number from 0 to {MOST_COUNT}"
+                )
+            found.append(int(value))
+        return found[0], found[1] if f"max{unit}" in schema else None
 
     def string(self, schema: Mapping[str, Any], pointer: str) -> Node:
+        """Return a node that matches all strings that a schema allows, in their quotes."""
         if "pattern" not in schema:
             return Cat(
                 (QUOTE, _several(ANY_CHAR, *self.counts(schema, "Length", pointer)), QUOTE)
@@ -184,9 +180,10 @@ class _SchemaReader:
         pattern, where = schema["pattern"], f"{pointer}/pattern"
         if not isinstance(pattern, str) or len(schema) > 1:
             raise UserError(f"{where}: must be a string, with no length beside it")
-        return Cat((QUOTE, quoted(parse_search(pattern, where)), QUOTE))
+        return Cat((QUOTE, parse_search(pattern, where), QUOTE))
 
     def array(self, schema: Mapping[str, Any], pointer: str) -> Node:
+        """Return a node that matches all arrays that a schema allows."""
         low, high = self.counts(schema, "Items", pointer)
         item = self.value(schema.get("items", True), f"{pointer}/items")
         more = _several(
@@ -196,12 +193,14 @@ class _SchemaReader:
         return Cat((literal("["), inside if low else optional(inside), literal("]")))
 
     def object(self, schema: Mapping[str, Any], pointer: str) -> Node:
-        """Read an object: its `Members` between braces.
+        """Return a node that matches all objects that a schema allows: `Members` between braces.
 
-        First those of `properties`, in that order, each of which must be there if it is `required`. Then what
-        else is required, in that order and once each, and must be there. Behind them may follow, any number
-        of times, a member with any key but these. The value of what has no property of its own is what
-        `additionalProperties` allows, by default anything. Nothing may follow where that is False.
+        The members are, in this order:
+        - those of `properties`, in the order given; one that is not in `required` may be left out;
+        - the other keys of `required`, once each, in the order given; none may be left out;
+        - as `more`, a member with any key but all of these, unless `additionalProperties` is False.
+
+        A key that is not in `properties` has a value that `additionalProperties` allows, by default any.
         """
         properties, required = (
             schema.get("properties", {}),
@@ -222,7 +221,7 @@ class _SchemaReader:
         return Cat((literal("{"), Members(tuple(members), COMMA, more), literal("}")))
 
     def target(self, reference: Any, pointer: str) -> Node:
-        """Read what a local reference points to."""
+        """Return a node that matches what the schema behind a reference such as `#/$defs/name` allows."""
         if not isinstance(reference, str) or not (
             reference == "#" or reference.startswith("#/")
         ):
@@ -231,57 +230,52 @@ class _SchemaReader:
         for part in pointed(reference):
             if isinstance(found, Mapping) and part in found:
                 found = found[part]
-            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
-                found = found[int(part)]
             else:
                 raise UserError(f"{pointer}: {reference!r} points to nothing")
         return self.value(found, reference)
 
 
 def escape(key: str) -> str:
-    """Spell a key as it stands in a JSON pointer."""
+    """Return a key as a JSON pointer writes it."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def pointed(reference: str) -> Iterator[str]:
-    """Read the keys of a pointer in a fragment: behind `#/`."""
+    """Yield the keys of a reference such as `#/$defs/name`."""
     for part in reference.split("/")[1:]:
         yield unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def constant(value: Any) -> Node:
-    """Spell one value, its keys in the order given."""
+    """Return a node that matches one value, with the keys of objects in the order given."""
     if isinstance(value, str):
         return Cat((QUOTE, literal(value, quoted=True), QUOTE))
     if isinstance(value, list):
-        return Cat(
-            (
-                literal("["),
-                Members(tuple((constant(v), True) for v in value), COMMA),
-                literal("]"),
-            )
-        )
-    if isinstance(value, Mapping):
-        pairs = tuple((_member(constant(key), constant(v)), True) for key, v in value.items())
-        return Cat((literal("{"), Members(pairs, COMMA), literal("}")))
-    return literal(json.dumps(value, allow_nan=False))
+        brackets, parts = "[]", [constant(part) for part in value]
+    elif isinstance(value, Mapping):
+        brackets = "{}"
+        parts = [_member(constant(key), constant(part)) for key, part in value.items()]
+    else:
+        return literal(json.dumps(value, allow_nan=False))
+    members = Members(tuple((part, True) for part in parts), COMMA)
+    return Cat((literal(brackets[0]), members, literal(brackets[1])))
 
 
 def _member(key: Node, value: Node) -> Node:
-    """Join a key, a colon and a value."""
+    """Return a node that matches a key, a colon and a value."""
     return Cat((key, COLON, value))
 
 
 def _several(part: Node, low: int, high: int | None) -> Node:
-    """Repeat a part; nothing at all if that cannot be."""
+    """Return a node that repeats a part `low` to `high` times; it matches no text if high < low."""
     return Alt(()) if high is not None and high < low else Repeat(part, low, high)
 
 
 def _text_but(names: set[str]) -> Node:
-    """Spell any text but these, quoted; any of them may be the beginning of another, or of a text.
+    """Return a node that matches every text but `names`, as it is written inside a JSON string.
 
-    By first characters: one with which no name begins, and then anything; or one with which names begin, and
-    then any text but their rests. The empty text, unless it is one of the names.
+    It matches a character with which no name begins, and then any text; or a character with which names
+    begin, and then any text but the rests of these names; or the empty text, unless it is one of the names.
     """
     rest: dict[str, set[str]] = {}
     for name in names - {""}:

@@ -1,4 +1,4 @@
-"""From an expression to a nondeterministic automaton over bytes (Thompson, CACM 1968)."""
+"""From a syntax tree to a nondeterministic automaton over bytes (Thompson, CACM 1968)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ from collections.abc import Iterator
 
 from common.errors import UserError
 from structured.automata.deadline import check
-from structured.automata.nodes import Alt, Cat, Chars, Members, Node, Ranges, Repeat
+from structured.automata.nodes import (
+    Alt,
+    Cat,
+    Chars,
+    Members,
+    Node,
+    Ranges,
+    Repeat,
+    complement,
+)
 
 MOST_STATES = 60_000
 CALLS = 256
-"""Symbols from here on are calls of rules; those below are bytes."""
+"""Symbols from 256 on are calls of rules; symbols below are bytes."""
 
 Edge = tuple[int, int, int]
-"""From the first symbol to the last, and to which state."""
+"""First symbol, last symbol, and the state to which all symbols from first to last lead."""
 
 
 class Nfa:
-    """States with edges for ranges of symbols and free edges; state 0 begins and state 1 accepts.
+    """A nondeterministic automaton: state 0 is the start, state 1 the end.
 
     Args:
-        rules: the number of each rule that may be called.
+        node: the syntax tree to translate.
+        rules: the number of each rule by its name. A call of any other rule gets no edge: no text matches it.
+
+    edges: of each state, its edges, each of which reads a symbol.
+    free: of each state, the states that are reached from it without reading anything.
     """
 
     def __init__(self, node: Node, rules: dict[str, int] | None = None) -> None:
@@ -30,7 +43,7 @@ class Nfa:
         self.join(node, 0, 1)
 
     def state(self) -> int:
-        """Make a state. Raises `UserError` when there are too many."""
+        """Add a state and return its number. Raises `UserError` if there are too many."""
         if len(self.edges) % 1000 == 0:
             check()
         if len(self.edges) >= MOST_STATES:
@@ -41,47 +54,48 @@ class Nfa:
         self.free.append([])
         return len(self.edges) - 1
 
+    def append(self, node: Node, begin: int) -> int:
+        """Add a new state that exactly the texts of `node` lead to from `begin`; return its number."""
+        end = self.state()
+        self.join(node, begin, end)
+        return end
+
     def join(self, node: Node, begin: int, end: int) -> None:
-        """Let exactly the texts of `node` lead from `begin` to `end`."""
+        """Add edges and states so that exactly the texts of `node` lead from `begin` to `end`."""
         if isinstance(node, Chars):
             sequences = quoted_bytes(node.ranges) if node.quoted else utf8(node.ranges)
             for sequence in sequences:
-                self.follow(sequence, begin, end)
+                self.read(sequence, begin, end)
         elif isinstance(node, Cat):
             for part in node.parts[:-1]:
-                begin, before = self.state(), begin
-                self.join(part, before, begin)
+                begin = self.append(part, begin)
             if node.parts:
                 self.join(node.parts[-1], begin, end)
             else:
                 self.free[begin].append(end)
         elif isinstance(node, Alt):
             for part in node.parts:
-                # A branch of its own: what loops in one must not be entered from another.
-                inside, outside = self.state(), self.state()
-                self.free[begin].append(inside)
-                self.join(part, inside, outside)
-                self.free[outside].append(end)
+                self.join(part, begin, end)
         elif isinstance(node, Repeat):
             self.repeat(node, begin, end)
         elif isinstance(node, Members):
             self.members(node, begin, end)
-        else:
+        elif node.rule in self.rules:
             symbol = CALLS + self.rules[node.rule]
             self.edges[begin].append((symbol, symbol, end))
 
-    def follow(self, sequence: list[tuple[int, int]], begin: int, end: int) -> None:
-        """Read one byte of each range, in order."""
+    def read(self, sequence: list[tuple[int, int]], begin: int, end: int) -> None:
+        """Add a path from `begin` to `end` that reads one byte of each range, in order."""
         for low, high in sequence[:-1]:
-            begin, before = self.state(), begin
-            self.edges[before].append((low, high, begin))
+            state = self.state()
+            self.edges[begin].append((low, high, state))
+            begin = state
         self.edges[begin].append((*sequence[-1], end))
 
     def repeat(self, node: Repeat, begin: int, end: int) -> None:
-        """Make the copies that must be there, then those that may be, or a loop."""
+        """Add a repetition from `begin` to `end`: copies that must come, then copies that may, or a loop."""
         for _ in range(node.low):
-            begin, before = self.state(), begin
-            self.join(node.part, before, begin)
+            begin = self.append(node.part, begin)
         if node.high is None:
             loop = self.state()
             self.free[begin].append(loop)
@@ -90,20 +104,23 @@ class Nfa:
             return
         self.free[begin].append(end)
         for _ in range(node.high - node.low):
-            begin, before = self.state(), begin
-            self.join(node.part, before, begin)
+            begin = self.append(node.part, begin)
             self.free[begin].append(end)
 
     def members(self, node: Members, begin: int, end: int) -> None:
-        """Keep two states before each member: nothing is written yet, or something is, so a comma comes."""
+        """Add the members of an object from `begin` to `end`.
+
+        Before each member there are two states: in `nothing` no member was written yet; in `something` one
+        was, so that a comma comes first.
+        """
         nothing, something = begin, self.state()
         for member, required in node.members:
-            inside, after = self.state(), self.state()
+            inside = self.state()
             self.free[nothing].append(inside)
             self.join(node.comma, something, inside)
-            self.join(member, inside, after)
+            after = self.append(member, inside)
             if required:
-                nothing = self.state()  # where nothing leads
+                nothing = self.state()  # no edge leads here
             else:
                 self.free[something].append(after)
             something = after
@@ -118,61 +135,49 @@ class Nfa:
 
 # Characters as bytes.
 
-LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
-"""Code points whose UTF-8 forms are equally long; halves of surrogate pairs have none."""
-
 
 def utf8(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield sequences of byte ranges whose products are the UTF-8 forms of the code points, each once."""
-    for low, high in ranges:
-        for least, most in LENGTHS:
-            if max(low, least) <= min(high, most):
-                yield from _split(chr(max(low, least)).encode(), chr(min(high, most)).encode())
+    """Yield sequences of byte ranges that match the UTF-8 forms of all code points in `ranges`.
+
+    Each form is matched by one sequence only. Surrogates have no form.
+    """
+    todo = list(ranges)
+    while todo:
+        low, high = todo.pop()
+        last = last_of_block(low, high)
+        if last is not None:
+            todo += [(low, last), (last + 1, high)]
+        elif not 0xD800 <= low <= 0xDFFF:
+            yield list(zip(chr(low).encode(), chr(high).encode(), strict=True))
 
 
-def _split(low: bytes, high: bytes) -> Iterator[list[tuple[int, int]]]:
-    """Yield all forms from `low` to `high`, which are equally long, as few products of ranges as it takes."""
-    if len(low) == 1:
-        yield [(low[0], high[0])]
-        return
-    least, most = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
-    if low[0] == high[0]:
-        for rest in _split(low[1:], high[1:]):
-            yield [(low[0], low[0]), *rest]
-        return
-    first, last = low[0], high[0]
-    if low[1:] != least:
-        yield from ([(first, first), *rest] for rest in _split(low[1:], most))
-        first += 1
-    if high[1:] != most:
-        yield from ([(last, last), *rest] for rest in _split(least, high[1:]))
-        last -= 1
-    if first <= last:
-        yield [(first, last), *([(0x80, 0xBF)] * (len(low) - 1))]
+def last_of_block(low: int, high: int) -> int | None:
+    """Return where to split a range so that its first part is simpler; None if it need not be split.
+
+    A range need not be split if all its code points have UTF-8 forms of equal length, and each byte takes
+    all values between that of the first form and that of the last.
+    """
+    for last in (0x7F, 0x7FF, 0xD7FF, 0xDFFF, 0xFFFF):
+        if low <= last < high:
+            return last
+    for bits in (6, 12, 18) if low > 0x7F else ():
+        rest = (1 << bits) - 1  # what the bytes behind the first ones hold
+        if low >> bits != high >> bits and low & rest:
+            return low | rest
+        if low >> bits != high >> bits and high & rest != rest:
+            return (high & ~rest) - 1
+    return None
 
 
-ESCAPES = {
-    '"': b'\\"',
-    "\\": b"\\\\",
-    "\b": b"\\b",
-    "\f": b"\\f",
-    "\n": b"\\n",
-    "\r": b"\\r",
-    "\t": b"\\t",
-}
-"""Characters that a JSON string cannot hold as they are; other controls are written as \\u00xx."""
+ESCAPES = {code: b"\\u%04x" % code for code in range(0x20)}
+ESCAPES |= {8: b"\\b", 9: b"\\t", 10: b"\\n", 12: b"\\f", 13: b"\\r", 34: b'\\"', 92: b"\\\\"}
+"""Code points that a JSON string cannot hold as they are, and how it writes them."""
 
 
 def quoted_bytes(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
-    """Yield the same of characters in a JSON string."""
-    plain: list[tuple[int, int]] = []
-    for low, high in ranges:
-        for left, right in ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF)):
-            if max(low, left) <= min(high, right):
-                plain.append((max(low, left), min(high, right)))
-        for code in [
-            *range(low, min(high, 0x1F) + 1),
-            *(c for c in (0x22, 0x5C) if low <= c <= high),
-        ]:
-            yield [(byte, byte) for byte in ESCAPES.get(chr(code)) or b"\\u%04x" % code]
-    yield from utf8(tuple(plain))
+    """Yield what `utf8` does, for characters inside a JSON string."""
+    for code, text in ESCAPES.items():
+        if any(low <= code <= high for low, high in ranges):
+            yield [(byte, byte) for byte in text]
+    escaped = ((code, code) for code in ESCAPES)
+    yield from utf8(complement((*complement(ranges), *escaped)))

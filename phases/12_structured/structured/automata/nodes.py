@@ -1,4 +1,4 @@
-"""Languages as expressions: what the readers of patterns and schemas make, and what automata are made of."""
+"""The syntax tree of a pattern or a rule: parsers build it, and `nfa.py` turns it into an automaton."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ LAST = 0x10FFFF
 """The largest code point."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points or bytes, from one to another, both included."""
+"""Ranges of code points or of bytes: (first, last) pairs, both ends included."""
 
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of some ranges of code points.
+    """Match one character whose code point is in `ranges`; with no ranges, match nothing.
 
-    quoted: as it is written inside a JSON string, where some characters take an escape.
+    quoted: True if the text stands inside a JSON string, where quotes, backslashes and control characters
+        are written as escapes.
     """
 
     ranges: Ranges
@@ -24,21 +25,21 @@ class Chars:
 
 @dataclass(frozen=True)
 class Cat:
-    """One part after the other; without parts, the empty text."""
+    """Match all parts one after the other; with no parts, match the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of its parts; without parts, nothing at all."""
+    """Match one of the parts; with no parts, match no text at all, not even the empty one."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`low` to `high` times the same; None: without an end."""
+    """Match a part `low` to `high` times; `high` None: any number from `low` up."""
 
     part: Node
     low: int = 0
@@ -47,10 +48,11 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Members:
-    """Parts in order with a comma between any two that are there.
+    """Match the members of a JSON object, in order, with a comma between each two that are present.
 
-    members: each with whether it must be there.
-    more: what may follow, any number of times.
+    members: (member, required) pairs; one that is not required may be left out.
+    comma: what separates two members.
+    more: a member that may follow these, any number of times; None: none may.
     """
 
     members: tuple[tuple[Node, bool], ...]
@@ -60,7 +62,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Call:
-    """A text of another rule, which may call this one again."""
+    """Match a text of the rule of this name; rules may call each other and themselves."""
 
     rule: str
 
@@ -69,32 +71,26 @@ Node = Chars | Cat | Alt | Repeat | Members | Call
 EMPTY = Cat(())
 
 
+def just(chars: str) -> Ranges:
+    """Return the ranges that hold these characters only."""
+    return tuple((ord(char), ord(char)) for char in chars)
+
+
 def literal(text: str, *, quoted: bool = False) -> Node:
-    """Make exactly this text."""
-    return Cat(tuple(Chars(((ord(char), ord(char)),), quoted) for char in text))
+    """Return a node that matches exactly this text; `quoted` as in `Chars`."""
+    return Cat(tuple(Chars(just(char), quoted) for char in text))
 
 
 def optional(part: Node) -> Node:
-    """Make this or nothing."""
+    """Return a node that matches a part or the empty text."""
     return Repeat(part, 0, 1)
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return every code point that is not in the ranges."""
+    """Return the ranges of all code points that are in none of the given ranges."""
     found, begin = [], 0
     for low, high in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if begin < low:
             found.append((begin, low - 1))
         begin = max(begin, high + 1)
     return tuple(found)
-
-
-def quoted(node: Node) -> Node:
-    """Return the same language, each character as it is written inside a JSON string."""
-    if isinstance(node, Chars):
-        return Chars(node.ranges, quoted=True)
-    if isinstance(node, (Cat, Alt)):
-        return type(node)(tuple(quoted(part) for part in node.parts))
-    if isinstance(node, Repeat):
-        return Repeat(quoted(node.part), node.low, node.high)
-    raise AssertionError(f"{type(node).__name__} does not come from a pattern")

@@ -1,116 +1,128 @@
-"""Automata that call each other: what nests needs a stack, and the stack holds where to go on afterwards.
+"""Automata that call each other, for text that nests: a stack holds the state in which each caller goes on.
 
-A rule is a deterministic automaton whose edges are bytes and calls of rules. A regular expression is one rule
-without calls: its stack is one state high, and everything here is a look into a table.
+A rule is a deterministic automaton whose edges read a byte or call a rule. A regular expression is one rule
+without calls: its stack holds one state, and to read a byte is to look into a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
 from common.errors import UserError
+from structured.automata.deadline import check
 from structured.automata.dfa import DEAD, Dfa, compile
-from structured.automata.nfa import CALLS
-from structured.automata.nodes import Node
-from structured.automata.trie import Bools, Ints, Trie
+from structured.automata.nfa import CALLS, utf8
+from structured.automata.nodes import Alt, Cat, Chars, Members, Node, Repeat
+from structured.automata.trie import Bools, Trie
 from structured.matcher import Words
 
 MOST_STATES = 20_000
 MOST_MASK_BYTES = 64 << 20
-"""Masks that one grammar keeps; then it begins anew."""
+"""Most memory for the masks of one grammar; when it is full, all of them are dropped."""
 
 BOTTOM = -1
-"""Below the lowest state of a stack, for masks that depend on there being nothing else."""
+"""Stands below the lowest state of a stack, in the key of a mask that depends on the whole stack."""
 MOST_WAYS = 3000
-"""Stacks that one stack may become before the next byte is read."""
+"""Most stacks that one stack may become before the next byte is read."""
 
 Stack = tuple[int, ...]
-"""States: the rule that is being read last, below it where each caller goes on."""
+"""The current state of the innermost rule comes last; before it, the states in which its callers go on."""
 
 Place = frozenset[Stack]
-"""All stacks that are possible after the same text; several where alternatives begin alike."""
+"""All stacks that are possible after a text: several, where alternatives begin with the same text."""
+
+
+def rules_that_end(rules: Mapping[str, Node]) -> dict[str, Node]:
+    """Return the rules that have a text of finite length; `a = "x" a` has none."""
+    found: dict[str, Node] = {}
+    while more := {
+        name: node
+        for name, node in rules.items()
+        if name not in found and has_text(node, found)
+    }:
+        check()
+        found |= more
+    return found
+
+
+def has_text(node: Node, rules: Container[str]) -> bool:
+    """Return True if some text matches a node that may call no rules but these."""
+    match node:
+        case Chars(ranges):
+            return next(utf8(ranges), None) is not None
+        case Cat(parts):
+            return all(has_text(part, rules) for part in parts)
+        case Alt(parts):
+            return any(has_text(part, rules) for part in parts)
+        case Repeat(part, low):
+            return low == 0 or has_text(part, rules)
+        case Members(members):
+            return all(has_text(member, rules) for member, required in members if required)
+    return node.rule in rules
 
 
 class Machine:
-    """The rules of a grammar in one table.
+    """The rules of a grammar, compiled to one table of states.
 
-    table: `[states + 1, 256]`, the last row for state -1.
-    calls: of each state, the rules that may begin there: their first state, and where to go on afterwards.
+    Args:
+        rules: the syntax tree of each rule, by its name.
+        start: the name of the rule that an output must follow.
+
+    Raises:
+        UserError: no output ever ends, or the rules take too many states.
+
+    table: `[states + 1, 256]` int32, the state that follows each state and byte; -1: none. The last row is
+        that of state -1.
+    calls: of each state, the rules that it may call: (first state of the rule, next state of the caller).
     accepting: of each state, whether its rule may end there.
     start: the place before the first byte.
     """
 
     def __init__(self, rules: Mapping[str, Node], start: str) -> None:
+        rules = rules_that_end(rules)
+        if start not in rules:
+            raise UserError("a grammar has no output that ever ends")
         numbers = {name: number for number, name in enumerate(rules)}
-        tables = list[Ints]()
-        firsts = list[int]()
         made = list[Dfa]()
-        accepting: list[bool] = []
-        count = 0
+        firsts = [0]
         for node in rules.values():
             made.append(compile(node, numbers))
-            firsts.append(count)
-            count += len(made[-1].table)
-            if count > MOST_STATES:
+            firsts.append(firsts[-1] + len(made[-1].table))
+            if firsts[-1] > MOST_STATES:
                 raise UserError(f"a grammar takes more than {MOST_STATES} states: simplify it")
-        self.calls: list[list[tuple[int, int]]] = []
-        for first, dfa in zip(firsts, made, strict=True):
-            table = np.where(dfa.table < 0, DEAD, dfa.table + first).astype(np.int32)
-            tables.append(table[:, :CALLS])
-            accepting += dfa.accepting.tolist()
-            for row in table[:, CALLS:].tolist():
-                self.calls.append(
-                    [(firsts[rule], after) for rule, after in enumerate(row) if after >= 0]
-                )
-        self.table = np.vstack([*tables, np.full((1, 256), DEAD, np.int32)])
-        self.accepting = accepting
-        begin = firsts[numbers[start]]
-        self._prune(begin)
-        reads = (self.table[:-1] >= 0).any(1)
-        self.reads: list[bool] = np.asarray(reads).tolist()
+        table = np.vstack(
+            [
+                np.where(dfa.table < 0, DEAD, dfa.table + first)
+                for first, dfa in zip(firsts[:-1], made, strict=True)
+            ]
+        )
+        self.calls = [
+            [(firsts[rule], after) for rule, after in enumerate(row) if after >= 0]
+            for row in table[:, CALLS:].tolist()
+        ]
+        self.table = np.vstack([table[:, :CALLS], np.full((1, CALLS), DEAD)]).astype(np.int32)
+        self.accepting = [bool(accepts) for dfa in made for accepts in dfa.accepting]
+        self.reads: list[bool] = np.any(self.table >= 0, axis=1).tolist()
         self.ends = [
-            a and not r and not c
-            for a, r, c in zip(accepting, self.reads, self.calls, strict=True)
+            accepting and not reads and not calls
+            for accepting, reads, calls in zip(
+                self.accepting, self.reads[:-1], self.calls, strict=True
+            )
         ]
         self.calling = np.array([*map(bool, self.calls), False])
-        self.ending = np.array([*accepting, False])
-        self.start: Place = frozenset(self.expand_calls((begin,)))
-
-    def _prune(self, begin: int) -> None:
-        """Remove what can never end: a state must lead to the end of its rule, by rules that can end."""
-        leads: list[list[tuple[int, int]]] = [
-            [] for _ in self.table
-        ]  # from where, if another is alive too
-        sources, symbols = (self.table >= 0).nonzero()
-        for source, target in {
-            *zip(sources.tolist(), self.table[sources, symbols].tolist(), strict=True)
-        }:
-            leads[target].append((source, target))
-        for state, calls in enumerate(self.calls):
-            for rule, after in calls:
-                leads[rule].append((state, after))
-                leads[after].append((state, rule))
-        alive = np.append(np.array(self.accepting), False)
-        queue = alive.nonzero()[0].tolist()
-        while queue:
-            for state, other in leads[queue.pop()]:
-                if alive[other] and not alive[state]:
-                    alive[state] = True
-                    queue.append(state)
-        if not alive[begin]:
-            raise UserError("a grammar has no output that ever ends")
-        self.table = np.where(alive[self.table], self.table, DEAD).astype(np.int32)
-        self.calls = [
-            [(r, a) for r, a in calls if alive[r] and alive[a]] for calls in self.calls
-        ]
-
-    # Reading.
+        self.ending = np.array([*self.accepting, False])
+        self.start: Place = frozenset(self.expand_calls((firsts[numbers[start]],)))
 
     def expand_calls(self, stack: Stack) -> set[Stack]:
-        """Return a stack, and those that it becomes by calls and returns: the ones from which a byte can be
-        read, and the one that stands at the end of everything."""
+        """Return the stacks that a stack becomes by calls and returns, without reading, itself included.
+
+        Only those are returned from which a byte can be read, and the one at which the output may end.
+
+        Raises:
+            UserError: there is no end to it, since a rule calls itself before it reads a byte.
+        """
         found = set[Stack]()
         todo = [stack]
         seen = {stack}
@@ -119,23 +131,21 @@ class Machine:
             top, below = stack[-1], stack[:-1]
             if self.reads[top] or (self.accepting[top] and not below):
                 found.add(stack)
-            # A caller that has nothing left to do is not kept: so a chain of calls stays short.
+            # A caller that has nothing left to do gets no entry, so a chain of last calls stays short.
             more = [
-                (*below, *(() if self.ends[then] else (then,)), rule)
-                for rule, then in self.calls[top]
+                (*below, rule) if self.ends[after] else (*below, after, rule)
+                for rule, after in self.calls[top]
             ]
             if self.accepting[top] and below:
                 more.append(below)
-            for new in more:
-                if new not in seen:
-                    seen.add(new)
-                    todo.append(new)
+            todo += [new for new in more if new not in seen]
+            seen.update(more)
             if len(seen) > MOST_WAYS:  # it would push for ever
                 raise UserError("a rule of the grammar calls itself before it reads anything")
         return found
 
     def step(self, place: Place, byte: int) -> Place:
-        """Return the place after one more byte; empty if it cannot come next."""
+        """Return the place after `place` and one more byte, 0 to 255; empty if the byte cannot come next."""
         found = set[Stack]()
         for stack in place:
             state = int(self.table[stack[-1], byte])
@@ -144,15 +154,15 @@ class Machine:
         return frozenset(found)
 
     def may_end(self, place: Place) -> bool:
-        """Tell whether the text up to here is a whole output."""
+        """Return True if the text that led to `place` is a whole output."""
         return any(len(stack) == 1 and self.accepting[stack[0]] for stack in place)
 
 
 class MaskMaker:
-    """The masks of a machine over a trie, each made when it is first needed.
+    """Makes the masks of a machine's stacks over a trie of tokens, and keeps them.
 
-    A mask depends on as much of the stack as one token can unwind, which is seldom more than the top. So a
-    mask is kept under that part, and every deeper stack that ends with it has it too.
+    A mask depends on the states that one token can remove from the stack and the one below them, mostly on
+    the top state alone. A mask is kept under these states, and every stack that ends with them shares it.
 
     made: how many masks were made.
     """
@@ -161,29 +171,26 @@ class MaskMaker:
         self.machine, self.trie = machine, trie
         self.made = 0
         self._masks: dict[Stack, Words] = {}
-        self._depths: dict[int, set[int]] = {}  # top of a stack -> how deep known masks look
 
     def mask(self, place: Place) -> Words:
-        """Return every token that can come next, the end aside. The caller must not change it."""
+        """Return the mask of the tokens that can come next, end tokens aside; it must not be changed."""
         words = [self._of_stack(stack) for stack in place]
         return words[0] if len(words) == 1 else np.bitwise_or.reduce(words)
 
     def _of_stack(self, stack: Stack) -> Words:
         whole = (BOTTOM, *stack)
-        for depth in self._depths.get(stack[-1], ()):
+        for depth in range(1, len(whole) + 1):
             if (found := self._masks.get(whole[-depth:])) is not None:
                 return found
         words, lowest = self._make(stack)
         if len(self._masks) * words.nbytes >= MOST_MASK_BYTES:
             self._masks.clear()
-            self._depths.clear()
         depth = len(stack) - lowest + (2 if lowest == 1 else 1)
         self._masks[whole[-depth:]] = words
-        self._depths.setdefault(stack[-1], set()).add(depth)
         return words
 
     def _make(self, stack: Stack) -> tuple[Words, int]:
-        """Make a stack's mask; returns also the lowest height that a token can unwind it to."""
+        """Make the mask of a stack; return also the lowest height, in states, to which a token reduces it."""
         self.made += 1
         machine, below = self.machine, stack[:-1]
         states = self.trie.walk(machine.table, stack[-1])
@@ -201,7 +208,11 @@ class MaskMaker:
         return self.trie.mask(reached), lowest
 
     def _explore(self, node: int, stacks: set[Stack], reached: Bools, lowest: int) -> int:
-        """Mark the nodes below `node` that some of the stacks there can read; returns the lowest height."""
+        """Mark in `reached` the nodes below `node` that one of the stacks there can read.
+
+        Returns:
+            The least of `lowest` and of the heights of the stacks on the way.
+        """
         children, letters = self.trie.children, self.trie.letters
         todo = [(node, frozenset(stacks))]
         while todo:

@@ -1,9 +1,9 @@
-r"""Regular expressions, read by recursive descent: a pattern becomes a `Node`.
+r"""Parse regular expressions by recursive descent: a pattern becomes a `Node`.
 
-What a pattern may hold: characters, `.`, classes `[a-z]` and `[^...]`, `\d \w \s` and their opposites,
-escapes, groups, `|`, `* + ? {m,n}`. What is no regular language (backreferences), or needs to look around, is
-refused. `^` and `$` stand at the ends only. A class holds characters, ranges and escapes, and nothing else:
-`[`, `&&` and `--` have no meaning of their own there. What `\s` and `.` mean is said by a `Dialect`.
+A pattern may hold characters, `.`, classes `[a-z]` and `[^...]`, `\d \w \s` and their opposites, escapes,
+groups, `|`, and `* + ? {m,n}`. Backreferences and lookaround are refused, for no finite automaton can follow
+them. `^` and `$` may stand at the ends only. A class holds characters, ranges and escapes, and nothing else:
+`[`, `&&` and `--` have no meaning of their own there. A `Dialect` says what `\s` and `.` mean.
 """
 
 from __future__ import annotations
@@ -22,50 +22,44 @@ from structured.automata.nodes import (
     Ranges,
     Repeat,
     complement,
+    just,
 )
-
-MOST_REPEATS = 1000
 
 
 @dataclass(frozen=True)
 class Dialect:
-    r"""The meaning of what stands for several characters.
+    r"""The meaning of escapes and of `.` in a kind of regular expression.
 
-    spaces: `\s`. line_ends: what `.` leaves out. controls: escapes of a letter.
+    spaces: the characters of `\s`.
+    line_ends: the characters that `.` does not match.
+    controls: the character of each escape such as `\n`, by its letter.
+    quoted: whether patterns match text inside a JSON string, as in `Chars`.
     """
 
     spaces: Ranges
     line_ends: Ranges
-    controls: dict[str, int]
+    controls: dict[str, str]
+    quoted: bool = False
 
     def escaped(self, letter: str) -> Ranges | None:
-        r"""Return the characters of an escape such as `\d` or `\n`; None: there is no such escape."""
+        r"""Return the characters of an escape such as `\d` or `\n`; None if there is no such escape."""
         if letter in self.controls:
-            return ((self.controls[letter], self.controls[letter]),)
+            return just(self.controls[letter])
         found = self.spaces if letter.lower() == "s" else CLASSES.get(letter.lower())
         return complement(found) if found is not None and letter.isupper() else found
 
 
 CLASSES: dict[str, Ranges] = {"d": ((48, 57),), "w": ((48, 57), (65, 90), (95, 95), (97, 122))}
-CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0}
-ASCII = Dialect(((9, 13), (32, 32)), ((10, 10),), CONTROLS | {"a": 7})
-"""Of `regex`: Python's with `re.ASCII`."""
+CONTROLS = dict(zip("ntrfv0", "\n\t\r\f\v\0", strict=True))
+ASCII = Dialect(((9, 13), (32, 32)), just("\n"), CONTROLS | {"a": "\a"})
+"""The dialect of `Grammar.regex`: that of Python's `re` with `re.ASCII`."""
 ECMASCRIPT = Dialect(
-    (
-        *(
-            (9, 13),
-            (32, 32),
-            (0xA0, 0xA0),
-            (0x1680, 0x1680),
-            (0x2000, 0x200A),
-            (0x2028, 0x2029),
-        ),
-        *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
-    ),
-    ((10, 10), (13, 13), (0x2028, 0x2029)),
+    ((9, 13), *just(" \xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"), (0x2000, 0x200A)),
+    just("\n\r\u2028\u2029"),
     CONTROLS,
+    quoted=True,
 )
-"""Of JSON schemas: https://json-schema.org/draft/2020-12, with the flag `u`."""
+"""The dialect of a `pattern` in a JSON schema: ECMAScript's with the flag `u`."""
 _PAIR = r"u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
 HEX = re.compile(
     rf"x([0-9a-fA-F]{{2}})|{_PAIR}|u([0-9a-fA-F]{{4}})|u\{{([0-9a-fA-F]{{1,8}})\}}"
@@ -75,17 +69,24 @@ COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?"
 
 
 def parse(pattern: str, where: str = "regex") -> Node:
-    """Read a pattern that matches as a whole, in the dialect `ASCII`.
+    """Parse a pattern of the dialect `ASCII` that must match a whole text.
+
+    Args:
+        pattern: the regular expression.
+        where: what an error calls it.
 
     Raises:
-        UserError: it is wrong, or says what no finite automaton can. It names the place.
+        UserError: the pattern is wrong, or no finite automaton can follow it. It names the character.
     """
     return Alt(tuple(node for _, node, _ in PatternReader(pattern, where, ASCII).branches()))
 
 
 def parse_search(pattern: str, where: str) -> Node:
-    """Read the texts in which a pattern is found, as JSON schemas mean it; `^` and `$` pin the ends."""
-    anything, parts = Repeat(Chars(((0, LAST),))), list[Node]()
+    """Parse a pattern of a JSON schema: the node matches every text that contains a match of it.
+
+    `^` and `$` bind the match to the beginning and the end of the text. Arguments and errors as in `parse`.
+    """
+    anything, parts = Repeat(Chars(((0, LAST),), quoted=True)), list[Node]()
     for begins, node, ends in PatternReader(pattern, where, ECMASCRIPT).branches():
         parts.append(
             Cat(((EMPTY if begins else anything), node, (EMPTY if ends else anything)))
@@ -94,7 +95,10 @@ def parse_search(pattern: str, where: str) -> Node:
 
 
 class PatternReader:
-    """A place in a pattern. Each method reads one kind of thing there."""
+    """Parses a pattern of a dialect; each method parses one piece and moves `at` behind it.
+
+    at: the index of the next character.
+    """
 
     def __init__(self, pattern: str, where: str, dialect: Dialect) -> None:
         self.pattern = pattern
@@ -103,21 +107,21 @@ class PatternReader:
         self.at = 0
 
     def refuse(self, what: str) -> UserError:
-        """Return an error that names the place."""
+        """Return an error that names the pattern and the character that is next."""
         return UserError(f"{self.where} {self.pattern[:60]!r}, character {self.at}: {what}")
 
     def peek(self) -> str:
-        """Return the next character; empty at the end."""
+        """Return the next character, or an empty text at the end of the pattern."""
         return self.pattern[self.at : self.at + 1]
 
     def take(self, text: str) -> bool:
-        """Step over `text` if it comes next."""
+        """Move behind `text` and return True if it comes next; else return False."""
         found = self.pattern.startswith(text, self.at)
         self.at += len(text) * found
         return found
 
     def branches(self) -> list[tuple[bool, Node, bool]]:
-        """Read the outermost alternatives, and whether each has `^` before it and `$` behind."""
+        """Parse the outermost alternatives; return (has `^` before it, node, has `$` behind it) of each."""
         found = list[tuple[bool, Node, bool]]()
         while not found or self.take("|"):
             begins = self.take("^")
@@ -128,21 +132,21 @@ class PatternReader:
         return found
 
     def alternatives(self) -> Node:
-        """Read parts between `|`."""
+        """Parse the alternatives of a group, which are separated by `|`."""
         parts = [self.sequence()]
         while self.take("|"):
             parts.append(self.sequence())
         return Alt(tuple(parts))
 
     def sequence(self) -> Node:
-        """Read what stands one after the other, up to `|`, `)` or `$`."""
+        """Parse pieces in order, up to `|`, `)`, `$` or the end of the pattern."""
         parts: list[Node] = []
         while self.peek() not in ("", "|", ")", "$"):
             parts.append(self.repeated())
         return Cat(tuple(parts))
 
     def repeated(self) -> Node:
-        """Read one part, and how often it comes."""
+        """Parse one piece and the repetition behind it, if there is one."""
         node = self.one()
         if (char := self.peek()) in ("*", "+", "?", "{"):
             low, high = self.counts() if char == "{" else COUNTS[char]
@@ -152,7 +156,7 @@ class PatternReader:
         return node
 
     def counts(self) -> tuple[int, int | None]:
-        """Read `{m}`, `{m,}` or `{m,n}`."""
+        """Parse `{m}`, `{m,}` or `{m,n}`; return the least and the most repetitions, None for no limit."""
         found = COUNT.match(self.pattern, self.at)
         if not found:
             raise self.refuse(
@@ -160,29 +164,31 @@ class PatternReader:
             )
         low, comma, high = found.groups()
         least, most = int(low), int(high) if high else None if comma else int(low)
-        if not least <= (least if most is None else most) <= MOST_REPEATS:
-            raise self.refuse(f"{found[0]} must count up, to {MOST_REPEATS} at most")
+        if most is not None and most < least:
+            raise self.refuse(f"{found[0]} must count up")
         self.at = found.end()
         return least, most
 
     def one(self) -> Node:
-        """Read one character, class or group."""
+        """Parse one character, class or group."""
         char = self.peek()
         if self.take("("):
             return self.group()
         if self.take("["):
-            return Chars(self.char_class())
-        if self.take("."):
-            return Chars(complement(self.dialect.line_ends))
-        if self.take("\\"):
-            return Chars(self.escape())
-        if char in "*+?{^":
+            ranges = self.char_class()
+        elif self.take("."):
+            ranges = complement(self.dialect.line_ends)
+        elif self.take("\\"):
+            ranges = self.escape()
+        elif char in "*+?{^":
             raise self.refuse(f"{char!r} is out of place")
-        self.at += 1
-        return Chars(((ord(char), ord(char)),))
+        else:
+            self.at += 1
+            ranges = just(char)
+        return Chars(ranges, self.dialect.quoted)
 
     def group(self) -> Node:
-        """Read what is behind `(`, up to `)`."""
+        """Parse a group, from behind its `(` up to and with its `)`."""
         if self.take("?") and not self.take(":"):
             raise self.refuse(
                 "a group must begin with '?:' or no '?', for nothing can look around"
@@ -195,7 +201,7 @@ class PatternReader:
         return node
 
     def escape(self) -> Ranges:
-        """Read what stands behind a backslash."""
+        """Parse an escape, from behind its backslash on; return the characters that it matches."""
         if found := HEX.match(self.pattern, self.at):
             self.at = found.end()
             code = int(found[1] or found[4] or found[5] or "0", 16)
@@ -205,7 +211,7 @@ class PatternReader:
                 )
             if code > LAST or 0xD800 <= code <= 0xDFFF:
                 raise self.refuse(f"\\{found[0]} is no character")
-            return ((code, code),)
+            return just(chr(code))
         char = self.peek()
         self.at += 1
         ranges = self.dialect.escaped(char)
@@ -215,10 +221,10 @@ class PatternReader:
             return ranges
         if not char or (char.isascii() and char.isalnum()):
             raise self.refuse(f"\\{char} is not known")
-        return ((ord(char), ord(char)),)
+        return just(char)
 
     def char_class(self) -> Ranges:
-        """Read what is behind `[`, up to `]`."""
+        """Parse a class, from behind its `[` up to and with its `]`; return the matched characters."""
         negated, found = self.take("^"), list[tuple[int, int]]()
         if self.peek() == "]" and self.dialect is not ECMASCRIPT:
             raise self.refuse("a class is empty; write \\] for the character")
@@ -227,7 +233,10 @@ class PatternReader:
         return complement(tuple(found)) if negated else tuple(found)
 
     def class_part(self) -> Ranges:
-        """Read a character, an escape or a range; beside an escape of several characters `-` is itself."""
+        """Parse a character, an escape or a range of a class.
+
+        Beside an escape of several characters, `-` stands for itself: `[\\w-.]`.
+        """
         low = self.class_item()
         if self.peek() != "-" or self.pattern[self.at + 1 : self.at + 2] in ("]", ""):
             return low
@@ -240,10 +249,11 @@ class PatternReader:
         return ((low[0][0], high[0][0]),)
 
     def class_item(self) -> Ranges:
-        """Read a character or an escape inside a class."""
-        if not self.peek():
+        """Parse one character or escape of a class."""
+        char = self.peek()
+        if not char:
             raise self.refuse("a class is not closed")
         if self.take("\\"):
             return ((8, 8),) if self.take("b") else self.escape()
         self.at += 1
-        return ((ord(self.pattern[self.at - 1]), ord(self.pattern[self.at - 1])),)
+        return just(char)

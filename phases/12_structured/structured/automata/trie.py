@@ -1,8 +1,9 @@
-"""The token trie: all tokens as one tree of bytes, so that a common beginning is read once."""
+"""The token trie: all tokens as one tree of bytes, so that a common prefix is read once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +15,25 @@ Bools = NDArray[np.bool_]
 
 
 class Trie:
-    """Nodes in the order of their depth; node 0 is the empty text, and the children of a node are neighbours.
+    """A tree of all prefixes of tokens. Nodes are sorted by depth, then by text; node 0 is the empty text.
 
-    parents, bytes: `[N]`, the node before each and the byte between them.
-    levels: where each depth begins and ends.
-    children: `[N + 1]`; those of node `n` are `children[n] .. children[n + 1] - 1`.
-    token_nodes: `[V]`, where each token ends; node `N`, which is never reached, for tokens without bytes.
+    Args:
+        tokens: the bytes of each token, by its id; a token without bytes stands for no text.
+
+    size: number of nodes, `N`.
+    parents, bytes: `[N]`, the parent of each node, and the byte that leads from the parent to it.
+    levels: of each depth from 1 on, its first node and the node behind its last.
+    children: `[N + 1]`; the children of node `n` are `children[n] .. children[n + 1] - 1`.
+    token_nodes: `[V]`, the node where each token ends; `N`, which is no node, for tokens without bytes.
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        nodes = {b"": 0}
-        rest = tokens
-        depth = 0
-        self.levels: list[tuple[int, int]] = []
-        while rest := [token for token in rest if len(token) > depth]:
-            begin, depth = len(nodes), depth + 1
-            for text in sorted(
-                {token[:depth] for token in rest}
-            ):  # so those of one parent are neighbours
-                nodes[text] = len(nodes)
-            self.levels.append((begin, len(nodes)))
+        prefixes = {token[:end] for token in tokens for end in range(len(token) + 1)}
+        texts = sorted(prefixes, key=lambda text: (len(text), text))
+        nodes = {text: node for node, text in enumerate(texts)}
+        depths = [len(text) for text in texts]
+        begins = np.searchsorted(depths, np.arange(1, depths[-1] + 2)).tolist()
+        self.levels: list[tuple[int, int]] = list(pairwise(begins))
         self.size = len(nodes)
         self.parents = np.array([nodes[text[:-1]] for text in nodes], np.int32)
         self.letters = [text[-1] if text else 0 for text in nodes]
@@ -43,9 +43,10 @@ class Trie:
         self.token_nodes = np.array([nodes[token] if token else self.size for token in tokens])
 
     def walk(self, table: Ints, state: int) -> Ints:
-        """Follow all tokens at once, a byte of each at a time: the state in which every node ends, `[N]`.
+        """Return the automaton's state at every node, `[N]`, if it reads from `state` on; -1: dead.
 
-        table: `[states + 1, 256]`; the last row is that of state -1, from which nothing leads anywhere.
+        table: `[states + 1, 256]` int32, the state that follows each state and byte. Its last row, which is
+            that of state -1, holds -1 only.
         """
         states = np.full(self.size, -1, np.int32)
         states[0] = state
@@ -54,7 +55,7 @@ class Trie:
         return states
 
     def mask(self, reached: Bools) -> Words:
-        """Return the tokens whose nodes are `reached [N]`, as the words of a mask."""
+        """Return the mask `[ceil(V / 32)]` of the tokens that end at a node of `reached`, bool `[N]`."""
         allowed = np.append(reached, False)[self.token_nodes]
         words = np.zeros(-(-len(allowed) // 32), np.int32)
         packed = np.packbits(allowed, bitorder="little")
