@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import FIGURES, BenchOptions, Evidence, Run, collect, results
+from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import alternate, time_generation
-from benchmarks.plotting import colours, number, panels, save
+from benchmarks.plotting import PHASE_COLOURS, number, panels, points, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Item, Workload, workload
@@ -103,26 +103,14 @@ def _engine_options(phase: Phase, work: Workload) -> dict[str, Any]:
 
 
 def draw(evidence: Evidence, out: Path) -> None:
-    """Draw a panel for this device and for each other one that is recorded beside it: one bar a phase."""
-    home = out.parent.parent
-    every = {
-        name: found[NAME]
-        for name, found in results().items()
-        if NAME in found and home == FIGURES
-    }
-    every[evidence.folder] = evidence
-    figure, axes = panels(len(every), height=4.2)
-    for ax, found in zip(axes, every.values(), strict=True):
-        rates = [run.median(METRIC) for run in found.runs]
-        names = [run.variant for run in found.runs]
-        shades = colours(names)
-        drawn = ax.barh(names, rates, color=[shades[name] for name in names])
-        ax.bar_label(drawn, labels=[number(rate) for rate in rates], padding=3, fontsize=8)
-        ax.invert_yaxis()
-        ax.set_xscale("log")
-        ax.set_xlim(right=3 * max(rates))
-        ax.set_xlabel("output tokens per second")
-        where = f"{found.machine['name']}, {found.runs[-1].model}"
-        ax.set_title(f"{where}: {rates[-1] / rates[0]:,.0f} times in {len(rates)} steps")
-        ax.grid(visible=False, axis="y")
+    """Draw a point a phase: the output tokens a second of the same requests."""
+    figure, (axes,) = panels(1, height=4.0)
+    rates = [run.median(METRIC) for run in evidence.runs]
+    names = [run.variant for run in evidence.runs]
+    points(axes, rates, names, [number(rate) for rate in rates], PHASE_COLOURS[3])
+    axes.set_xlabel("output tokens per second")
+    best = max(rates)
+    axes.set_title(
+        f"{names[rates.index(best)]} makes {best / rates[0]:,.0f} times the tokens of {names[0]}"
+    )
     save(figure, out, evidence)

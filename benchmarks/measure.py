@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -104,6 +105,11 @@ class Watch:
         self.noise = Noise(share(self._start, after), switches)
 
 
+def say(line: str) -> None:
+    """Print a line on standard error at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def alternate(
     variants: Mapping[str, Callable[[int], Sample]],
     repeats: int = 3,
@@ -112,7 +118,7 @@ def alternate(
     tries: int | None = None,
     settle: float = 1.0,
     beside: bool = False,
-    log: Callable[[str], None] | None = None,
+    log: Callable[[str], None] = say,
 ) -> dict[str, Samples]:
     """Take `repeats` samples of each variant in alternating order (a b, b a, a b, ...).
 
@@ -125,7 +131,7 @@ def alternate(
         and the evidence says how dirty it was.
     beside: the caller has started busy programs. That they take the processor away is what is measured, and
         makes no sample dirty.
-    log: called with one line a sample.
+    log: called with one line a sample; by default it goes to standard error, since a sample may take minutes.
     """
     tries, number = TRIES if tries is None else tries, count()
     if warm is None:
@@ -146,8 +152,7 @@ def alternate(
                     dirt = replace(watch.noise, switches_per_s=0.0) if beside else watch.noise
                     if best is None or dirt.score < best[0].score:
                         best = dirt, watch.noise, sample
-                    if log:
-                        log(_line(name, repeat, sample, dirt))
+                    log(_line(name, repeat, sample, dirt))
                     if not dirt.dirty or time.perf_counter() - begun > MAX_SAMPLE_SECONDS:
                         break
                     if attempt + 1 < tries:
@@ -178,7 +183,6 @@ def alternate_engines(
         {name: partial(sample, engine, work) for name, engine in engines.items()},
         repeats,
         warm={name: partial(sample, engine, short) for name, engine in engines.items()},
-        log=print,
     )
 
 

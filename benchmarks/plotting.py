@@ -162,10 +162,9 @@ def bars(
         if run.roofline and metric == "output_tokens_per_s" and run.roofline.fraction:
             ideal = value / run.roofline.fraction
             ideal = ideal if ideal <= 4 * top else 0.0
-            text += f"  {_share(run.roofline.fraction)}"
-            note = note or "; %: of the roofline"
+            text += f" ({_share(run.roofline.fraction)} of the roofline)"
         if ideal:
-            note = "; %: of the roofline |"
+            note = "; the line: roofline"
             axes.plot([ideal, ideal], [row - 0.36, row + 0.36], color=ROOFLINE, linewidth=1.6)
         texts.append((max(samples, default=value), ideal, row, text))
     axes.set_yticks(range(len(runs)), [_marked(run, label(run)) for run in runs])
@@ -277,6 +276,29 @@ def log_axis(axes: Axes, *, vertical: bool = True) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=between))
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def points(
+    axes: Axes,
+    values: Sequence[float],
+    names: Sequence[str],
+    texts: Sequence[str],
+    colour: str,
+) -> None:
+    """Draw a point a row on a logarithmic axis, which has no zero that a bar could begin at.
+
+    texts: written beside the points.
+    """
+    axes.plot(values, range(len(values)), "o", color=colour, markersize=7)
+    for row, (value, text) in enumerate(zip(values, texts, strict=True)):
+        axes.annotate(
+            text, (value, row), (7, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(min(values) / 1.5, max(values) * (max(values) / min(values)) ** 0.45)
+    log_axis(axes, vertical=False)
+    axes.grid(visible=True, axis="y")
 
 
 def over_one(axes: Axes, counts: Sequence[int], of: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from benchmarks.evidence import RESULTS, BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.fidelity import WINDOW, WINDOWS, StoredAttention, compare
 from benchmarks.measure import Samples, summarize
-from benchmarks.plotting import colours, log_axis, number, panels, save
+from benchmarks.plotting import colours, number, panels, points, save
 from benchmarks.workloads import Item, Workload
 from common.models.hub import model_folder
 from common.text.tokenizer import Tokenizer
@@ -174,21 +174,18 @@ def draw(evidence: Evidence, out: Path) -> None:
     figure, axes = panels(len(names) + bool(traded), height=3.6)
     for place, model in zip(axes, names, strict=False):
         found = [run for run in evidence.find(model=model) if run.median("kl") > 0]
-        shown = colours((run.variant for run in found), "10_quant")
-        for row, run in enumerate(found):
-            place.barh(row, run.median("kl"), height=0.62, color=shown[run.variant])
-            text = f" {run.median('kl'):.2g}, agrees {run.median('agreement'):.1%}"
-            place.annotate(text, (run.median("kl"), row), fontsize=7, va="center")
-        place.set_yticks(range(len(found)), [run.variant for run in found], fontsize=7)
-        place.invert_yaxis()
-        place.set_xscale("log")
-        place.set_xlim(right=place.get_xlim()[1] * 30)
-        log_axis(place, vertical=False)
-        place.set_xlabel("KL divergence to float32 (nats a token)")
+        points(
+            place,
+            [run.median("kl") for run in found],
+            [run.variant for run in found],
+            [f"{run.median('agreement'):.1%}" for run in found],
+            colours(["10_quant"])["10_quant"],
+        )
+        place.set_xlabel("KL divergence to float32, nats a token; %: same most likely token")
         kept = max(found, key=lambda run: run.median("agreement"))
         place.set_title(
-            f"{model}, {number(found[0].options['tokens'])} tokens: {kept.variant} agrees on "
-            f"{kept.median('agreement'):.1%}"
+            f"{model}, {number(found[0].options['tokens'])} tokens: {kept.variant} has the same "
+            f"most likely token in {kept.median('agreement'):.1%}"
         )
     for name, speed, kl in traded:
         axes[-1].plot(speed, kl, "o", color=colours([name], "10_quant")[name])

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
+from common.console import err
 from common.environment import limit_threads_and_noise
 from common.errors import UserError
-from phases import need_checkout
+from phases import find_phase, flags, need_checkout
 from phases.commands import arguments as a
 from phases.commands.arguments import EXTRAS, PHASE_HELP, SCHEMES, flag
 from phases.process import INTERRUPTED, exit_code
@@ -59,6 +60,27 @@ def whole(
 MEASURING = ("bench", "profile")
 """Commands that are to have the machine for themselves: their threads spin."""
 EXTRAS_HELP = ", ".join(EXTRAS)
+LOADING = {
+    "run": "Loading {model} for phase {phase}",
+    "demo": "Loading {model}",
+    "quantize": "Loading {model}",
+    "profile": "Loading phase {phase}",
+    "bench": "Loading the benchmark {what}",
+}
+"""Command -> the line that a terminal shows at once, since importing PyTorch takes seconds."""
+HELP_ALL = "--help-all"
+EPILOG = f"{HELP_ALL} shows all options; behind a phase, those of that phase."
+SHORT_HELP = {
+    "run": (
+        *("model", "prompt", "prompts_file", "chat", "max_tokens", "temperature", "seed"),
+        *("device", "as_json", "verbose", "help"),
+    ),
+    "serve": (
+        *("host", "port", "api_key", "name", "phase", "max_len", "cache_bytes", "access_log"),
+        *("device", "dtype", "help"),
+    ),
+}
+"""Command -> its options that `--help` shows."""
 
 
 def command(
@@ -90,6 +112,8 @@ def command(
             asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
+            if function.__name__ in LOADING and err.is_terminal:
+                err.print(f"[dim]{LOADING[function.__name__].format(**vars(asked))} ...[/dim]")
             limit_threads_and_noise(
                 measuring=function.__name__ in MEASURING
             )  # before PyTorch is imported
@@ -97,7 +121,7 @@ def command(
             return code
 
         call.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-        return app.command(name)(call)
+        return app.command(name, epilog=EPILOG if name in SHORT_HELP else None)(call)
 
     return made
 
@@ -135,12 +159,18 @@ def run(
     model: a.Model = "smollm2",
     prompt: Annotated[
         list[str] | None,
-        asking("text to continue; repeat the option for several requests", metavar="TEXT"),
+        asking("question or text; repeat the option for several requests", metavar="TEXT"),
     ] = None,
     prompts_file: Annotated[Path | None, asking("file with one prompt a line")] = None,
     chat: Annotated[
-        bool, asking("format prompts as chats, by the model's template", "--chat")
-    ] = False,
+        bool | None,
+        asking(
+            "prompts are questions of a chat, or text to continue; by default a chat if the model has a "
+            "chat template",
+            "--chat/--no-chat",
+            show_default=False,
+        ),
+    ] = None,
     max_tokens: Annotated[int, drawing("most tokens to generate")] = 128,
     temperature: Annotated[
         float | None,
@@ -353,6 +383,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(exit_code(lambda: _call(given)))
 
 
+def _hidden(command: str, given: Sequence[str], options: Sequence[str]) -> set[str]:
+    """Return the options that the help does not show: those beyond `SHORT_HELP`, or those of later phases."""
+    if HELP_ALL not in given:
+        return set(options) - set(SHORT_HELP[command])
+    phase = next(filter(None, map(find_phase, given)), None)
+    return {flag.name for flag in flags() if phase is not None and flag.first > phase.number}
+
+
 def _call(given: Sequence[str]) -> int:
     named = next((word for word in given if not word.startswith("-")), "")
     if named in WITH_ENGINE_FLAGS:
@@ -362,8 +400,16 @@ def _call(given: Sequence[str]) -> int:
     if named == "course":
         need_checkout(named)
         from phases.commands import course  # noqa: F401  (adds its commands)
+    group: Any = typer.main.get_command(app)
+    if named in SHORT_HELP:
+        hidden = _hidden(named, given, [param.name for param in group.commands[named].params])
+        for param in group.commands[named].params:
+            param.hidden = (
+                param.name in hidden
+            )  # an argument has no such field, and shows itself
+    given = ["--help" if word == HELP_ALL else word for word in given]
     try:
-        code = app(given, prog_name="ladder", standalone_mode=False)
+        code = group(given, prog_name="ladder", standalone_mode=False)
     except Exception as error:
         # Typer's own complaints about arguments; the library that raises them differs between its versions.
         describe = getattr(error, "format_message", None)

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.evidence import Metric, Run, collect
 from common.events import TokenEvent
+from continuous.stats import Stats
 from phases import PHASES, ROOT, find_phase
 from phases.commands import demo, doctor
 from phases.commands.demo import ELSEWHERE, SHOWS
@@ -174,12 +175,15 @@ def test_list(cli, monkeypatch):
     monkeypatch.setattr(
         "benchmarks.evidence.results", lambda: {"cpu": {"02_kv_cache": evidence}}
     )
-    monkeypatch.setattr("phases.commands.plain.out.width", 160)
+    monkeypatch.setattr("phases.commands.plain.out.width", 80)
     code, out, _ = cli("list")
     assert code == 0
-    assert all(f"{phase.name} " in out for phase in PHASES)
-    (line,) = [line for line in out.splitlines() if line.startswith("02_kv_cache")]
-    assert line.endswith(" output tokens per second  7.3×")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(
+        lines[lines.index(phase.name) + 1].strip() for phase in PHASES if phase.number != 2
+    )
+    assert "02_kv_cache  output tokens per second: 7.3× on cpu" in lines
     code, out, _ = cli("list", "--names")
     assert out.split() == [phase.name for phase in PHASES]
 
@@ -208,7 +212,10 @@ def test_doctor(cli, monkeypatch):
 
 def test_a_phase_that_is_not_native_here_says_so(cli, monkeypatch, smollm2_folder):
     silent = SimpleNamespace(
-        stream=lambda prompts, params: iter([TokenEvent(0, 0, "stop", 0.0)])
+        stream=lambda prompts, params: iter([TokenEvent(0, 0, "stop", 0.0)]),
+        runner=SimpleNamespace(model=torch.nn.Identity()),
+        stats=Stats(),
+        cache=SimpleNamespace(block_size=16, allocator=SimpleNamespace(count=4)),
     )
     monkeypatch.setattr("phases.commands.run.load_checked", lambda *_, **__: silent)
     _, _, err = cli("run", "6", "--device", "cpu")
@@ -245,7 +252,7 @@ def test_a_missing_triton_is_named(cli, monkeypatch, smollm2_folder):
 
 
 def run_json(cli, *arguments: str) -> dict[str, object]:
-    code, out, _ = cli("run", *arguments, "--json", "--device", "cpu")
+    code, out, _ = cli("run", "--no-chat", *arguments, "--json", "--device", "cpu")
     assert code == 0
     return json.loads(out)
 
@@ -295,7 +302,7 @@ def test_each_prompt_is_a_request(cli, smollm2_folder):
         "The capital of France is",
     ]
     assert [len(one["token_ids"]) for one in found["completions"]] == [2, 2]
-    _, out, _ = cli("run", *arguments, "--device", "cpu")
+    _, out, _ = cli("run", "--no-chat", *arguments, "--device", "cpu")
     assert "[1/2] 1, 2, 3,\n" in out and "[2/2] The capital of France is\n" in out
     texts = re.split(r"\[[12]/2\] .*\n", out)[1:]
     for one, shown in zip(found["completions"], texts, strict=True):
@@ -311,6 +318,37 @@ def test_run_with_a_prompt_that_is_too_long(cli, tmp_path, smollm2_folder):
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert "tokens, but must have at most" in err
+
+
+def test_an_instruct_model_chats_and_the_question_and_the_work_are_shown(cli, smollm2_folder):
+    code, out, err = cli("run", "8", "--device", "cpu")
+    assert code == 0
+    assert out == "The capital of France is Paris.\n"
+    question, _, work, *_ = err.splitlines()
+    assert question == "What is the capital of France?"
+    assert work == (
+        "08_prefix_cache: 44 tokens computed in 8 steps, 0 of 37 found in the prefix cache"
+    )
+    _, out, err = cli("run", "8", "--no-chat", "--max-tokens", "1", "--device", "cpu")
+    assert out == " Paris\n" and err.startswith("The capital of France is\n")
+
+
+def test_help_has_ten_options_and_help_all_those_of_the_phase(cli):
+    def options(*arguments: str) -> set[str]:
+        return set(re.findall(r"(?m)^│ (--[\w-]+)", cli(*arguments)[1]))
+
+    for command in ("run", "serve"):
+        assert len(options(command, "--help")) == 11
+        assert "--block-size" in options(command, "--help-all")
+    assert "--help-all" in cli("run", "--help")[1]
+    of_four = options("run", "04", "--help-all")
+    assert "--max-rows" in of_four and "--block-size" not in of_four
+
+
+def test_a_terminal_sees_at_once_what_is_loaded(cli, monkeypatch):
+    monkeypatch.setattr("common.console.err._force_terminal", True)
+    monkeypatch.setattr("phases.commands.run.run", lambda given: 0)
+    assert cli("run", "8")[2].strip() == "Loading smollm2 for phase 8 ..."
 
 
 @pytest.mark.slow

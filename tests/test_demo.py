@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 from common.sampling.params import SamplingParams
 from forward.model import Model
+from paged_cache.memory import weight_bytes
 from phases import PHASES, find_phase
-from phases.commands.demo import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, counted, load
+from phases.commands.demo import CHUNK, ELSEWHERE, MEMORY_ROWS, SHOWS, load
+from phases.commands.work import counted, model_of
 
 BEGIN = list(range(1, 61))
 PROMPTS = [BEGIN + [100 + number] * (3 + number) for number in range(8)]
@@ -22,7 +24,7 @@ def work(model: Model, number: str) -> SimpleNamespace:
     with counted(phase, engine) as found:
         for event in engine.stream(PROMPTS, params):
             assert event.finish_reason != "error"
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**found, weights=weight_bytes(model_of(phase, engine)))
 
 
 def test_every_phase_is_shown_or_named_elsewhere():

@@ -23,7 +23,7 @@ print([name for name in ("common", "phases", "serving") if importlib.util.find_s
 from inference_ladder import LLM, SamplingParams
 import prefix_cache
 print(prefix_cache.__file__)
-print(LLM("smollm2", show_memory_plan=False).generate(["Hello"], SamplingParams(max_tokens=3))[0].token_ids)
+print(LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=3))[0].token_ids)
 """
 
 

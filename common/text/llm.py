@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from common.errors import UserError, shown
-from common.events import Completion, generate, params_per_prompt
+from common.events import Completion, follow, generate, params_per_prompt
 from common.models.hub import model_folder
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ class LLM:
     Args:
         model: a bundled model, a folder, or a hub id.
         load: makes the engine, a phase's `load`; each phase exports an `LLM` with its own.
-        show_memory_plan: print how the memory is divided, if the engine knows.
+        show_memory_plan: print how the memory is divided, if the engine knows it.
         options: passed to `load`.
     """
 
@@ -31,7 +31,7 @@ class LLM:
         model: str | Path,
         *,
         load: Callable[..., Any],
-        show_memory_plan: bool = True,
+        show_memory_plan: bool = False,
         **options: Any,
     ) -> None:
         if str(model).startswith("random:"):
@@ -75,9 +75,32 @@ class LLM:
         Raises:
             UserError: there is no prompt, or one is neither a text nor a conversation.
         """
-        ids = [self.encode(prompt) for prompt in _several(prompts)]
-        each = params_per_prompt(ids, SamplingParams() if params is None else params)
+        ids, each = self._encoded(prompts, params)
         return generate(self.engine, ids, each, tokenizer=self.tokenizer)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[Completion, str]]:
+        """Complete texts or conversations, and yield each piece of text as soon as it is there.
+
+        Arguments and errors are those of `generate`.
+
+        Yields:
+            The completion that has got a token, and the text that this token adds, which may be empty.
+            A completion's `index` is that of its prompt; its `text` is set when it has ended.
+        """
+        ids, each = self._encoded(prompts, params)
+        return follow(self.engine, ids, each, self.tokenizer)
+
+    def _encoded(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        ids = [self.encode(prompt) for prompt in _several(prompts)]
+        return ids, params_per_prompt(ids, SamplingParams() if params is None else params)
 
 
 def _several(prompts: object) -> list[Prompt]:

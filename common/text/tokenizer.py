@@ -215,6 +215,11 @@ class Tokenizer:
         """
         return self._template("default")
 
+    @property
+    def has_chat_template(self) -> bool:
+        """True if the model has a template for conversations without tools."""
+        return isinstance(self._chat_templates.get("default"), str)
+
     @cached_property
     def tool_template(self) -> ChatTemplate:
         """The chat template for conversations with tools: the model's `tool_use` if it has one, else

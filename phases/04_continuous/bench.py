@@ -250,7 +250,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     work = workload("skewed-outputs-small")
     replayed = work.sha256 == runs[0].workload_sha256  # a quick run's requests are others
     figure, (rate, first, *lanes) = panels(4 if replayed else 2, rows=1 + replayed, height=2.6)
-    bars(runs, "output_tokens_per_s", axes=rate, label=lambda run: run.variant)
+    bars(runs, "output_tokens_per_s", axes=rate, gain=False, label=lambda run: run.variant)
     best, *_, worst = sorted((run.median("output_tokens_per_s") for run in runs), reverse=True)
     rate.set_title(f"{best / worst:.1f} times the tokens when rows are filled again at once")
     bars(runs, "ttft_ms_mean", axes=first, label=lambda run: "")

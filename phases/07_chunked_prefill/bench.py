@@ -357,5 +357,12 @@ def _fairness(evidence: Evidence, axes: Axes) -> None:
     log_axis(axes)
     axes.set_xlabel("time to first token of the prompts, median (ms)")
     axes.set_ylabel("gap of all, p99 (ms)")
-    axes.set_title("Who waits, by policy: best is below on the left")
+    first, smooth = (
+        min(names, key=lambda name: names[name].median(metric))
+        for metric in ("ttft_ms_p50", "itl_ms_p99")
+    )
+    words = f"{first} start first"
+    if smooth == first:
+        words += " and stall least"
+    axes.set_title(f"Prompts that come in one burst: {words}")
     axes.legend(loc="upper left")

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.agreement import agreement
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
 from benchmarks.measure import Sample, Samples, alternate, summarize
-from benchmarks.plotting import GREY, colours, lines, number, panels, save
+from benchmarks.plotting import BAD, GOOD, GREY, MARKERS, colours, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
@@ -267,9 +268,6 @@ def draw(evidence: Evidence, out: Path) -> None:
 
 def _synthetic(runs: list[Run], axes: Axes) -> None:
     """Drafts of a known quality: what they bring in batches of all sizes."""
-    look: dict[str, Any] = {"by": _label, "log_x": True, "log_y": True, "phase": PHASE}
-    lines(runs, x="batch", metric="output_tokens_per_s", axes=axes, **look)
-    axes.set_xlabel("requests")
     rates = {
         (run.options["batch"], run.variant): run.median("output_tokens_per_s") for run in runs
     }
@@ -277,6 +275,34 @@ def _synthetic(runs: list[Run], axes: Axes) -> None:
         batch: rates[batch, f"{PHASE}, synthetic"] / rates[batch, BEFORE]
         for batch in sorted({batch for batch, _ in rates})
     }
+    kinds = {
+        f"{PHASE}, synthetic": "synthetic drafts",
+        f"{PHASE}, switched off": "no drafts",
+        f"{PHASE}, in vain": "drafts that are all rejected",
+    }
+    shown = (GOOD, GREY, BAD)
+    for (variant, label), colour, marker in zip(kinds.items(), shown, MARKERS, strict=False):
+        found = {
+            batch: rate / rates[batch, BEFORE]
+            for (batch, name), rate in rates.items()
+            if name == variant
+        }
+        if found:
+            batches = sorted(found)
+            axes.plot(
+                batches,
+                [found[batch] for batch in batches],
+                marker=marker,
+                color=colour,
+                label=label,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(gains), [str(batch) for batch in gains])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(0, 1.4 * max(gains.values()))
+    axes.set_xlabel("requests")
+    axes.set_ylabel("times the tokens a second of phase 09")
+    axes.legend()
     (first, one), *_, (last, many) = gains.items()
     axes.set_title(
         f"{LENGTH} synthetic drafts a step: {one:.1f} times the tokens at {first}, {many:.1f} times at {last}"

@@ -32,7 +32,7 @@ from benchmarks.grammars import (
     question,
 )
 from benchmarks.measure import Sample, alternate, request_metrics, summarize
-from benchmarks.plotting import bars, colours, log_axis, panels, save
+from benchmarks.plotting import MARKERS, bars, colours, log_axis, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Workload, uniform, workload
@@ -348,7 +348,6 @@ def draw(evidence: Evidence, out: Path) -> None:
     kinds = {
         "no jump": "a token a step",
         "jump": "forced tokens\nas drafts",
-        "jump, in turn": "no overlap",
     }
     found = {kind: evidence.one(f"{PHASE}+{kind}", "schema sample") for kind in kinds}
     bars(
@@ -391,8 +390,15 @@ def _masks(evidence: Evidence, axes: Any) -> None:
             evidence.find(workload=f"masks of {schema}", backend=kind) for schema in SCHEMAS
         ]
         times = {row: runs[0].median("mask_us") for row, runs in enumerate(found) if runs}
-        rows = [row + 0.27 * (place - 1) for row in times]
-        axes.barh(rows, list(times.values()), height=0.25, color=shown[kind], label=kind)
+        # Points: a logarithmic axis has no zero that a bar could begin at.
+        axes.plot(
+            list(times.values()),
+            list(times),
+            MARKERS[place],
+            color=shown[kind],
+            label=kind,
+            markersize=8,
+        )
     axes.set_yticks(range(len(SCHEMAS)), list(SCHEMAS))
     axes.invert_yaxis()
     medians = [
@@ -402,5 +408,4 @@ def _masks(evidence: Evidence, axes: Any) -> None:
     log_axis(axes, vertical=False)
     axes.set_xlabel("one mask, median (µs)")
     axes.set_title(f"A mask takes {min(medians):.0f} to {max(medians):.0f} µs")
-    axes.grid(visible=False, axis="y")
     axes.legend()

@@ -18,7 +18,8 @@ from benchmarks.measure import (
     summarize,
     time_generation,
 )
-from benchmarks.plotting import bars, lines, panels, save
+from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
+from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform, workload
@@ -236,11 +237,11 @@ def serve(cache: PagedCache, context: int) -> Sample:
     scheduler = ChunkedScheduler(
         rows, cache, step_tokens=STEP_TOKENS * ROWS, chunk_tokens=STEP_TOKENS
     )
-    for number in range(ROWS):
+    for row in range(ROWS):
         prompt = context - OUTPUT
-        tokens = [number] * prompt
+        tokens = [row] * prompt
         request = Request(
-            number, tokens, prompt, context, SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+            row, tokens, prompt, context, SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
         )
         scheduler.add([request])
     most = steps = 0
@@ -267,10 +268,7 @@ def draw(evidence: Evidence, out: Path) -> None:
     """Requests in flight over the context, and tokens a second of equal batches; or of layers with states."""
     runs = evidence.find(same="bytes")
     if not runs:
-        figure, (rates,) = panels(1)
-        bars(evidence.runs, "seconds", axes=rates, label=lambda run: run.workload)
-        rates.set_title(f"Seconds of each workload, {evidence.runs[0].model}")
-        save(figure, out, evidence)
+        _beside_peer(evidence, out)
         return
     figure, (flight, speed) = panels(2)
     lines(runs, x="context", metric="requests_in_flight", axes=flight, log_x=True, log_y=True)
@@ -289,4 +287,40 @@ def draw(evidence: Evidence, out: Path) -> None:
         label=lambda run: f"{run.variant}\n{run.workload}",
     )
     speed.set_title("Output tokens a second of equal batches, prompts included")
+    save(figure, out, evidence)
+
+
+def _beside_peer(evidence: Evidence, out: Path) -> None:
+    """Draw each workload's tokens a second as a factor of the best other engine's; without one it is 1."""
+    figure, (axes,) = panels(1, height=2.6)
+    factors = dict[str, float]()
+    texts = []
+    for run in evidence.runs:
+        prefill = run.workload.startswith("prefill")
+        metric = "prompt_tokens_per_s" if prefill else "output_tokens_per_s"
+        others = [
+            each
+            for each in beside(evidence, model=run.model, workload=run.workload)
+            if metric in each.metrics
+        ]
+        best = max(others, key=lambda each: each.median(metric), default=run)
+        factors[run.workload] = run.median(metric) / best.median(metric)
+        texts.append(
+            f"{factors[run.workload]:.2f}×: {number(run.median(metric))} to {number(best.median(metric))} "
+            f"{'prompt' if prefill else 'output'} tokens/s ({best.variant})"
+        )
+    axes.barh(list(factors), list(factors.values()), height=0.6, color=colours([PHASE])[PHASE])
+    axes.axvline(1.0, color=GREY, linewidth=1.4)
+    for row, (factor, text) in enumerate(zip(factors.values(), texts, strict=True)):
+        axes.annotate(
+            text, (factor, row), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.invert_yaxis()
+    axes.set_xlim(0, 2.4 * max(factors.values()))
+    axes.set_xlabel("times the tokens a second of the other engine")
+    axes.grid(visible=False, axis="y")
+    low, high = min(factors.values()), max(factors.values())
+    axes.set_title(
+        f"{evidence.runs[0].model}: {low:.2f} to {high:.2f} times the other engine's tokens"
+    )
     save(figure, out, evidence)

@@ -16,9 +16,10 @@ from common.console import err, out, table
 from common.device_names import device_folder
 from common.errors import UserError, integer
 from common.files import check_folder, whole
+from common.neighbours import usage, warn
 from common.paths import cache_home
 from common.words import count
-from phases import PHASES, ROOT, phase_named
+from phases import PHASES, ROOT, Phase, phase_named
 from phases.commands.arguments import EXTRAS
 
 MOST_REPEATS = 1000
@@ -62,16 +63,17 @@ def bench(given: SimpleNamespace) -> int:
     )
     recorded = results().get(device_is, {}).get(name)
     _announce(name, options, recorded)
-    begun = time.monotonic()
+    begun, before = time.monotonic(), usage()
     if quick:
         measure.TRIES = 1
     measured = replace(module.run(options), seconds=time.monotonic() - begun)
-    _show(measured, None if quick else recorded)
+    _show(measured, recorded, quick=quick)
     written = measured.write(folders[0] / f"{measured.phase}.json")
     out.out(str(written), highlight=False)
     figure = folders[1] / f"{measured.phase}.png"
     if _draw(module, measured, figure):
         out.out(str(figure), highlight=False)
+    warn(before)
     return 0
 
 
@@ -87,11 +89,14 @@ def _announce(name: str, options: BenchOptions, recorded: Evidence | None) -> No
         err.print(f"[dim]The recorded run took {minutes:.0f} min on {where}.[/dim]")
 
 
-def _show(measured: Evidence, recorded: Evidence | None) -> None:
-    """Print each variant's first metric beside the first variant's and the recorded one, and the gain.
+def _show(measured: Evidence, recorded: Evidence | None, *, quick: bool) -> None:
+    """Print the first metric of each variant, beside the first variant's and the recorded one, and the gains.
 
     What all runs have in common is in the title.
+
+    quick: the workloads are smaller than the recorded ones, so that only gains are comparable.
     """
+    recorded_gain, recorded = recorded, None if quick else recorded
     phase = next((phase for phase in PHASES if phase.name == measured.phase), None)
     headline = "" if phase is None else phase.headline
     rows = []
@@ -115,22 +120,33 @@ def _show(measured: Evidence, recorded: Evidence | None) -> None:
     title = ", ".join(text for text in rows[0][2].values() if text in common) if rows else ""
     out.print(f"{measured.phase}: {title}", style="italic", markup=False, soft_wrap=True)
     more = ["recorded", "to that"] if recorded else []
-    made = table("variant", "work", right=["median", "to the first", *more])
-    firsts: dict[str, float] = {}
+    by_work: dict[str, list[tuple[Run, str]]] = {}
     for run, metric, said in rows:
         work = ", ".join(text for text in said.values() if text not in common)
-        value = run.median(metric)
-        before = _recorded(run, metric, recorded)
-        shown = [_number(each, metric) for each in (value, before)]
-        cells = [shown[0], _ratio(value, firsts.get(work)), shown[1], _ratio(value, before)]
-        firsts.setdefault(work, value)
-        made.add_row(run.variant, work, *cells[: 2 + len(more)])
-    out.print(made)
-    found = gain(phase, measured) if phase else None
+        by_work.setdefault(work, []).append((run, metric))
+    for work, runs in by_work.items():
+        out.print(work, style="dim", markup=False, soft_wrap=True)
+        made = table("variant", right=["median", "to the first", *more])
+        first = runs[0][0].median(runs[0][1])
+        for run, metric in runs:
+            value = run.median(metric)
+            before = _recorded(run, metric, recorded)
+            compared = "" if run is runs[0][0] else _ratio(value, first)
+            cells = [_number(value, metric), compared, _number(before, metric)]
+            made.add_row(run.variant, *[*cells, _ratio(value, before)][: 2 + len(more)])
+        out.print(made)
+    _print_gain(phase, measured, "here")
+    _print_gain(phase, recorded_gain, "recorded")
+
+
+def _print_gain(phase: Phase | None, evidence: Evidence | None, when: str) -> None:
+    """Print the headline gain of a phase's evidence, if it has one. when: "here" or "recorded"."""
+    found = gain(phase, evidence) if phase else None
     if found is not None:
         out.print(
-            f"{found.after.variant} against {found.before.variant}: [bold]{factor_text(found)}[/bold] "
-            f"{gain_words(found.metric)} ({found.after.workload}, {found.after.model})",
+            f"{when}: {found.after.variant} against {found.before.variant}: "
+            f"[bold]{factor_text(found)}[/bold] {gain_words(found.metric)} "
+            f"({found.after.workload}, {found.after.model})",
             soft_wrap=True,
         )
 

@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,7 @@ from forward.model import Model
 from paged_cache.memory import weight_bytes
 from phases import PHASES, Phase
 from phases.commands.engines import serve
+from phases.commands.work import COUNTS, counted, model_of
 from phases.registry import BLOCKS, ROWS, load_engine, missing_for
 
 RULES = (
@@ -75,14 +76,6 @@ class Show:
     option: tuple[str, Any] | None = None
 
 
-COUNTS = {
-    "computed": "tokens computed",
-    "steps": "passes over the weights",
-    "largest": "tokens of the largest step",
-    "at_once": "requests at once, in the same memory",
-    "weights": "MiB of weights",
-}
-"""Name in `counted` -> its words in the table."""
 SHOWS = {
     1: Show("Every new token computes all tokens before it again.", "computed"),
     2: Show("Keys and values are kept, so every step computes one token.", "computed"),
@@ -155,6 +148,7 @@ def run(given: SimpleNamespace) -> int:
         serve(engine, tokenizer, [prompts[0][::-1]], SamplingParams(max_tokens=2))
         with counted(phase, engine) as work:
             served = serve(engine, tokenizer, prompts, params, _show_first)
+        work["weights"] = weight_bytes(model_of(phase, engine)) / 2**20
         out.file.write("\n")
         lengths = [len(completion.token_ids) for completion in served.completions]
         least = generation_work(
@@ -287,40 +281,6 @@ def load(phase: Phase, model: Model) -> Any:
     if phase.number >= CHUNKED:
         options["step_tokens"] = CHUNK
     return load_engine(phase, model, **options)
-
-
-@contextmanager
-def counted(phase: Phase, engine: Any) -> Iterator[dict[str, float]]:
-    """Count an engine's work inside a block; the yielded dictionary has all of `COUNTS` when
-    the block ends.
-    """
-    model: Model = engine.runner.model if phase.number >= ROWS else engine.model
-    work = {
-        "computed": 0,
-        "steps": 0,
-        "largest": 0,
-        "at_once": 1,
-        "weights": weight_bytes(model) / 2**20,
-    }
-
-    def passed(module: Any, arguments: tuple[Any, ...]) -> None:
-        ids = arguments[0]
-        work["computed"] += ids.numel()
-        work["steps"] += 1
-        work["largest"] = max(work["largest"], ids.numel())
-        work["at_once"] = max(work["at_once"], ids.shape[0] if ids.dim() > 1 else 1)
-
-    before = replace(engine.stats) if phase.number >= ROWS else None
-    hook = model.register_forward_pre_hook(passed)
-    try:
-        yield work
-    finally:
-        hook.remove()
-    if before is not None:  # the model is not called where a step is a graph
-        stats = engine.stats
-        work["computed"] = stats.computed_tokens - before.computed_tokens
-        work["steps"] = stats.steps - before.steps
-        work["at_once"] = stats.most_running
 
 
 def change(phase: Phase, before: Mapping[str, float], now: Mapping[str, float]) -> str:

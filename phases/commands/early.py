@@ -9,7 +9,7 @@ from common.device_names import check_device, check_dtype
 from common.errors import UserError, choice, integer
 from common.models.hub import local
 from common.sampling.params import MODEL, NEUTRAL, SamplingParams
-from phases import phase_named
+from phases import check_phase, first_phases, phase_named
 from phases.commands.arguments import METHODS, SCHEMES, joined
 
 RANDOM = "random:"
@@ -48,6 +48,12 @@ def check(given: SimpleNamespace) -> None:
         local(model)
     if "prompt" in asked:
         _read(given)
+        if str(model).startswith(RANDOM):
+            raise UserError(
+                f"model is {model!r}, but `ladder run` needs a model with a tokenizer"
+            )
+    if phase is not None and asked.get("options"):
+        check_phase(phase, given.options, first_phases())
 
 
 def _read(given: SimpleNamespace) -> None:
@@ -64,7 +70,7 @@ def _read(given: SimpleNamespace) -> None:
         ),
         **given.said,
     )
-    given.prompts = read_prompts(given.prompt, given.prompts_file, chat=given.chat)
+    given.prompts = read_prompts(given.prompt, given.prompts_file)
 
 
 def reach(url: str) -> None:

@@ -19,12 +19,10 @@ DEFAULT_PROMPT = "The capital of France is"
 DEFAULT_QUESTION = "What is the capital of France?"
 
 
-def read_prompts(
-    given: Sequence[str] | None, prompts_file: Path | None, *, chat: bool = False
-) -> list[str]:
+def read_prompts(given: Sequence[str] | None, prompts_file: Path | None) -> list[str]:
     """Return the prompts of a command: the texts given, or one a line of a file (blank lines skipped).
 
-    chat: they are questions; without any, a default question is returned.
+    The list is empty if neither is given.
 
     Raises:
         UserError: both are given, the prompt is empty or no text, or the file cannot be read, is no text,
@@ -36,8 +34,7 @@ def read_prompts(
                 "--prompt and --prompts-file are both given, but only one of them can be"
             )
         return _read_lines(prompts_file)
-    if not given:
-        return [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
+    given = given or []
     if not all(given):
         raise UserError("--prompt is empty, but it must have at least 1 character")
     return [text("--prompt", prompt) for prompt in given]

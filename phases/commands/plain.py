@@ -6,9 +6,11 @@ import platform
 from importlib import metadata
 from types import SimpleNamespace
 
-from common.console import out, table
+from rich.padding import Padding
+
+from common.console import out
 from common.models.hub import model_folder
-from phases import PHASES, in_checkout
+from phases import PHASES, Phase, in_checkout
 
 
 def version(package: str = "inference-ladder") -> str:
@@ -37,30 +39,31 @@ def list_phases(given: SimpleNamespace) -> int:
             out.out(phase.name, highlight=False)
         return 0
     if not in_checkout():
-        made = table("Phase", "What it adds")
         for phase in PHASES:
-            made.add_row(phase.name, phase.summary)
-        out.print(made)
+            _print_phase(phase, "")
         return 0
     # Only now: names must not wait for PyTorch.
     from benchmarks.evidence import results
     from benchmarks.gains import factor_text, gain, gain_words
 
     evidence = results()
-    made = table()
-    made.add_column(
-        "Phase", no_wrap=True
-    )  # a name to type must be whole: other columns give way
-    made.add_column("What it adds", ratio=3)
-    made.add_column("Gain in", ratio=2)
-    for device in evidence:
-        made.add_column(device, justify="right", no_wrap=True)
     for phase in PHASES:
-        gains = [gain(phase, found.get(phase.name)) for found in evidence.values()]
-        words = gain_words(phase.headline) if any(gains) else ""
-        made.add_row(phase.name, phase.summary, words, *map(factor_text, gains))
-    out.print(made)
+        gains = {
+            device: gain(phase, found.get(phase.name)) for device, found in evidence.items()
+        }
+        factors = [
+            f"{factor_text(found)} on {device}" for device, found in gains.items() if found
+        ]
+        words = f"{gain_words(phase.headline)}: {', '.join(factors)}" if factors else ""
+        _print_phase(phase, words)
     out.print(
         "[dim]A gain is over the phase before, from benchmarks/results; figures are in figures/.[/dim]"
     )
     return 0
+
+
+def _print_phase(phase: Phase, gains: str) -> None:
+    """Print a phase's name with its measured gains, and below it what it adds."""
+    name = f"[bold]{phase.name}[/bold]"
+    out.print(f"{name}  [dim]{gains}[/dim]" if gains else name, soft_wrap=True)
+    out.print(Padding(phase.summary, (0, 0, 0, 3)))

@@ -18,10 +18,13 @@ from common.sampling.params import sampling_defaults
 from common.text.tokenizer import Tokenizer
 from common.words import count
 from phases import Phase, phase_named
-from phases.commands.engines import Served, serve
+from phases.commands.engines import DEFAULT_PROMPT, DEFAULT_QUESTION, Served, serve
 from phases.commands.grammars import check_grammar, show_trace
+from phases.commands.work import counted, describe_work
 from phases.registry import check_options, default_weights, load_checked, missing_for
 
+LONGEST_HEADING = 500
+"""Characters of a prompt that are shown in front of its text."""
 SPECULATES = 11
 """The first phase that drafts tokens."""
 
@@ -36,7 +39,6 @@ def run(given: SimpleNamespace) -> int:
     begun = usage()
     phase = phase_named(given.phase)
     model = given.model
-    prompts = given.prompts
     params = given.params
     where = pick_device(given.device)
     pick_dtype(given.dtype, where)  # what is wrong must not wait for a download
@@ -45,16 +47,15 @@ def run(given: SimpleNamespace) -> int:
         raise UserError(
             f"--stats is for phases from {SPECULATES} on, but the phase is {phase.name}"
         )
-    check_grammar(phase, params, given.trace, len(prompts))
-    if model.startswith("random:"):
-        raise UserError(f"model is {model!r}, but `ladder run` needs a model with a tokenizer")
+    check_grammar(phase, params, given.trace, len(given.prompts))
     folder = model_folder(model)
     own = sampling_defaults(folder, given.generation_config)
     params = replace(
         params, **{name: value for name, value in own.items() if name not in given.said}
     )
     tokenizer = Tokenizer(folder)
-    chat = given.chat  # then prompts are questions
+    chat = tokenizer.has_chat_template if given.chat is None else given.chat
+    prompts = given.prompts or [DEFAULT_QUESTION if chat else DEFAULT_PROMPT]
     ids = [
         tokenizer.chat([{"role": "user", "content": t}]) if chat else tokenizer.encode(t)
         for t in prompts
@@ -81,7 +82,8 @@ def run(given: SimpleNamespace) -> int:
         if guesses is not None and out.is_terminal and not out.no_color
         else None
     )
-    served = serve(engine, tokenizer, ids, params, show, highlighter)
+    with counted(phase, engine) as work:
+        served = serve(engine, tokenizer, ids, params, show, highlighter)
     made_up = getattr(guesses, "mark", "")  # numbers that synthetic acceptance made are marked
     mark = {"speculation": made_up} if made_up else {}
     if given.as_json:
@@ -95,6 +97,8 @@ def run(given: SimpleNamespace) -> int:
         show(len(prompts) - 1, "\n")
         by = "".join(f", by {value}" for value in mark.values())
         err.print(f"[dim]{describe(served)}{by}[/dim]", soft_wrap=True)
+        done = describe_work(phase, engine, work, served.completions, guesses)
+        err.print(f"[dim]{phase.name}: {done}[/dim]", soft_wrap=True)
     if given.stats:
         lines = ["speculation: off"] if guesses is None else guesses.lines()
         err.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -151,15 +155,20 @@ def describe(served: Served) -> str:
 
 
 def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
-    """Return a function that prints pieces of text, given a prompt's index; several prompts get headings."""
+    """Return a function that prints pieces of text, given a prompt's index, each prompt in front of its text.
+
+    The heading of a single prompt goes to standard error, so that a file gets the text alone.
+    """
     shown = -1
 
     def show(index: int, text: str) -> None:
         nonlocal shown
-        if index != shown and len(prompts) > 1:
+        if index != shown and len(prompts) == 1:
+            err.print(shorten(prompts[0]), style="bold", markup=False, soft_wrap=True)
+        elif index != shown:
             gap = "\n\n" if index else ""
             out.print(
-                f"{gap}[{index + 1}/{len(prompts)}] {prompts[index]}",
+                f"{gap}[{index + 1}/{len(prompts)}] {shorten(prompts[index])}",
                 style="bold",
                 markup=False,
             )
@@ -168,6 +177,11 @@ def screen(prompts: Sequence[str]) -> Callable[[int, str], None]:
         out.file.flush()
 
     return show
+
+
+def shorten(prompt: str) -> str:
+    """Return a prompt for display, of at most `LONGEST_HEADING` characters."""
+    return prompt if len(prompt) <= LONGEST_HEADING else f"{prompt[:LONGEST_HEADING]} ..."
 
 
 class TokenHighlighter:

@@ -25,9 +25,9 @@ LONGEST = 100_000
 
 
 def refusal(reference: str, student: str, names: Collection[str]) -> str:
-    """Return why a student's functions are not run, or nothing.
+    """Return the reason why a student's functions are not run, or "".
 
-    names: qualified names of the functions that count.
+    names: qualified names of the exercise's functions.
     """
     if len(student) > LONGEST:
         return f"the file has {len(student)} characters, more than {LONGEST}"
@@ -46,7 +46,7 @@ def refusal(reference: str, student: str, names: Collection[str]) -> str:
 
 
 def _uses_of(node: ast.AST) -> Iterator[str]:
-    """Yield what in a node leads out of an exercise: `imports os`, `uses eval`, `changes .isclose`."""
+    """Yield the uses in a node that no exercise needs: `imports os`, `uses eval`, `changes .isclose`."""
     match node:
         case ast.Import(names=names):
             yield from (
@@ -85,7 +85,9 @@ def _uses_of(node: ast.AST) -> Iterator[str]:
 
 
 def _leads_out(name: str, beginnings: str) -> bool:
-    """Return True for a name in `ATTRIBUTES`, a special one, or one with such a first character."""
+    """Return True for an attribute in `ATTRIBUTES`, for `__name__`s, and for names with a reserved first
+    character.
+    """
     return name in ATTRIBUTES or _is_special(name) or name[0] in beginnings
 
 

@@ -1,4 +1,4 @@
-"""Surgery on source text: bodies out, bodies in. Everything around them stays as it is, comments included."""
+"""Replace bodies of functions in source text; everything around them stays as it is, comments included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 SHAPE = re.compile(r"#.*(\[[^\]]*\b[A-Z]{1,2}\b[^\]]*\]|\b[A-Z]{1,2}, [A-Z]{1,2}\b)")
-"""A comment that tells a tensor's shape: `# [T, H, D]`."""
+"""Matches a comment with a tensor's shape, such as `# [T, H, D]`."""
 MASKED = "held back, not to be written"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[int, int, list[str]]
@@ -20,10 +20,11 @@ class NotThere(Exception):
 
 
 def functions(source: str) -> dict[str, Function]:
-    """The functions of a module and the methods of its classes, by qualified name: `BlockAllocator.allocate`.
+    """Return the functions of a module and the methods of its classes, by qualified name:
+    `BlockAllocator.allocate`.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: the source is no Python.
     """
 
     def visit(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, Function]]:
@@ -37,7 +38,7 @@ def functions(source: str) -> dict[str, Function]:
 
 
 def lines_of(source: str, node: ast.stmt) -> list[str]:
-    """The lines of a statement, decorators included."""
+    """Return the lines of a statement, decorators included."""
     return source.split("\n")[_first(node) - 1 : node.end_lineno]
 
 
@@ -54,9 +55,10 @@ def _edited(source: str, edits: Iterable[Edit]) -> str:
 
 
 def blank(source: str, names: Mapping[str, str]) -> str:
-    """Source without the bodies of some functions. Signature, docstring, shapes and what is raised stay.
+    """Return source without the bodies of some functions; signature, docstring, shapes and raised errors
+    stay.
 
-    names: qualified name -> the exercise's id, or "" for what is only held back.
+    names: qualified name -> the exercise's id, or "" for a function that students neither see nor write.
 
     Raises:
         NotThere: there is no function of one of these names.
@@ -70,7 +72,7 @@ def blank(source: str, names: Mapping[str, str]) -> str:
 
 
 def message_of(exercise: str) -> str:
-    """Return the message of a blank function when it is called."""
+    """Return the message of the error that a blank function raises."""
     return f"exercise {exercise}" if exercise else MASKED
 
 
@@ -86,13 +88,13 @@ def _blanked(source: str, node: Function, exercise: str) -> Edit:
             begin - 2
         ].lstrip().startswith("#"):
             begin -= 1
-    told = [*_shapes(lines[begin - 1 : last]), *_raised(source, node)] if exercise else []
-    made = [*told, f'raise NotImplementedError("{message_of(exercise)}")']
+    comments = [*_shapes(lines[begin - 1 : last]), *_raised(source, node)] if exercise else []
+    made = [*comments, f'raise NotImplementedError("{message_of(exercise)}")']
     return begin, last, [" " * first.col_offset + line for line in made]
 
 
 def _shapes(lines: Iterable[str]) -> Iterator[str]:
-    """Comments on the shapes of what a body makes: `# scores: [H, T]`."""
+    """Yield comments with the shapes of a body's tensors: `# scores: [H, T]`."""
     for line in lines:
         code, hash_, comment = line.partition("  # ")
         if hash_ and SHAPE.search("# " + comment):
@@ -104,7 +106,7 @@ def _shapes(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _raised(source: str, node: Function) -> Iterator[str]:
-    """Comments on the errors that a body raises: its callers may read their words."""
+    """Yield comments with the errors that a body raises, since tests may compare their messages."""
     found = [part.exc for part in ast.walk(node) if isinstance(part, ast.Raise)]
     calls = sorted(
         (call for call in found if isinstance(call, ast.Call)), key=lambda call: call.lineno
@@ -117,7 +119,7 @@ def _raised(source: str, node: Function) -> Iterator[str]:
 
 
 def is_blank(source: str, name: str, exercise: str) -> bool:
-    """Return True if a student has left a function as it was made: all that it does is to raise."""
+    """Return True if a student has left a function blank: all that it does is to raise."""
     node = functions(source).get(name)
     if node is None:
         return False
@@ -126,22 +128,24 @@ def is_blank(source: str, name: str, exercise: str) -> bool:
 
 
 def graft(reference: str, student: str, names: Collection[str]) -> str:
-    """The reference with a student's functions in place of its own, and what is new beside them.
+    """Return the reference with a student's functions in place of its own, and with the definitions they
+    need.
 
-    What else was changed is not taken. New are imports, functions, classes and constants of the module and
+    Other changes of the student are dropped. Definitions that are added are imports, functions, classes
+    and constants of the module and
     methods of a class, under names that the reference does not have.
 
     names: qualified names of the functions that count.
 
     Raises:
-        NotThere: a function is gone, takes other arguments, or is indented otherwise.
+        NotThere: a function is missing, takes other arguments, or is indented otherwise.
         SyntaxError: the student's text is no Python.
     """
     theirs = functions(student)
     ours = functions(reference)
     tree = ast.parse(reference)
-    if gone := sorted(set(names) - set(theirs)):
-        raise NotThere(f"{', '.join(gone)} is gone")
+    if missing := sorted(set(names) - set(theirs)):
+        raise NotThere(f"{', '.join(missing)} is missing")
     edits: list[Edit] = []
     for name in names:
         mine, new = ours[name], theirs[name]
@@ -196,7 +200,7 @@ def _outside(node: Function) -> tuple[object, ...]:
 
 
 def names_of(statement: ast.stmt) -> set[str]:
-    """The names that a statement of a module binds; none for anything but definitions and imports."""
+    """Return the names that a definition, an assignment or an import binds; none for other statements."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {statement.name}
@@ -212,6 +216,6 @@ def names_of(statement: ast.stmt) -> set[str]:
 
 
 def without(source: str, names: Collection[str]) -> str:
-    """Source without some functions at all: hidden tests."""
-    gone = [node for name, node in functions(source).items() if name in names]
-    return _edited(source, [(_first(node), node.end_lineno or 0, []) for node in gone])
+    """Return source without some functions at all, such as hidden tests."""
+    removed = [node for name, node in functions(source).items() if name in names]
+    return _edited(source, [(_first(node), node.end_lineno or 0, []) for node in removed])

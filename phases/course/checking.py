@@ -1,4 +1,4 @@
-"""The check of a student's functions: small cases, tests, and tests of later phases."""
+"""Check a student's functions by small cases, by tests of their phase, and by tests of later phases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ State = Literal["not started", "refused", "fails", "breaks a later phase", "pass
 
 @dataclass(frozen=True)
 class Failure:
-    """The first thing that went wrong: a case, or a test."""
+    """The first case or test that failed. Fields are empty where they do not apply."""
 
     test: str = ""
     """Its name, with the later phase whose test it is, or nothing when no test got as far."""
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one exercise."""
+    """An exercise's state after a check, with its first failure if it has one."""
 
     exercise: Exercise
     state: State
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """True if everything that was run has passed."""
+        """True if every case and test that was run has passed."""
         return self.state == "passes here"
 
 
@@ -72,7 +72,7 @@ def check(
 ) -> Verdict:
     """Judge the functions of an exercise in a student's `source`.
 
-    hidden: also run what students do not see.
+    hidden: also run the tests that are left out of working copies.
     """
     reference = exercise.path.read_text(encoding="utf-8")
     try:
@@ -105,14 +105,17 @@ def run(
     server: ForkServer,
     limit: float = LIMIT,
 ) -> Verdict:
-    """Judge an exercise with this text in its file: cases first, in a process of their own, then tests."""
+    """Judge an exercise with `text` in its file: cases first, in a process of their own, then tests.
+
+    nodes: pytest ids of the tests. limit: seconds of processor time for the cases, and for the tests.
+    """
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         copy_reference(folder)
         if exercise.cases:
             # What could do the work in the student's place is blank there: only tests need it.
-            twins = [name.partition(":") for name in exercise.masked]
-            held = {function: "" for file, _, function in twins if file == exercise.file}
+            masked = [name.partition(":") for name in exercise.masked]
+            held = {function: "" for file, _, function in masked if file == exercise.file}
             (folder / exercise.file).write_text(blank(text, held), encoding="utf-8")
             record = _record(folder, exercise, [], server, limit)
             if failed := _of_process(exercise, record):
@@ -163,10 +166,10 @@ def copy_reference(folder: Path) -> None:
 def _record(
     folder: Path, exercise: Exercise, nodes: list[str], server: ForkServer, limit: float
 ) -> dict[str, Any]:
-    """Return what a process says that runs these tests, or the cases without any.
+    """Run tests in a process of its own, or the exercise's cases if `nodes` is empty, and return its record.
 
-    `tests` (node id -> outcome and what was said) or `cases`, and `ended`: why it did not come to its end,
-    if it did not.
+    Returns: `tests` (node id -> outcome, message and place), `cases` (a value or a message for each), and
+    `ended`, the reason why the process did not finish, or "".
     """
     word = secrets.token_hex(16)
     arguments = [*OPTIONS, f"--hypothesis-seed={server.seed}", *nodes] if nodes else []
@@ -201,17 +204,21 @@ def _of_process(exercise: Exercise, record: Mapping[str, Any]) -> Verdict | None
 
 
 def _of_case(exercise: Exercise, case: Case, said: Mapping[str, str] | None) -> Verdict | None:
-    """Compare a value that the process has said with the one that only this process knows."""
+    """Compare a case's value with the expected one, which only this process knows; return a verdict if
+    they differ.
+
+    said: the value as text (`got`), or what was raised (`message`, `place`); None: the case was not run.
+    """
     said = said or {"message": "it was not run"}
     got, expected = said.get("got", ""), plain(ast.literal_eval(case.expect.strip()))
-    alike = False
+    is_same_type = False
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         value = ast.literal_eval(got)
         if same(value, expected):
             return None
-        alike = type(value) is type(expected)
+        is_same_type = type(value) is type(expected)
     # What raises, or is of another kind, resembles no wrong answer.
-    trap = trap_with(exercise.phase, case.trap) if case.trap and alike else ""
+    trap = trap_with(exercise.phase, case.trap) if case.trap and is_same_type else ""
     about = {name: said.get(name, "") for name in ("message", "place")}
     values = {"expected": repr(expected)[:LONGEST], "got": got[:LONGEST]}
     return Verdict(
@@ -273,7 +280,7 @@ def _failed(exercise: Exercise, node: str, report: Mapping[str, str]) -> Verdict
 def check_file(
     folder: Path, exercise: Exercise, server: ForkServer, *, hidden: bool = False
 ) -> Verdict:
-    """`check` for what lies in a student's copy."""
+    """Check the file of a student's working copy; an unreadable file is refused. See `check`."""
     try:
         source = text_in(folder, exercise.file)
     except (OSError, UnicodeDecodeError) as error:

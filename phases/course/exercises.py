@@ -1,4 +1,4 @@
-"""The exercises of the course: what stands in each phase's `exercises.toml`."""
+"""Read the exercises and questions of each phase's `exercises.toml`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Exercise:
-    """Functions of one file that are the idea of a phase, and what proves that they are right."""
+    """Functions of one file that a student writes, with the cases and tests that judge them."""
 
     id: str
     """Phase and number: `05.3`."""
@@ -70,7 +70,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Question:
-    """An answer to predict (`05.p1`) or to measure (`05.m1`), which evidence knows."""
+    """A number to predict (`05.p1`) or to measure (`05.m1`), compared with a value of the evidence."""
 
     id: str
     points: int
@@ -95,7 +95,7 @@ class Question:
 
 @cache
 def exercises() -> tuple[Exercise, ...]:
-    """Every exercise there is, in order of dependency."""
+    """Return all exercises, those of lower phases first."""
     return tuple(
         _exercise(phase, raw) for phase in PHASES for raw in _raw(phase).get("exercise", ())
     )
@@ -103,7 +103,7 @@ def exercises() -> tuple[Exercise, ...]:
 
 @cache
 def questions() -> tuple[Question, ...]:
-    """Every question there is, in order."""
+    """Return all questions, those of lower phases first."""
     return tuple(
         Question(**raw) for phase in PHASES for raw in _raw(phase).get("question", ())
     )
@@ -132,22 +132,24 @@ def _file(phase: Phase, name: str) -> str:
 
 
 def _node(phase: Phase, name: str) -> str:
-    """A test's node id: `test_x` of the phase's own file, `test_05_paged_cache:test_x` of another's."""
+    """Return a test's pytest id. name: `test_x` of the phase's own file, `test_05_paged_cache:test_x` of
+    another's.
+    """
     file, _, test = name.rpartition(":")
     return f"tests/phases/{file or f'test_{phase.name}'}.py::{test}"
 
 
 def find_question(name: str) -> Question:
-    """The question of an id. Raises `UserError` with all there are."""
+    """Return the question with an id. Raises `UserError`, which names all ids, if there is none."""
     known = {one.id: one for one in questions()}
     return known[choice("question", name, known)]
 
 
 def of_phases(text: str | None) -> tuple[Exercise, ...]:
-    """The exercises of phases given as `5`, `02-05` or `02,05-07`; all for None.
+    """Return the exercises of phases given as `5`, `02-05` or `02,05-07`; all of them for None.
 
     Raises:
-        UserError: it is none of these, or there are no exercises in them.
+        UserError: the text has another form, or the phases have no exercises.
     """
     if text is None:
         return exercises()
@@ -164,7 +166,9 @@ def of_phases(text: str | None) -> tuple[Exercise, ...]:
 
 
 def files_of(chosen: Sequence[Exercise]) -> dict[str, dict[str, str]]:
-    """Return each file's blank functions, with the exercise's id, or "" for those held back."""
+    """Return each file's blank functions, with the exercise's id, or "" for functions that students
+    neither see nor write.
+    """
     found: dict[str, dict[str, str]] = {}
     for exercise in chosen:
         found.setdefault(exercise.file, {}).update(

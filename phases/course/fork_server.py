@@ -33,11 +33,11 @@ INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "VIRTUAL_ENV")
 
 
 class ForkServer:
-    """The server, from the beginning to the end of a ``with``.
+    """Runs jobs in forks of a server process, which lives as long as a ``with`` block.
 
-    seed: of all that tests draw, so that a grade is the same tomorrow.
-    seconds: of processor time that all runs took.
-    gaps: one line on what does not confine a run on this system, or nothing.
+    seed: seed of all random numbers that tests draw, so that a grade can be repeated.
+    seconds: processor time of all runs.
+    gaps: one line about the means of confinement that this system lacks, or "".
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -92,7 +92,9 @@ class ForkServer:
 
 
 def main() -> None:
-    """Say what does not confine when ready; then take a job a line, and answer each with its exit status."""
+    """Print the gaps of the confinement; then read a job from each line, and print its exit status and
+    seconds.
+    """
     sandbox = import_module("sandbox")  # from this folder, which is no place for other imports
     sys.path.remove(str(Path(__file__).resolve().parent))
     import hypothesis  # noqa: F401  (a fork has it, as it has PyTorch)
@@ -121,7 +123,7 @@ def main() -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Let this process work in a folder: its output goes to a file, its imports and temporary files there."""
+    """Make `folder` this process's own: its working directory, output, import roots, and temporary files."""
     os.setsid()  # a group of its own, so that nothing that a test started stays behind
     os.chdir(folder)
     scratch = folder / SCRATCH
@@ -132,15 +134,15 @@ def prepare(folder: Path) -> None:
     os.dup2(output, 2)
     # For what tests start; pytest's own `pythonpath` does the same here. COLUMNS is how much of a message
     # fits the summary's one line.
-    places = [folder, *sorted((folder / "phases").glob("[0-9]*"))]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300"}
+    import_roots = [folder, *sorted((folder / "phases").glob("[0-9]*"))]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, import_roots)), "COLUMNS": "300"}
     for name in ("HOME", "TMPDIR", "HYPOTHESIS_STORAGE_DIRECTORY", "TRITON_CACHE_DIR"):
         os.environ[name] = str(scratch)
-    sys.path[:0] = map(str, places)
+    sys.path[:0] = map(str, import_roots)
 
 
 def run(job: dict[str, Any], record: int) -> int:
-    """Run `grading_process.main` of the copy; its record goes to an open file."""
+    """Run `grading_process.main` of the copied checkout, which writes its record into an open file."""
     tempfile.tempdir = os.environ["TMPDIR"]  # a library may have asked for it before
     status = int(import_module("phases.course.grading_process").main(job, record))
     sys.stdout.flush()
@@ -148,9 +150,9 @@ def run(job: dict[str, Any], record: int) -> int:
 
 
 def wait(child: int, seconds: float) -> tuple[int, float]:
-    """Return a child's exit status, and its processor time. It is killed when it takes more than `seconds`.
+    """Wait for a child; return its exit status and its seconds of processor time.
 
-    What it has started is killed in any case.
+    It is killed after `seconds`, and the processes that it started are killed when it ends.
     """
     end = time.monotonic() + seconds
     try:

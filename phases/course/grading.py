@@ -33,7 +33,7 @@ class Score:
     hints: int = 0
     solution_shown: bool = False
     guesses: int = 0
-    """Answers that were given to a question; the last counts."""
+    """Number of replies that were given to a question; the last one counts."""
 
 
 def grade(
@@ -75,7 +75,7 @@ def grade(
 
 
 def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
-    """The score of one exercise."""
+    """Check an exercise of a copy, hidden tests included, and return its score."""
     hints, shown = (
         logged(copy.folder, exercise.id, "hint"),
         logged(copy.folder, exercise.id, "solution"),
@@ -94,7 +94,7 @@ def score(copy: Copy, exercise: Exercise, server: ForkServer) -> Score:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """In a line, what went wrong."""
+    """Return one line about what failed."""
     failure = verdict.failure
     if failure is None:
         return ""
@@ -103,13 +103,13 @@ def reason_of(verdict: Verdict) -> str:
 
 
 def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """Everything, for a machine."""
+    """Return all scores as JSON, with their sum."""
     total, most = sum(one.points for one in scores), sum(one.most for one in scores)
     return {"points": total, "of": most, "exercises": [vars(one) for one in scores]}
 
 
 def as_gradescope(scores: Sequence[Score]) -> dict[str, Any]:
-    """The form of Gradescope's results.json. Reasons are shown, and tests are not."""
+    """Return the text of Gradescope's results.json: points and reasons, without the names of tests."""
     return {
         "score": sum(one.points for one in scores),
         "tests": [
@@ -129,7 +129,9 @@ def as_gradescope(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def truth(question: Question) -> float:
-    """Return the evidence's value. Raises `UserError` when it has no such run."""
+    """Return the value that a question asks for, from its evidence file. Raises `UserError` if it has no
+    such run.
+    """
     value = _metric(question, question.run)
     return value / _metric(question, question.over) if question.over else value
 
@@ -146,13 +148,13 @@ def _metric(question: Question, wanted: Mapping[str, Any]) -> float:
 
 
 def is_right(question: Question, answer: float) -> bool:
-    """Return True if an answer is within the question's tolerance of the evidence."""
+    """Return True if a number is within the question's tolerance of the evidence's value."""
     known = truth(question)
     return abs(answer - known) <= question.tolerance * abs(known)
 
 
 def given(guesses: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the last answer of a log's entries, or None where there is none."""
+    """Return the last reply in a log's entries, or None if there is none."""
     with suppress(IndexError, KeyError, TypeError, ValueError, OverflowError):
         return float(guesses[-1]["answer"])
     return None

@@ -1,4 +1,4 @@
-"""The process where a student's functions run: worked cases in one, tests in another, and a record of each.
+"""Run a student's functions, and write a record: worked cases in one process, tests in another.
 
 It belongs to the student's code, so it judges nothing that can be judged elsewhere. Of a case it says the
 value alone; of tests it says each outcome, those of canaries too, which must fail (`checking`).
@@ -20,7 +20,9 @@ LONGEST, SHOWN = 600, 8
 
 
 def main(job: dict[str, Any], record_file: int) -> int:
-    """Run pytest with a job's arguments; without any, its cases. The record goes to an open file."""
+    """Run pytest with a job's arguments, or the job's cases if it has none; write the record to an open
+    file.
+    """
     file, record = Path.cwd() / job["file"], {"word": job["word"]}
     if job["arguments"]:
         import pytest  # the command, which needs some names of this file, has no need of it
@@ -44,7 +46,7 @@ def value_of(case: dict[str, str], file: Path) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return tensors and arrays as lists, tuples as lists, numbers rounded to four places."""
+    """Return tensors and arrays as lists, tuples as lists, numbers rounded to four decimals."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
@@ -81,7 +83,7 @@ def raised(error: BaseException, file: Path) -> dict[str, str]:
 
 
 class Recorder:
-    """A plugin of pytest that writes down what became of each test, at the very end."""
+    """A plugin of pytest that records each test's outcome, and writes the record when the session ends."""
 
     def __init__(self, record: dict[str, Any], file: Path, record_file: int) -> None:
         self._record = record
@@ -93,12 +95,12 @@ class Recorder:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> None:
-        """Keep what was raised."""
+        """Record the exception of a test that raised one."""
         if call.excinfo is not None:
             self._raised[item.nodeid] = raised(call.excinfo.value, self._file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome, and of a failure what was raised."""
+        """Record a test's outcome, with the exception of a failed one."""
         if report.failed:
             said = self._raised.get(
                 report.nodeid, {"message": str(report.longrepr)[-LONGEST:]}
@@ -109,7 +111,7 @@ class Recorder:
             self._tests[report.nodeid] = {"outcome": outcome}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported fails as a test."""
+        """Record a file that cannot be imported as a failed test."""
         if report.failed:
             self._tests[report.nodeid] = {
                 "outcome": "failed",

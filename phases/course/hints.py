@@ -21,7 +21,7 @@ LEVELS = 3
 def hint(exercise: Exercise, level: int) -> str:
     """Return a hint, from the invariant to pseudocode.
 
-    Level 1: what must hold, and where the lesson says it. 2: a worked input and output. 3: pseudocode.
+    level: 1: what must hold, and where the lesson says it; 2: a worked input and output; 3: pseudocode.
 
     Raises:
         UserError: there is no such level.
@@ -45,7 +45,9 @@ def hint(exercise: Exercise, level: int) -> str:
 
 
 def solution(exercise: Exercise, source: str) -> str:
-    """From a student's functions to the reference's, as a unified diff; from nothing where there are none."""
+    """Return a unified diff from a student's functions to the reference's; a function that is missing is
+    empty.
+    """
     reference = exercise.path.read_text(encoding="utf-8")
     ours = functions(reference)
     try:
@@ -76,7 +78,7 @@ def log(folder: Path, what: str, exercise: str, **more: object) -> None:
 
 
 def logged(folder: Path, exercise: str, what: str) -> list[dict[str, object]]:
-    """Return the log's entries of an exercise."""
+    """Return the entries of the copy's log that are about an exercise or question."""
     found = []
     with suppress(OSError):
         for line in text_in(folder, LOG, errors="replace").splitlines():

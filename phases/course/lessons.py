@@ -1,4 +1,4 @@
-"""The course's use of the lessons: traps, and the lesson itself without the answers."""
+"""Read the traps of lessons, and make copies of lessons and notebooks without the solutions of exercises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _text(path: Path) -> str:
 
 
 def _traps(phase: Phase) -> list[str]:
-    """The rows of a lesson's traps, each as one line of text."""
+    """Return the rows of a lesson's table of traps, each as one line of text."""
     traps: list[str] = []
     for page in pages(phase):
         found = re.search(r"^## \d\. Traps.*?(?=^## \d)", _text(page), re.M | re.DOTALL)
@@ -58,12 +58,12 @@ def trap_of(phase: Phase, test: str) -> str:
 
 
 def trap_with(phase: Phase, words: str) -> str:
-    """The trap with these words, or nothing."""
+    """Return the trap that contains these words, or ""."""
     return next((_trap_text(row) for row in _traps(phase) if words in row), "")
 
 
 def _trap_text(row: str) -> str:
-    """A row without its test and its markup."""
+    """Return a row's text without its test and its markup."""
     cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
     text = ": ".join(cell for cell in cells if cell and "`test_" not in cell) or row.lstrip(
         "- "
@@ -73,7 +73,7 @@ def _trap_text(row: str) -> str:
 
 
 def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
-    """For each function the lines of its body, without docstring, comments and indentation."""
+    """Return the lines of each function's body, without docstring, comments and indentation."""
     found: dict[str, list[str]] = {}
     for name, node in functions(source).items():
         if name in names:
@@ -84,7 +84,9 @@ def bodies_of(source: str, names: Collection[str]) -> dict[str, list[str]]:
 
 
 def gives_away(text: str, bodies: Mapping[str, list[str]]) -> str:
-    """The function whose answer code gives away most: by two of its lines in a row, or a long one."""
+    """Return the function whose solution a piece of code shows: two of its lines in a row, or a long one;
+    or "".
+    """
     try:
         lines = [line.strip() for line in ast.unparse(ast.parse(text)).splitlines()]
     except SyntaxError:
@@ -108,10 +110,10 @@ def masked(
     notes: Mapping[str, str],
     questions: Sequence[str],
 ) -> str:
-    """Return a page of a lesson without code that gives an answer away, and without comments.
+    """Return a page of a lesson without code that shows a solution, and without HTML comments.
 
-    bodies and notes: by `file:function`, the lines of each answer, and what stands in its place.
-    questions: ids of those that what was measured would answer.
+    bodies, notes: `file:function` -> the lines of the solution, and the text that replaces them.
+    questions: ids of the questions that the page's measurements would answer.
     """
     text = FENCE.sub(
         lambda found: notes.get(gives_away(found[1], bodies), found[0]), _text(page)
@@ -126,7 +128,7 @@ def masked(
 
 
 def notebook(path: Path, bodies: Mapping[str, list[str]], notes: Mapping[str, str]) -> str:
-    """Return a notebook without outputs, and without code that gives an answer away: see `masked`."""
+    """Return a notebook without outputs, and without code that shows a solution. Arguments: see `masked`."""
     book = json.loads(_text(path))
     for cell in book["cells"]:
         if cell["cell_type"] == "code":

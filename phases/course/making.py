@@ -1,4 +1,4 @@
-"""A student's working copy: lessons, tests, and files with blank functions. Nothing in it holds an answer."""
+"""Make a student's working copy: lessons, tests, and files with blank functions, without any solution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST = 1 << 22
 
 @dataclass(frozen=True)
 class Copy:
-    """A student's working copy as it lies on disk."""
+    """A working copy on disk: its folder, and the exercises and questions of its phases."""
 
     folder: Path
     exercises: tuple[Exercise, ...]
@@ -43,7 +43,7 @@ def about(chosen: Iterable[Exercise]) -> tuple[list[Phase], tuple[Question, ...]
 def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
     """Return every text of a copy with these exercises, by its path: always the same from the same reference.
 
-    What a lesson has measured is withheld: it answers the phase's questions.
+    Measurements of lessons are withheld, since the phases' questions ask for them.
     """
     phases, asked = about(chosen)
     blanks = files_of(chosen)
@@ -77,7 +77,9 @@ def made_files(chosen: Sequence[Exercise]) -> dict[str, str]:
 
 
 def hidden_in(file: str) -> set[str]:
-    """The names of the hidden tests in a file of tests; whatever one exercise shows is shown."""
+    """Return the names of the hidden tests in a file of tests; a test that some exercise shows is not
+    hidden.
+    """
     shown = {node.partition("[")[0] for exercise in exercises() for node in exercise.tests}
     kept = {
         node.partition("[")[0] for exercise in exercises() for node in exercise.hidden
@@ -89,7 +91,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
     """Write a working copy into a folder that is empty or not there.
 
     Raises:
-        UserError: something is there, or it cannot be written.
+        UserError: the folder is not empty, lies in the checkout, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -117,7 +119,7 @@ def make(folder: Path, chosen: tuple[Exercise, ...]) -> Copy:
 
 
 def link(folder: Path) -> None:
-    """Let the copy's links lead to this checkout, wherever the copy was made."""
+    """Point the copy's symbolic link at this checkout, whichever checkout made the copy."""
     place = folder / lessons.CHECKOUT
     with suppress(OSError):
         if place.is_symlink():
@@ -126,12 +128,12 @@ def link(folder: Path) -> None:
 
 
 def text_in(folder: Path, file: str, errors: str = "strict") -> str:
-    """The text of a file of a copy, which may be any student's: a pipe or a device would never end.
+    """Return the text of a regular file of a student's copy; links, pipes and devices are refused.
 
-    errors: of what is no text; see `open`.
+    errors: how bytes that are no UTF-8 are treated; see `open`.
 
     Raises:
-        OSError: it is no plain file there, or too large.
+        OSError: it is no regular file inside the copy, or larger than `LARGEST`.
         UnicodeDecodeError: it is no text.
     """
     path = folder / file
@@ -149,7 +151,7 @@ def text_in(folder: Path, file: str, errors: str = "strict") -> str:
 
 
 def fingerprint(made: dict[str, str]) -> str:
-    """One number for all that a copy was made of."""
+    """Return a hash of all texts that a copy was made of."""
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -171,7 +173,7 @@ def opened(folder: Path) -> Copy:
 
 
 def around(folder: Path) -> Copy:
-    """The working copy that a folder lies in. Raises `UserError` when it lies in none."""
+    """Return the working copy that a folder lies in. Raises `UserError` when it lies in none."""
     for place in (folder, *folder.parents):
         if (place / COURSE).is_file():
             return opened(place)
@@ -181,7 +183,7 @@ def around(folder: Path) -> Copy:
 
 
 def guide(chosen: Sequence[Exercise]) -> str:
-    """Return the copy's own page: what to do, and what there is."""
+    """Return the text of the copy's guide: commands, exercises, questions, notebooks, functions held back."""
     phases, asked = about(chosen)
     blanks = files_of(chosen).items()
     held = [

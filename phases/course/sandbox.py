@@ -1,4 +1,4 @@
-"""The confinement of a student's process by the operating system: files, network, processes, memory, time.
+"""Confine a student's process by the operating system: files, network, processes, memory, time.
 
 Two means of Linux, each used where the system has it. *Namespaces* give a process a network of its own with
 a loopback alone, process numbers of its own, and mounts that are read-only. *Landlock* lets it open only the
@@ -148,8 +148,8 @@ def restrict_files(folder: Path, scratch: Path) -> None:
     packages = [
         entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
     ]
-    places: list[str | Path] = [*READABLE, sys.base_prefix, sys.prefix, *packages, folder]
-    allowed = {Path(place): read for place in places}
+    readable: list[str | Path] = [*READABLE, sys.base_prefix, sys.prefix, *packages, folder]
+    allowed = {Path(path): read for path in readable}
     allowed |= dict.fromkeys(map(Path, DEVICES), READ_FILE | WRITE_FILE | TRUNCATE)
     allowed |= dict.fromkeys([scratch, Path("/dev/shm")], handled)
     for place, rights in allowed.items():
@@ -179,7 +179,7 @@ def works(step: Callable[[], None]) -> bool:
 
 
 def describe_gaps(namespaces: bool, landlock: bool) -> str:
-    """Return one line on what does not confine a run on this system, or nothing where all does."""
+    """Return one line about the means of confinement that this system lacks, or "" if it has them all."""
     if sys.platform != "linux":
         lacks = "confines nothing: only Linux has the means used here, and macOS' sandbox-exec is deprecated"
     elif not namespaces:
@@ -201,7 +201,8 @@ def describe_gaps(namespaces: bool, landlock: bool) -> str:
 def _continue_in_child(most: int = 0) -> None:
     """Continue in a new process. This one waits for it, and ends as it ended.
 
-    most: of processes that /proc shows, if this is the first of a namespace: with its end the others end.
+    most: if not 0, the child is the first process of a namespace, and it is ended, with all others there,
+        when /proc shows more processes than this.
     """
     child = os.fork()
     if child == 0:

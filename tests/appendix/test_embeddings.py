@@ -128,5 +128,6 @@ async def test_who_leaves_is_let_go_and_keys_are_asked(make):
     app.engine.busy = True
     await settle(app)
     assert (
-        metrics(app).troubles["left"] == 1 and ("/v1/embeddings", 401) in metrics(app).answers
+        metrics(app).failures["left"] == 1
+        and ("/v1/embeddings", 401) in metrics(app).responses
     )

@@ -348,7 +348,7 @@ async def test_the_same_limits_keys_and_metrics_as_the_chat(make, path):
     running.leave()
     await task
     assert {(path, 200), (path, 401), (path, 413), (path, 404), (path, 429)} <= set(
-        metrics(app).answers
+        metrics(app).responses
     )
     assert metrics(app).generated > 0 and metrics(app).prompted > 0
     await settle(app)

@@ -158,7 +158,7 @@ def test_flags_come_from_the_options(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main(["run", "--help"])
+        main(["run", "--help-all"])
     shown = capsys.readouterr().out
     for name in first_phases():
         assert "--" + name.replace("_", "-") in shown, name

@@ -133,8 +133,11 @@ def test_only_files_of_the_copy_are_read(tmp_path: Path) -> None:
     (copy.folder / exercise.file).unlink()
     (copy.folder / exercise.file).write_bytes(b"\xff\xfe")
     assert "cannot be read" in message_of(checking.check_file(copy.folder, exercise, None))  # type: ignore[arg-type]
-    gone = exercise.path.read_text(encoding="utf-8").replace("def retain", "def keep")
-    for text, says in (("def broken(:\n", "line 1"), (gone, "BlockAllocator.retain is gone")):
+    renamed = exercise.path.read_text(encoding="utf-8").replace("def retain", "def keep")
+    for text, says in (
+        ("def broken(:\n", "line 1"),
+        (renamed, "BlockAllocator.retain is missing"),
+    ):
         (copy.folder / exercise.file).write_text(text)
         assert says in message_of(checking.check_file(copy.folder, exercise, None))  # type: ignore[arg-type]
 

@@ -509,7 +509,7 @@ async def test_who_leaves_is_let_go(make, stream):
     await settle(app)
     steps = app.engine.engine.stats.steps
     assert steps < 60, f"a request whose client had left was computed for {steps} steps"
-    assert metrics(app).troubles["left"] == 1
+    assert metrics(app).failures["left"] == 1
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ async def test_a_slow_reader_is_dropped_and_others_are_not(make, model, tokenize
     slow.leave()  # what the server's sweep does
     await tasks[0]
     await settle(app)
-    assert metrics(app).troubles["slow"] == 1
+    assert metrics(app).failures["slow"] == 1
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ def test_thousands_who_leave(make, rounds):
         assert kept < 150, (
             f"{kept} Python objects are kept of each {25 * rounds} requests that were left"
         )
-        assert metrics(app).troubles["left"] > 50 * rounds
+        assert metrics(app).failures["left"] > 50 * rounds
 
     asynchronously(test, 280.0)
 

@@ -323,6 +323,8 @@ def test_conversations_are_kept_in_the_browser(visit):
     page.locator(".user .tools button", has_text="Edit").first.click()
     page.keyboard.press("Escape")
     page.reload()
+    expect(page.locator(".turn")).to_have_count(2)  # the conversation that was open
+    page.click("#clear")
     expect(page.locator(".turn")).to_have_count(0)
     page.select_option("#kept", label="other")
     assert page.locator(".turn .body").all_inner_texts() == ["other", "fourth"]
@@ -331,6 +333,98 @@ def test_conversations_are_kept_in_the_browser(visit):
     expect(page.locator(".turn")).to_have_count(0)
     page.reload()
     expect(page.locator("#kept option")).to_have_count(1)
+
+
+HALF_AN_ANSWER = """() => {
+  const real = window.fetch;
+  const event = 'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}';
+  const start = (signal) => (stream) => {
+    stream.enqueue(new TextEncoder().encode(event + String.fromCharCode(10, 10)));
+    signal.addEventListener("abort", () => stream.error(signal.reason));
+  };
+  const half = (signal) => new Response(new ReadableStream({ start: start(signal) }));
+  window.fetch = (path, options) => path.includes("chat")
+    ? Promise.resolve(half(options.signal)) : real(path, options);
+}"""
+
+
+@pytest.mark.slow
+def test_a_stopped_answer_says_so_also_after_a_reload(visit):
+    from playwright.sync_api import expect
+
+    page = visit()
+    page.evaluate(HALF_AN_ANSWER)
+    page.fill("#say", "hello")
+    page.press("#say", "Enter")
+    expect(page.locator(".turn.assistant .body")).to_have_text("half")
+    page.keyboard.press("Escape")
+    expect(page.locator(".turn.assistant .note")).to_have_text("Stopped before its end.")
+    page.reload()
+    expect(page.locator(".turn.assistant .note")).to_have_text("Stopped before its end.")
+
+
+@pytest.mark.slow
+def test_an_answer_that_max_tokens_cut_says_so(visit):
+    from playwright.sync_api import expect
+
+    page = visit()
+    page.evaluate("document.getElementById('max_tokens').value = 3")
+    page.evaluate("document.getElementById('seed').value = 1")
+    say(page, "hello", 2)
+    expect(page.locator(".turn.assistant .note")).to_have_text("Cut off at max_tokens.")
+
+
+@pytest.mark.slow
+def test_options_leave_room_and_a_wrong_schema_is_told_beside_its_field(visit):
+    page = visit()
+    page.locator("summary").click()
+    page.fill("#schema", "{")
+    page.fill("#say", "hello")
+    page.press("#say", "Enter")
+    assert "no JSON" in page.locator("#schema + *, label:has(#schema) + div").inner_text()
+    box = page.locator("#talk").bounding_box()
+    assert box["height"] > 200, f"the conversation has {box['height']} pixels"
+    assert page.locator("#temperature").get_attribute("placeholder")
+    assert page.locator("#temperature").input_value() == "", "the server's sampling is its own"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_is_told_in_words_and_the_question_can_be_sent_again(visit):
+    from playwright.sync_api import expect
+
+    page = visit()
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.fill("#say", "hello")
+    page.press("#say", "Enter")
+    expect(page.locator(".turn.error")).to_contain_text("The server cannot be reached")
+    assert page.locator("#say").input_value() == "hello"
+    page.unroute("**/v1/chat/completions")
+    answers(page, "an answer")
+    page.locator(".turn.error button", has_text="Try again").click()
+    expect(page.locator(".turn.assistant .body")).to_have_text("an answer")
+    expect(page.locator(".turn.error")).to_have_count(0)
+
+
+@pytest.mark.slow
+def test_a_narrow_screen_reaches_the_engine(visit):
+    page = visit(390)
+    assert page.locator("#running").bounding_box()["y"] < 800, "its first numbers are in view"
+    page.locator("nav a", has_text="Engine").click()
+    page.wait_for_timeout(100)
+    assert page.locator("#steps").bounding_box()["y"] < 400
+
+
+@pytest.mark.slow
+def test_a_page_without_its_server_is_grey(browser):
+    from playwright.sync_api import expect
+
+    with Running("--max-rows", "8", "--access-log", "none") as running:
+        page = browser.new_page()
+        page.goto(running.url)
+        expect(page.locator("#state")).to_have_text("ready", timeout=20_000)
+    expect(page.locator("#state")).to_have_text("not reached; trying again", timeout=20_000)
+    expect(page.locator("#engine")).to_have_class("stale")
+    page.close()
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The engine live, for the page: at most ten events a second, and nothing at all while no page is open."""
+"""The server's page at `/`, and the events that show it the engine: ten a second at most, none while no
+page is open.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ HTML = [
     (b"referrer-policy", b"no-referrer"),
 ]
 SECONDS = 0.1
-"""Between two events."""
+"""Seconds between two events."""
 MOST_WATCHERS = 16
 QUIET = 10.0
-"""Seconds after which an event is sent though nothing has changed: a reader that is gone is noticed."""
+"""Seconds after which an event is sent though nothing has changed: a write finds a reader that has
+disconnected.
+"""
 
 
 def whole_page() -> bytes:
@@ -46,7 +50,11 @@ def whole_page() -> bytes:
 
 
 class Live:
-    """The page at `/`, and its events: the last steps, and the last picture of the engine."""
+    """The routes `/` (the page) and `/events` (server-sent events: the newest steps and a picture of the
+    engine).
+
+    watchers: pages that read events now. picture: what `observer.picture` drew last, or None.
+    """
 
     def __init__(self) -> None:
         self.watchers, self._drawn = 0, 0.0
@@ -54,13 +62,17 @@ class Live:
         self._steps: deque[tuple[int, float, int, int, int]] = deque(maxlen=512)
 
     def install(self, app: App) -> None:
-        """Add both routes."""
+        """Add the routes `/` and `/events` to a server."""
         self.app, self.engine = app, app.engine
         app.routes["/events"] = {"GET": self.events}
         app.routes["/"] = {"GET": lambda http: http.answer(200, whole_page(), HTML)}
 
     async def events(self, http: HttpRequest) -> None:
-        """Answer with events for as long as the client stays. Raises `ApiError` if too many watch."""
+        """Send server-sent events until the client disconnects or the server closes.
+
+        Raises:
+            ApiError: 429, if `MOST_WATCHERS` pages read events already.
+        """
         if http.method == "HEAD":  # nothing follows the headers, and a stream would never end
             await http.answer(200, b"", EVENTS)
             return
@@ -96,7 +108,9 @@ class Live:
             leaving.cancel()
 
     def stepped(self, step: StepReport) -> None:
-        """Remember a step: its number, milliseconds, tokens computed, how many ran, tokens that came out."""
+        """Keep a step for the next event: number, milliseconds, tokens computed, requests running, tokens
+        sampled.
+        """
         stats, ms = step.stats, round(step.stats.step_seconds * 1e3, 3)
         if stats.step_tokens or step.tokens:  # or it only brought a picture
             if self._steps and stats.steps <= self._steps[-1][0]:
@@ -107,7 +121,9 @@ class Live:
         self.picture = step.picture or self.picture
 
     def event(self, after: int) -> dict[str, Any]:
-        """Return the present picture, with the steps after step number `after`."""
+        """Return an event: sizes and statistics of the engine, its picture, and the steps after number
+        `after`.
+        """
         engine = self.engine
         if self._steps and self._steps[-1][0] < after:
             after = 0  # of another engine

@@ -1,4 +1,4 @@
-"""The access log: one line of JSON a request, and no request fails because it cannot be written."""
+"""The access log: one line of JSON for each request; a line that cannot be written fails no request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from serving.http.request import HttpRequest, encode_json
 
 
 class AccessLog:
-    """Lines go to a file, to standard error, or nowhere.
+    """Write a line of JSON for each request that has ended.
 
     where: a path, "-" for standard error, or "none".
     """
 
     def __init__(self, where: str, metrics: Metrics) -> None:
-        """Open it. Raises `UserError` if that cannot be done."""
+        """Open the file for appending. Raises `UserError` if it cannot be opened."""
         self.metrics = metrics
         self._file: IO[str] | None = None
         if where == "-":
@@ -34,12 +34,12 @@ class AccessLog:
                 ) from None
 
     def install(self, app: App) -> None:
-        """Hear of every request."""
+        """Register for the end of every request of a server."""
         if self._file is not None:
             app.on_end.append(self.ended)
 
     def ended(self, http: HttpRequest) -> None:
-        """Write down a request and its answer. What a full disk does not take is lost, and counted."""
+        """Write the line of a request. If it cannot be written, only `metrics.lost_log_lines` grows."""
         if self._file is None:
             return
         client, group = http.scope.get("client"), http.group

@@ -41,7 +41,10 @@ SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 5
 
 
 class Histogram:
-    """Counts of values by bucket. bounds: upper ends, ascending; above the last is one more bucket."""
+    """A Prometheus histogram: counts of values by bucket, and their sum.
+
+    bounds: upper ends of the buckets, ascending; values above the last have one more bucket.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = list(bounds)
@@ -49,12 +52,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
+        """Add a value to its bucket and to the sum."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        """Its lines: buckets are cumulative."""
+        """Return the histogram's lines in Prometheus' text format, in which buckets are cumulative."""
         total = 0
         for bound, count in zip([*self.bounds, "+Inf"], self.counts, strict=True):
             total += count
@@ -64,28 +67,28 @@ class Histogram:
 
 
 class Metrics:
-    """Everything that is counted in the API process, and the page `/metrics`."""
+    """The counters and histograms of the API process, and the route `/metrics` that shows them."""
 
     def __init__(self) -> None:
         self.generated = self.prompted = self.lost_log_lines = 0
         self.finished: Counter[str] = Counter()
-        self.troubles: Counter[str] = Counter()
-        self.answers: Counter[tuple[str, int]] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.responses: Counter[tuple[str, int]] = Counter()
         self.first = Histogram(TIMES)
         self.gap = Histogram(TIMES)
         self.whole = Histogram(TIMES)
         self.prompt, self.output = Histogram(SIZES), Histogram(SIZES)
-        self._last: dict[int, float] = {}  # when a completion's newest token has come
+        self._last: dict[int, float] = {}  # number of a completion -> time of its newest token
 
     def install(self, app: App) -> None:
-        """Add the page."""
+        """Add the route `/metrics` to a server, and observe its steps and the ends of its requests."""
         self.app = app
         app.on_step.append(self.stepped)
         app.on_end.append(self.ended)
         app.routes["/metrics"] = {"GET": self.page}
 
     def stepped(self, step: StepReport) -> None:
-        """Count a step and its tokens."""
+        """Count the tokens of a step, and the seconds since each completion's token before."""
         now, last = self.app.engine.now, self._last
         self.generated += len(step.tokens)
         for number in step.numbers:
@@ -96,20 +99,22 @@ class Metrics:
             last.pop(end.number, None)
 
     def ended(self, http: HttpRequest) -> None:
-        """Count a request that is over."""
-        self.answers[http.path if http.path in self.app.routes else "other", http.status] += 1
+        """Count a request that has ended: its response, its failure or finish reasons, lengths and times."""
+        self.responses[
+            http.path if http.path in self.app.routes else "other", http.status
+        ] += 1
         group = http.group
         if group is None:
             return
         for choice in group.choices:  # one whose engine has died has no end
             self._last.pop(choice.number, None)
-        trouble = group.failure[0] if group.failure is not None else None
-        if trouble is not None:
-            self.troubles[trouble] += 1
+        failure = group.failure[0] if group.failure is not None else None
+        if failure is not None:
+            self.failures[failure] += 1
         self.finished.update(
             choice.reason for choice in group.choices if choice.reason is not None
         )
-        if trouble == "refused":  # it is no request of any length
+        if failure == "refused":  # no tokens of it were counted
             return
         self.prompted += group.prompt_tokens
         if group.first_token is not None:
@@ -119,12 +124,12 @@ class Metrics:
         self.whole.observe(time.perf_counter() - group.arrived)
 
     async def page(self, http: HttpRequest) -> None:
-        """Answer with the page that Prometheus reads."""
+        """Send every metric in Prometheus' text format."""
         kind = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
         await http.answer(200, ("\n".join(self.lines()) + "\n").encode(), [kind])
 
     def lines(self) -> Iterator[str]:
-        """Return the lines of the page."""
+        """Yield the lines of `/metrics`: gauges and counters, then histograms, then counters with labels."""
         engine, ready = self.app.engine, self.app.engine.ready or Ready(0, 0)
         stats, model = engine.stats, f'model_name="{_escape(self.app.model.name)}"'
         used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
@@ -186,29 +191,29 @@ class Metrics:
             ("finished_reason", why): self.finished[why]
             for why in {"stop", "length", *self.finished}
         }
-        troubles = {("reason", why): count for why, count in self.troubles.items()}
-        answers = {
+        failures = {("reason", why): count for why, count in self.failures.items()}
+        responses = {
             ("route", path, "status", code): count
-            for (path, code), count in self.answers.items()
+            for (path, code), count in self.responses.items()
         }
         tables: dict[str, tuple[Mapping[Any, int], str]] = {
             "vllm:request_success_total": (ended, "Completions that ended, by reason."),
             "ladder:troubles_total": (
-                troubles,
+                failures,
                 "Requests that could not be answered in full, and why.",
             ),
-            "ladder:http_responses_total": (answers, "Answers by route and status."),
+            "ladder:http_responses_total": (responses, "Responses by route and status."),
         }
         for name, (table, what) in tables.items():
             yield from _head(name, "counter", what)
             for labels, count in sorted(table.items(), key=str):
                 pairs = zip(labels[::2], map(str, labels[1::2]), strict=True)
-                told = ",".join(f'{label}="{_escape(value)}"' for label, value in pairs)
-                yield f"{name}{{{model},{told}}} {count}"
+                others = ",".join(f'{label}="{_escape(value)}"' for label, value in pairs)
+                yield f"{name}{{{model},{others}}} {count}"
 
 
 def _head(name: str, kind: str, what: str) -> tuple[str, str]:
-    """Return the lines that say what a metric is."""
+    """Return a metric's HELP and TYPE lines."""
     return f"# HELP {name} {what}", f"# TYPE {name} {kind}"
 
 

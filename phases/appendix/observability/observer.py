@@ -1,4 +1,4 @@
-"""Pictures of blocks and requests, from the engine's process."""
+"""Draw the blocks, the running requests and the prefix tree of an engine, inside the engine's process."""
 
 from __future__ import annotations
 
@@ -17,20 +17,27 @@ from prefix_cache.radix import RadixIndex
 from serving.messages import Command, DrawEngine, StepReport
 
 MOST_CELLS = 1024
-"""Blocks that are drawn; of a larger pool, every so many-th."""
+"""Blocks that are drawn at most; of a larger pool every second, every third, ... block is."""
 MOST_ROWS = 64
 MOST_NODES = 48
-"""Of the prefix tree, those nearest to its roots first, and of one node's children the youngest."""
+"""Nodes of the prefix tree that are drawn: those nearest to the roots, and of one node's children those
+in use
+and those used last.
+"""
 FREE = -1
 CACHED = -2
 SHARED = -3
-"""Owners that are no row: none, only the prefix cache, several requests."""
+"""Owners of a block that are no row: no owner, the prefix cache alone, several requests."""
 
 
 def picture(engine: object) -> dict[str, Any]:
-    """Owners of blocks (a row, or one of the constants above) and the requests that run.
+    """Return the owner of each block (a row, or one of the constants above), the running requests, the
+    prefix tree.
 
-    It reads the tables between two steps, at most ten times a second, and only while a page is open.
+    Must be called between two steps, when no table changes. An engine without a paged cache has no blocks.
+
+    Returns: `blocks` (every `stride`-th), `stride`, `rows` (a dictionary for each request), and `tree` or
+    None.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
@@ -60,10 +67,10 @@ def picture(engine: object) -> dict[str, Any]:
 
 
 def tree(index: RadixIndex) -> dict[str, Any]:
-    """The prefix tree: of each node its parent's place in the list (-1: none), its blocks, its requests.
+    """Return the prefix tree, without its tokens, which are users' prompts.
 
-    What its tokens are is not in it: they are a user's prompt. `more` counts the nodes that are left out
-    though their parents are shown.
+    Returns: `nodes`, for each [index of its parent in this list or -1, number of blocks, number of requests
+    that use it], and `more`, the number of nodes that are left out though their parents are shown.
     """
     nodes: list[list[int]] = []
     todo, more = deque((-1, root) for root in index.roots), 0
@@ -81,7 +88,7 @@ def tree(index: RadixIndex) -> dict[str, Any]:
 
 
 class StepPictures:
-    """An `Observer` that writes pictures into the reports that are to have one; nothing else costs."""
+    """An `Observer` that adds a picture to the next step's report after a `DrawEngine` command."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -92,7 +99,7 @@ class StepPictures:
         self._draws |= isinstance(command, DrawEngine)
 
     def due(self) -> bool:
-        """Tell if a picture is asked for."""
+        """Return True if a picture was asked for, so that a report must be sent."""
         return self._draws
 
     def write(self, step: StepReport, now: float) -> None:

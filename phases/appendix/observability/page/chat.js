@@ -1,6 +1,7 @@
 // Conversations. Each is an entry of its own in the browser's store, so that two tabs do not undo each other.
 
-const TALK = "ladder.talk.", MOST_TALKS = 50;
+const TALK = "ladder.talk.", MOST_TALKS = 50, TITLE = 60;
+const OPEN = "ladder.open";  // of this tab: the conversation that a reload shows again
 const names = () => Object.keys(stores.local).filter((name) => name.startsWith(TALK))
   .sort((one, other) => other.slice(TALK.length) - one.slice(TALK.length));
 const fresh = () => ({ id: Date.now(), system: "", messages: [] });
@@ -24,11 +25,19 @@ function stored(name) {
   }
 }
 
+function title({ messages }) {
+  const text = String(messages[0].content);
+  return text.length > TITLE ? `${text.slice(0, TITLE)}…` : text;
+}
+
 function list() {
   const entries = names().map((name) => [name, stored(name)]).filter(([, found]) => found);
-  const options = entries.map(([name, found]) => new Option(String(found.messages[0].content).slice(0, 60), name));
-  $("kept").replaceChildren(new Option(entries.length ? "A new conversation" : "No conversation is kept yet", ""), ...options);
-  $("kept").value = stores.local[TALK + talk.id] ? TALK + talk.id : "";
+  const options = entries.map(([name, found]) => new Option(title(found), name));
+  const first = talk.messages.length ? title(talk) : entries.length ? "A new conversation" : "No conversation is kept yet";
+  const isKept = Boolean(stores.local[TALK + talk.id]);
+  $("kept").replaceChildren(new Option(isKept ? "A new conversation" : first, ""), ...options);
+  $("kept").value = isKept ? TALK + talk.id : "";
+  stores.session[OPEN] = talk.id;
 }
 
 /** Show a conversation, which may be a fresh one. */
@@ -86,7 +95,9 @@ function greeting() {
   return empty;
 }
 
-/** A message as an element, with what can be done to it. */
+const ENDS = { length: "Cut off at max_tokens.", stopped: "Stopped before its end." };
+
+/** A message as an element, with how it ended, and what can be done to it. */
 function shown(message) {
   const turn = make("div", `turn ${message.role}`), body = make("div", "body"), tools = make("div", "tools");
   fill(body, message);
@@ -109,7 +120,8 @@ function shown(message) {
       answer();
     }));
   }
-  turn.append(body, tools);
+  if (message.retry) tools.append(button("Try again", () => $("form").requestSubmit()));
+  turn.append(body, make("div", "soft note", ENDS[message.ended]), tools);
   return turn;
 }
 
@@ -152,7 +164,7 @@ async function* completion(body, signal) {
     if (event.error) throw new Error(event.error.message);
     yield event;
   }
-  throw new Error("the server has gone before the end");
+  throw new Error("The server ended before its answer did.");
 }
 
 /** Run `work(signal)`, which Stop ends; what goes wrong is a turn of its own. Returns true at its own end. */
@@ -168,7 +180,8 @@ async function stoppable(work) {
     await work(mine.signal);
     return true;
   } catch (error) {
-    if (error.name !== "AbortError") show(shown({ role: "error", content: inWords(error) }));
+    // A question without an answer goes back to its field, from where it can be sent again.
+    if (error.name !== "AbortError") show(shown({ role: "error", content: inWords(error), retry: true }));
     return false;
   } finally {
     if (stopping === mine) {
@@ -210,6 +223,7 @@ async function answer() {
   });
   turn.classList.remove("busy");
   turn.ariaBusy = "false";
+  if (ENDS[reason]) message.ended = reason;
   if (message.content) {
     mine.messages.push(message);
     keep(mine);
@@ -218,15 +232,14 @@ async function answer() {
     if (mine === talk && !$("say").value) $("say").value = asked.content;
   }
   if (mine !== talk) return;
-  if (message.content) following(() => fill(turn.querySelector(".body"), message));
+  if (message.content) following(() => turn.replaceWith(shown(message)));
   else turn.remove();
   if (message.marks.length) $("tints").hidden = false;
   if (ended && !first) $("speed").textContent = "the answer has no text";
   if (!first) return;
   alone = count > 1 ? (count - 1) / Math.max(1e-3, (last - first) / 1e3) : 0;
   $("speed").textContent = `${several(count, "token")}: the first after ${Math.round(first - started)} ms`
-    + (alone ? `, then ${alone.toFixed(1)} a second` : "")
-    + ({ length: "; cut off at max_tokens", stopped: "; stopped before its end" }[reason] ?? "");
+    + (alone ? `, then ${alone.toFixed(1)} a second` : "");
 }
 
 const MANY = 20, SUBJECT = "Write a few sentences about a place by the sea.";
@@ -265,12 +278,13 @@ function readable() {
     const schema = $("schema").value.trim();
     if (schema) JSON.parse(schema);
     $("schema").classList.remove("bad");
+    $("schema_says").textContent = "";
     return true;
   } catch (error) {
     $("schema").classList.add("bad");
     $("settings").open = true;
     $("schema").focus();
-    $("speed").textContent = `the schema is no JSON: ${error.message}`;
+    $("schema_says").textContent = `This is no JSON: ${error.message}`;
     return false;
   }
 }
@@ -283,6 +297,7 @@ function say(text) {
   talk.system = $("system").value.trim();
   talk.messages.push({ role: "user", content: text });
   redraw();
+  list();
   answer();
 }
 

@@ -115,8 +115,8 @@ function drawTree(tree, size) {
   }
   const used = nodes.filter((node) => node.pins).length;
   $("tree_says").textContent = nodes.length
-    ? `${several(nodes.length + tree.more, "stretch").replace("chs", "ches")}, ${used} in use${tree.more ? `; ${nodes.length} are drawn` : ""}`
-    : "nothing is remembered yet";
+    ? `${several(nodes.length + tree.more, "node")}, ${used} in use${tree.more ? `; ${nodes.length} are drawn` : ""}`
+    : "nothing is cached yet";
 }
 
 function drawRows(rows, running) {
@@ -187,7 +187,7 @@ async function watch() {
       if (!response.ok) throw new Error();
       for await (const data of events(response)) draw(JSON.parse(data));
     } catch { /* the server is away: try again */ }
-    $("state").textContent = "connecting";
+    $("state").textContent = "not reached; trying again";
     $("engine").classList.add("stale");  // what it shows is no longer so
     $("state").className = "";
     await new Promise((done) => setTimeout(done, 2000));
@@ -201,6 +201,6 @@ $("steps").addEventListener("pointermove", (event) => {
 $("steps").addEventListener("pointerleave", () => { pointed = null; drawSteps(); });
 addEventListener("resize", picture);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", picture);
-begin(fresh());
+begin(stored(TALK + stores.session[OPEN]) ?? fresh());
 watch();
 showModel();
