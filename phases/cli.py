@@ -19,11 +19,14 @@ import typer
 
 from common.environment import limit_threads_and_noise
 from common.errors import UserError
+from common.neighbours import usage
 from phases import need_checkout
 from phases.commands import arguments as a
 from phases.commands.arguments import EXTRAS, PHASE_HELP, SCHEMES, flag
 from phases.process import INTERRUPTED, exit_code
 
+BEGUN = usage()
+"""Counters of the processors before arguments are read, which takes long enough to see if others use them."""
 app = typer.Typer(
     name="ladder",
     help="A language model inference engine in runnable phases.",
@@ -90,8 +93,9 @@ def command(
             asked = SimpleNamespace(**{each.name: given.pop(each.name) for each in own})
             asked.options = {name: value for name, value in given.items() if value is not None}
             early.check(asked)
+            measuring = function.__name__ in MEASURING
             limit_threads_and_noise(
-                measuring=function.__name__ in MEASURING
+                measuring=measuring, begun=BEGUN
             )  # before PyTorch is imported
             code: int = resolve_name(target)(asked)
             return code
