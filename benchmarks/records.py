@@ -69,6 +69,43 @@ def peer_lines(root: Path) -> Lines:
     return lines
 
 
+ROWS = {
+    "ready_s": "seconds until it answers",
+    "memory_mb": "memory, MB",
+    "output_tokens_per_s": "tokens a second",
+    "ttft_ms_p50": "first token, ms",
+    "prompt_tokens_per_s": "prompt tokens a second",
+}
+"""Metrics of the comparison of servers, in words."""
+FEWER_IS_BETTER = ("ready_s", "memory_mb", "ttft_ms_p50")
+
+
+def server_lines(evidence: Evidence) -> Lines:
+    """Return the rows of `llama_cpp_server`: both servers side by side, and ours over theirs.
+
+    Beside a busy program our rows are one for each way of waiting, the default first.
+    """
+    peer = next(run.variant for run in evidence.runs if run.variant.startswith("llama"))
+    ours = [run for run in evidence.runs if run.variant != peer]
+    lines = [["", "this", peer, "this over it"]]
+    for run in ours:
+        busy = run.options.get("neighbours", 0)
+        other = next(
+            each
+            for each in evidence.runs
+            if (each.variant, each.workload, each.options) == (peer, run.workload, run.options)
+        )
+        way = run.variant.partition(", ")[2]
+        beside = f", beside {busy} busy program" if busy else ""
+        name = run.workload + beside + (f", waiting: {way}" if way else "")
+        for metric in run.metrics:
+            one, its = run.median(metric), other.median(metric)
+            cells = [f"{name}: {ROWS[metric]}", f"{one:,.4g}", f"{its:,.4g}"]
+            fewer = " (fewer is better)" if metric in FEWER_IS_BETTER else ""
+            lines.append([*cells, f"{one / its:.2f}×{fewer}"])
+    return lines
+
+
 def has_history(root: Path) -> bool:
     """Return whether commits can be counted: not in a copy without history, nor in a shallow clone."""
     return _git(root, "rev-parse", "--is-shallow-repository") == "false"

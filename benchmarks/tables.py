@@ -49,6 +49,9 @@ USUAL = "output tokens per second"
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
+SERVERS = ROOT / "benchmarks" / "other_engines" / "recorded" / "llama_cpp_server.json"
+
+
 def fill(text: str, root: Path = ROOT, file: Path | None = None) -> str:
     """`text` with every table in it made again. `file` says from where links to lessons start."""
     pieces = FENCE.split(
@@ -95,6 +98,11 @@ def _table(words: Sequence[str], root: Path, file: Path | None) -> str:
         return _ladder(root, file)
     if words[0] == "evidence":
         return _markdown(records.evidence_lines(root), text_columns=5)
+    if words[0] == "llama_cpp_server":
+        path = root / SERVERS.relative_to(ROOT)
+        if not path.exists():
+            return "Not measured yet: `python -m benchmarks.other_engines.llama_cpp_server` does.\n"
+        return _markdown(records.server_lines(Evidence.load(path)), text_columns=1)
     if words[0] == "others":
         return _markdown(records.peer_lines(root), text_columns=6)
     if words[0] == "figure":

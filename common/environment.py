@@ -14,7 +14,7 @@ import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from common.neighbours import others_share, processors, usage
+from common.neighbours import Usage, others_share, processors, usage
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}
 """Turns off the profiler's own log, which says when it began and ended."""
@@ -33,35 +33,45 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def limit_threads_and_noise(
-    environment: MutableMapping[str, str] = os.environ, *, measuring: bool = False
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    measuring: bool = False,
+    begun: Usage | None = None,
 ) -> None:
     """Set what the user has not set. Later than the import of PyTorch it changes nothing.
 
-    measuring: the command is a benchmark, which is to have the machine for itself.
+    Args:
+        measuring: the command is a benchmark, which is to have the machine for itself.
+        begun: counters when the command began; what others have taken since is looked at.
     """
     made, limit = dict(QUIET), quota()
     if limit is not None and limit < len(processors()):
         made[THREADS] = str(max(1, int(limit)))
     if not any(name in environment for name in WAITING):
-        made |= (
-            SPIN if measuring else PASSIVE if is_crowded(environment, limit) else SHORT_SPIN
-        )
+        if measuring:
+            made |= SPIN
+        else:
+            crowded = is_crowded(environment, limit, begun or usage())
+            made |= PASSIVE if crowded else SHORT_SPIN
     for name, value in made.items():
         environment.setdefault(name, value)
 
 
-def is_crowded(environment: MutableMapping[str, str], limit: float | None) -> bool:
+def is_crowded(
+    environment: MutableMapping[str, str], limit: float | None, before: Usage
+) -> bool:
     """Return True where threads have to share processors: with others, by a quota, or with each other.
 
-    limit: see `quota`. The others' share is measured for `SAMPLE_SECONDS`.
+    Args:
+        limit: see `quota`.
+        before: counters from which on the others' share is measured, until `SAMPLE_SECONDS` later at least.
     """
     threads = environment.get(THREADS, "")
     if limit is not None and limit < len(processors()):
         return True
     if threads.isdigit() and int(threads) > len(processors()):
         return True
-    before = usage()
-    time.sleep(SAMPLE_SECONDS)
+    time.sleep(max(0.0, before.clock + SAMPLE_SECONDS - time.perf_counter()))
     return others_share(before, usage()) > CROWDED
 
 

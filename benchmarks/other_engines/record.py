@@ -21,6 +21,8 @@ RECORDED = Path(__file__).parent / "recorded"
 WRITTEN = "h200_peers.json"
 LLAMA_CPP = "llama_cpp.json"
 """Evidence of `llama_cpp_run.py`, whose other runs are this engine's in the same minutes."""
+LLAMA_SERVER = "llama_cpp_server.json"
+"""Evidence of `llama_cpp_server.py`: both servers in one run."""
 NINE, TEN, THIRTEEN, FOURTEEN = "09_cuda_graphs", "10_quant", "13_serving", "14_parallel"
 SIXTEEN, SEVENTEEN = "16_experts", "17_hybrid_cache"
 FLAGS = (
@@ -64,6 +66,8 @@ def text(device: str) -> str:
     """Return what a device's file must contain."""
     if device == "cpu":
         peers = [of_llama_cpp()]
+        if (RECORDED / LLAMA_SERVER).exists():
+            peers.append(of_llama_server())
     else:
         written = json.loads((RECORDED / WRITTEN).read_text(encoding="utf-8"))
         peers = [*of_2026_11_21(written), of_version_26(written), *(of_log(*log) for log in LOGS)]
@@ -176,6 +180,29 @@ def of_llama_cpp() -> dict[str, Any]:
         "versions": {"python": written["versions"]["python"]},
         "flags": written["versions"]["llama.cpp"],
         "log": LLAMA_CPP,
+        "runs": runs,
+    }
+
+
+def of_llama_server() -> dict[str, Any]:
+    """Return llama-cpp-python's server on a CPU: its start, memory, streams and a prompt."""
+    written = json.loads((RECORDED / LLAMA_SERVER).read_text(encoding="utf-8"))
+    found = [one for one in written["runs"] if one["variant"].startswith("llama")]
+    names = ("workload", "model", "weights", "dtype", "options")
+    runs = []
+    for one in found:
+        rates = {name: metric["samples"] for name, metric in one["metrics"].items()}
+        kept = {name: one[name] for name in names}
+        runs.append({"beside": THIRTEEN, "way": ", its server", **kept, "temperature": 0.0, "metrics": rates})
+    engine, _, version = found[0]["variant"].partition(" ")
+    return {
+        "engine": engine,
+        "version": version,
+        "when": written["when"][:10],
+        "machine": {name: written["machine"][name] for name in ("name", "cores", "threads")},
+        "versions": {"python": written["versions"]["python"]},
+        "flags": "python -m llama_cpp.server --n_ctx 8192 --interrupt_requests false, a thread a processor",
+        "log": LLAMA_SERVER,
         "runs": runs,
     }
 

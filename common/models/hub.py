@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from common.errors import UserError, brief, near
-from common.models.bundled import BUNDLED, fetch_bundled
+from common.models.bundled import BUNDLED, damage, fetch_bundled
 from common.paths import expand
 
 _FILES = ["*.safetensors", "*.json", "tokenizer.model"]
@@ -27,6 +27,16 @@ def model_folder(name: str | Path, *, contents: bool = False) -> Path:
     if str(name) in BUNDLED:
         return fetch_bundled(str(name), contents=contents)
     return local(name) or _fetch_from_hub(str(name))
+
+
+def stored(name: str) -> Path | None:
+    """Return the folder of a model that need not be fetched: a local one, or a bundled one in the cache.
+
+    None for any other. Raises `UserError` as `local` does.
+    """
+    if name in BUNDLED:
+        return None if damage(name) else fetch_bundled(name)
+    return local(name)
 
 
 def local(name: str | Path) -> Path | None:

@@ -12,6 +12,7 @@ import torch
 from benchmarks.evidence import PEERS_FILE, RESULTS, Metric, Run, collect, results
 from benchmarks.other_engines import record
 from benchmarks.recorded_peers import beside, load
+from benchmarks.records import server_lines
 from common.errors import UserError
 
 H200 = RESULTS / "h200" / PEERS_FILE
@@ -78,3 +79,26 @@ def test_the_best_of_any_version_counts(tmp_path: Path) -> None:
         "one 1.0": 20.0,
     }
     assert beside(evidence, tmp_path, workload="another") == []
+
+
+def test_servers_stand_side_by_side_and_beside_a_busy_program_with_each_way_of_waiting() -> (
+    None
+):
+    def one(variant: str, rate: float, busy: int) -> Run:
+        about = {"neighbours": busy} if busy else {}
+        metrics = {"output_tokens_per_s": Metric((rate,))}
+        return Run(variant, "one stream", "", "m", "real", "q4_1", metrics, about)
+
+    runs = [one("13_serving", 150.0, 0), one("llama-cpp-python 0.3", 100.0, 0)]
+    runs += [one("13_serving", 90.0, 1), one("13_serving, passive", 100.0, 1)]
+    runs += [one("llama-cpp-python 0.3", 50.0, 1)]
+    lines = server_lines(collect("peers", runs, torch.device("cpu")))
+    assert lines == [
+        ["", "this", "llama-cpp-python 0.3", "this over it"],
+        ["one stream: tokens a second", "150", "100", "1.50×"],
+        ["one stream, beside 1 busy program: tokens a second", "90", "50", "1.80×"],
+        [
+            "one stream, beside 1 busy program, waiting: passive: tokens a second",
+            *("100", "50", "2.00×"),
+        ],
+    ]

@@ -9,6 +9,7 @@ from common.errors import integer, number
 from common.options import option
 from common.text.tokenizer import Tokenizer
 from paged_cache import EngineBuilder, Feature
+from speculative import PRESET as BELOW
 from structured.automata.backend import AutomataBackend
 from structured.masks import AutomataGrammarManager
 from structured.pool import GrammarPool
@@ -38,14 +39,14 @@ class Structured(Feature):
         Its backend is made when the first grammar comes: only then is the tokenizer needed.
         """
         config, tokenizer = builder.model.config, builder.recipe.tokenizer
+        size, eos = config.vocab_size, config.eos_token_ids
         refusal = ""
         if tokenizer is None:
             refusal = "grammar is set, but must be None for an engine that has no tokenizer"
-        elif not config.eos_token_ids:
+        elif not eos:
             refusal = (
                 "grammar is set, but must be None for a model without an end-of-sequence token"
             )
-        size, eos = config.vocab_size, config.eos_token_ids
         pool = GrammarPool(
             lambda: AutomataBackend(Vocabulary.of(cast(Tokenizer, tokenizer), size, eos)),
             cache_bytes=self.grammar_cache_bytes,
@@ -55,3 +56,21 @@ class Structured(Feature):
             self,
             AutomataGrammarManager(pool, size, eos, builder.model.device, refusal=refusal),
         )
+
+
+PRESET = BELOW.plus(on=[Structured])
+
+load = PRESET.load
+"""Make this phase's engine for a model's name or a loaded model.
+
+Args:
+    model: see `forward.load_model`.
+    options: those of the phase before, and the fields of `Structured`. Requests may have a
+        `SamplingParams.grammar` if the engine has a `tokenizer`.
+
+Raises:
+    UserError: an option is unknown or out of its limits, or features do not go together.
+"""
+
+LLM = PRESET.llm
+"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""

@@ -1,17 +1,13 @@
-"""Phase 13: serving. The engine behind the API that every client speaks."""
+"""Phase 13: serving. The engine behind the API that every client speaks.
+
+`PRESET`, `load` and `LLM` are the phase below's, since a server changes nothing about an engine. They are
+imported when they are used: the API process imports this package, but not PyTorch.
+"""
 
 from __future__ import annotations
 
-from structured import PRESET as BELOW
+from common.lazy import members_of
 
 __all__ = ["LLM", "PRESET", "load"]
 
-PRESET = BELOW.plus()
-"""The phase below's: a server changes nothing about an engine."""
-
-
-load = PRESET.load
-"""Make the engine that this phase serves, for a model's name or a loaded model."""
-
-LLM = PRESET.llm
-"""Text in, text out; see `common.text.llm.LLM`. Options are those of this phase's `load`."""
+__getattr__ = members_of("structured", __all__)

@@ -60,10 +60,16 @@ class EngineClient:
         self._next = 0
         self._outbox: list[Command] = []
         self._heard = 0.0
+        self._life: asyncio.Future[None] | None = None
 
     def transmit(self, data: bytes) -> None:
         """Send a message to the engine; what cannot be sent is lost with the engine."""
         raise NotImplementedError
+
+    def start(self) -> asyncio.Future[None]:
+        """Return the task of `run`, which begins with the first call: the engine loads while callers do."""
+        self._life = self._life or asyncio.ensure_future(self.run())
+        return self._life
 
     async def run(self) -> None:
         """Start the engine, and start it again whenever it ends, until `stop`."""

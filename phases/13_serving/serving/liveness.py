@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import multiprocessing
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing import get_context
 from typing import Any
 
 import zmq
@@ -19,7 +19,6 @@ from common.temporary import delete_folder, temporary_folder
 from serving import process
 from serving.client import EngineClient
 from serving.messages import Failed, Ready, StepReport, StepStats, Stop, report
-from serving.worker import NullObserver, Observing
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +38,14 @@ class EngineProcess(EngineClient):
     Args:
         make: makes the engine, there; any callable that can be pickled.
         silence: seconds without a word, while a client waits for tokens, after which it counts as hanging.
-        observer: makes what reads along, there.
+        observer: makes what reads along, there; a callable that can be pickled.
     """
 
     def __init__(
         self,
         make: Callable[[], Any],
         silence: float = 300.0,
-        observer: Observing = NullObserver,
+        observer: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self.make = make
@@ -127,8 +126,7 @@ class EngineProcess(EngineClient):
             address = f"ipc://{folder}/engine"
             socket.bind(address)
             arguments = (self.make, address, self.observer)
-            context = multiprocessing.get_context("spawn")
-            child = context.Process(target=process.main, args=arguments, name="engine")
+            child = get_context("spawn").Process(target=process.main, args=arguments)
             child.start()
             self._socket, self.process = socket, child
             undo.callback(self._kill)
@@ -159,7 +157,6 @@ class EngineProcess(EngineClient):
                     self.ready, self.stats = message, StepStats(free_blocks=message.blocks)
                     self.state = "stopped" if self._stopping else "ready"
                 case Failed():
-                    log.error("the engine cannot be made: %s", message.reason)
                     return (UserError if message.wrong_input else StartupError)(message.reason)
 
     def _kill(self) -> None:

@@ -62,6 +62,7 @@ class Ready(Struct, array_like=True, tag="ready"):
     block_size: int = 0
     policy: str = "fcfs"
     memory_plan: str = ""
+    device: str = ""
 
 
 class Failed(Struct, array_like=True, tag="failed"):

@@ -1,4 +1,7 @@
-"""The engine's process around its loop: how it is started, how it hears and speaks, and when it ends."""
+"""The engine's process around its loop: how it is started, how it hears and speaks, and when it ends.
+
+The API process imports this module too, to start the other one. So what needs PyTorch is imported in `main`.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,9 @@ from typing import Any
 
 import zmq
 
-from common.collector import freeze_collector
+from common.collector import collector_paused, freeze_collector
 from common.errors import UserError
-from continuous.engine import Engine
-from paged_cache import PagedCache
-from serving.messages import Command, Failed, Ready, Report, commands, encode
-from serving.worker import NullObserver, Observing, Worker
-
-
-def ready(engine: Engine, vocab_size: int) -> Ready:
-    """Return what the API process learns about an engine."""
-    found = Ready(engine.max_len, vocab_size)
-    if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-        found.max_rows, found.memory_plan = (
-            engine.scheduler.rows.count,
-            str(engine.memory_plan),
-        )
-        found.blocks, found.block_size = engine.cache.allocator.count, engine.cache.block_size
-        found.policy = getattr(engine.scheduler.policy, "__name__", "")
-    return found
+from serving.messages import Command, Failed, Report, commands, encode
 
 
 class Pipe:
@@ -52,13 +39,15 @@ class Pipe:
         self._socket.send(encode(report))
 
 
-def main(make: Callable[[], Any], address: str, observer: Observing = NullObserver) -> None:
+def main(
+    make: Callable[[], Any], address: str, observer: Callable[..., Any] | None = None
+) -> None:
     """The whole life of the engine process.
 
     Args:
         make: makes the engine; any callable that can be pickled.
         address: where the API process listens.
-        observer: makes what reads along.
+        observer: makes what reads along, if anything does.
     """
     # Signals of the terminal or of systemd go to the whole group: the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,7 +55,13 @@ def main(make: Callable[[], Any], address: str, observer: Observing = NullObserv
     threading.Thread(target=_die_with_parent, daemon=True).start()
     pipe = Pipe(address)
     try:
-        engine = make()
+        with (
+            collector_paused()
+        ):  # imports make many objects to look at, and hardly any garbage
+            engine = make()
+            from serving.worker import Worker, ready
+
+            observing = observer and observer(engine)
     except UserError as error:
         pipe.send(Failed(str(error), wrong_input=True))
         return
@@ -74,8 +69,8 @@ def main(make: Callable[[], Any], address: str, observer: Observing = NullObserv
         pipe.send(Failed(f"{type(error).__name__}: {error}", wrong_input=False))
         raise
     freeze_collector()  # the model and its modules are here to stay
-    pipe.send(ready(engine, engine.config.vocab_size))
-    Worker(engine, pipe, observer(engine)).run()
+    pipe.send(ready(engine))
+    Worker(engine, pipe, observing).run()
 
 
 def _die_with_parent() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from common.errors import UserError
@@ -22,6 +22,7 @@ from serving.messages import (
     AddRequest,
     Command,
     DrawEngine,
+    Ready,
     StepReport,
     StepStats,
     Stop,
@@ -31,6 +32,20 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
+
+
+def ready(engine: Engine) -> Ready:
+    """Return what the API process learns about an engine."""
+    found = Ready(engine.max_len, engine.config.vocab_size)
+    if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
+        found.max_rows, found.memory_plan = (
+            engine.scheduler.rows.count,
+            str(engine.memory_plan),
+        )
+        found.blocks, found.block_size = engine.cache.allocator.count, engine.cache.block_size
+        found.device = engine.runner.model.device.type
+        found.policy = getattr(engine.scheduler.policy, "__name__", "")
+    return found
 
 
 class Channel(Protocol):
@@ -62,12 +77,6 @@ class Observer(Protocol):
 class NullObserver(Observer):
     """Does nothing; the appendix has one that draws."""
 
-    def __init__(self, engine: Engine) -> None:
-        pass
-
-
-Observing = Callable[[Engine], Observer]
-
 
 class Worker:
     """One engine and the loop around it.
@@ -81,7 +90,7 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.channel = channel
-        self.observer = observer or NullObserver(engine)
+        self.observer = observer or NullObserver()
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = (
             set()

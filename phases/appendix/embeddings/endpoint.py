@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from common.json_text import convert_fields
-from phases.appendix.embeddings.prompt_states import MEAN
+from phases.appendix.embeddings.note_kinds import MEAN
 from phases.appendix.protocols.ollama import check_model, error_form
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import COPIED, ServedModel

@@ -21,14 +21,10 @@ from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from paged_cache import PagedRunner
+from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
 
-MEAN = "mean"
-"""The kind of a note: the mean of a prompt's hidden states, of length 1, as the bytes of float32."""
-PROMPT_LOGPROBS = "prompt_logprobs"
-"""The kind of notes, one a token of the prompt but the first: its log-probability, and pairs of the most
-likely tokens and theirs."""
 ROWS = 256
 """Logits that are made at a time: each has a number for every token of the vocabulary."""
 

@@ -101,7 +101,7 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: Any = None) -> None:
         """Run until a signal, or until the engine cannot be started."""
         self._loop = asyncio.get_running_loop()
-        engine = asyncio.ensure_future(self.app.engine.run())
+        engine = self.app.engine.start()
         engine.add_done_callback(self._engine_ended)
         try:
             await super().serve(sockets)

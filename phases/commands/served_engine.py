@@ -1,0 +1,122 @@
+"""The engine of `ladder serve`, made in a process of its own.
+
+The API process pickles these functions by their names, so this module imports nothing that needs PyTorch
+before it is called.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import UserError
+from phases.process import signals
+
+if TYPE_CHECKING:
+    from continuous.engine import Engine
+    from phases.registry import Checked
+    from serving.worker import Observer
+
+RANDOM = "random:"
+"""Begins the name of a model with random weights, `random:SHAPE`."""
+
+
+def check(phase: str, options: Mapping[str, Any], device: str, dtype: str) -> Checked:
+    """Return the options of an engine as `load_checked` takes them.
+
+    Args:
+        phase: its name or number.
+        options: of the engine.
+        device, dtype: as they were asked for.
+
+    Raises:
+        UserError: an option, the device or the dtype cannot be had.
+    """
+    from common.device import pick_device, pick_dtype
+    from phases import phase_named
+    from phases.registry import check_options
+
+    where = pick_device(device)
+    pick_dtype(dtype, where)
+    return check_options(phase_named(phase), options, where)
+
+
+def fetch(
+    model: str,
+    folder: Path,
+    phase: str,
+    options: Mapping[str, Any],
+    device: str,
+    dtype: str,
+    found: Connection,
+) -> None:
+    """Check options, then fetch a model, and send its folder, or the `UserError` that stands against it.
+
+    The main function of a process: what the API process does not import for it takes none of its memory.
+
+    Args:
+        folder: an empty one for the tokenizer of random weights, which need no other file.
+    """
+    with signals():  # a download that runs is ended
+        try:
+            check(phase, options, device, dtype)
+            found.send(_folder_of(model, folder))
+        except UserError as error:
+            found.send(error)
+        except KeyboardInterrupt:
+            return  # it is the API process that says so
+
+
+def _folder_of(model: str, folder: Path) -> Path:
+    from common.models.hub import model_folder
+    from common.text.made_up import write_tokenizer
+    from forward.shapes import SHAPES
+
+    if not model.startswith(RANDOM):
+        return model_folder(model)
+    shape = SHAPES.get(model.removeprefix(RANDOM))
+    if shape is None:
+        raise UserError(f"model is {model!r}, but the random shapes are {', '.join(SHAPES)}")
+    write_tokenizer(folder, shape.vocab_size, shape.eos_token_ids)
+    return folder
+
+
+def make_engine(
+    model: str, folder: str, phase: str, options: Mapping[str, Any], device: str, dtype: str
+) -> Any:
+    """Make the engine. Phases that take no requests while they run serve one by one.
+
+    A line on standard error says what the phase lacks on this machine.
+
+    Args:
+        model: `random:SHAPE`, or the folder again.
+        folder: of the tokenizer.
+    """
+    from common.console import err
+    from common.device import pick_device
+    from common.text.tokenizer import Tokenizer
+    from phases.commands.one_at_a_time import OneAtATime
+    from phases.registry import ROWS, default_weights, load_checked, missing_for
+
+    checked, where = check(phase, options, device, dtype), pick_device(device)
+    gc.freeze()  # modules stay: to look for garbage among them takes 0.1 s
+    if missing := missing_for(checked.phase, where):
+        name = checked.phase.name
+        err.print(
+            f"[dim]{name} runs in an interpreter or not at all here: it needs {missing}[/dim]"
+        )
+    weights = default_weights(checked, model, where, dtype)
+    engine = load_checked(
+        checked, weights, device=device, dtype=dtype, tokenizer=Tokenizer(Path(folder))
+    )
+    return engine if checked.phase.number >= ROWS else OneAtATime(engine)
+
+
+def make_observer(engine: Engine) -> Observer:
+    """Return what reads along in the engine process."""
+    from phases.appendix.embeddings.prompt_states import PromptObserver
+
+    return PromptObserver(engine)
