@@ -46,7 +46,8 @@ class Replica:
         the application responds; its start message gets the header `NAME` behind its own, and then
         `ENGINE_LOST` if it is a 503 and the engine has died meanwhile, since no part of a response has been
         sent. What the proxy has put under `KEY` is removed from the scope; if there is some, its `body` is
-        received first (`BufferedBody`). The application finds this replica's name in the scope, under `replica`.
+        received first (`BufferedBody`). The application finds this replica's name in the scope, under
+        `replica`.
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)

@@ -46,7 +46,7 @@ class MixtureOfExperts(Feature):
     def _group(self, builder: EngineBuilder) -> None:
         """Group each layer's experts, one layer after the other, so that only one is in memory twice.
 
-        Those of eight bits are for kernels, which read them. Otherwise experts of few bits stay modules.
+        Those of eight bits are for kernels, which read them. Otherwise quantized experts stay modules.
         """
         if not any(expert_layers(builder.model)):
             return
@@ -59,8 +59,8 @@ class MixtureOfExperts(Feature):
         for layer in expert_layers(model):
             assert model.config.experts is not None
             layer.facts = model.config.experts
-            few_bits = any(isinstance(part, QuantLinear) for part in layer.experts.modules())
-            if kernels or not few_bits:
+            quantized = any(isinstance(part, QuantLinear) for part in layer.experts.modules())
+            if kernels or not quantized:
                 layer.experts = group_experts(layer.experts, model.config.activation)
 
     def install(self, builder: EngineBuilder) -> None:

@@ -1,4 +1,4 @@
-"""Layers of Qwen3.5 in few kernels, as a feature of an engine."""
+"""Layers of Qwen3.5 in fused kernels, as a feature of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton_paged_attention.feature import check_triton
 
 @dataclass(frozen=True)
 class DeltaLayers(Feature):
-    """A model of Gated DeltaNet has few kernels a layer, and prompts in two parts."""
+    """Fuse the kernels of Gated DeltaNet layers, and compute their prompts in two parts."""
 
     name: ClassVar[str] = "delta_layers"
     phase: ClassVar[int] = 17

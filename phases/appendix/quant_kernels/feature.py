@@ -30,8 +30,7 @@ class QuantKernels(Feature):
 
     def install(self, builder: EngineBuilder) -> None:
         """Add kernels to quantized layers, and lay out the values of an fp8 cache in pairs."""
-        kernels = builder.feature(Kernels)
-        if kernels is None:
+        if builder.feature(Kernels) is None:
             raise UserError(
                 "quant_kernels is True, but must be False without the kernels' layers"
             )
@@ -45,5 +44,5 @@ class QuantKernels(Feature):
         device = builder.model.device
         converts = device.type != "cuda" or hardware_rounds(device)
         fp8 = builder.kv.part.dtype == torch.float8_e4m3fn
-        if fp8 and kernels.attends and converts and builder.block_size % 2 == 0:
+        if fp8 and converts and builder.block_size % 2 == 0:
             builder.kv.decorate(self, lambda kv: replace(kv, layout=PAIRS))
