@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here: `python -m tests.compiled 80 90`, for these capabilities; with
-`--quant` behind it those of phase 10, with `--ahead` those of drafting in graphs, with
-`--experts` those of phase 16, with `--delta` those of layers with states, else phase 09's for a few tokens.
+`--quant` behind it those of phase 10, with `--experts` those of phase 16,
+with `--delta` those of layers with states, else phase 09's for a few tokens.
 
 A variable that gets another shape in a branch, a tile that no tensor core has, more registers than there are:
 the interpreter minds none of these. Triton needs no device to compile for one, only not to be interpreting,
@@ -30,14 +30,11 @@ from experts.kernels.grouped import LARGE, OLDER, TABLE, add_choices_kernel, gro
 from experts.kernels.routing import count_kernel, place_kernel, route_kernel
 from experts.kernels.small_batch import SHAPES, small_batch_expert_kernel
 from phases.appendix.delta_layers import kernels as delta_layers
-from phases.appendix.drafting_in_graphs import kernels as ahead
-from phases.appendix.drafting_in_graphs.kernels import AT_ONCE, look_up_kernel
 from phases.appendix.latency.small_batch import small_batch_attention_kernel
 from phases.appendix.latency.tables import small_batch_config
 from phases.appendix.quant_kernels.configs import loop_config
 from phases.appendix.quant_kernels.gemv import gemv8_kernel
 from phases.appendix.quant_kernels.gemv4 import gemv4_kernel
-from speculative.ngram import MOST_TOKENS
 
 HOPPER, ADA = 90, 89
 TYPES = {
@@ -102,7 +99,7 @@ Kernel = tuple[str, Any, dict[str, Any], int, int, dict[str, str]]
 def main() -> None:
     """The kernels that are asked for."""
     wanted = sys.argv[1:]
-    kinds = {"--quant": few_bits, "--ahead": drafting, "--experts": experts, "--delta": delta}
+    kinds = {"--quant": few_bits, "--experts": experts, "--delta": delta}
     kernels = next((kinds[kind] for kind in wanted if kind in kinds), few_tokens)
     for capability in map(int, filter(str.isdigit, wanted)):
         for name, kernel, constants, warps, stages, types in kernels(capability):
@@ -164,32 +161,6 @@ def few_bits(capability: int) -> Iterator[Kernel]:
                 kernel, types = gemv8_kernel, {"weight": "*i32"}
             name = f"one token, {kind}, {size} inputs"
             yield name, kernel, around | tile | how, shape.num_warps, 1, types
-
-
-def drafting(capability: int) -> Iterator[Kernel]:
-    """What stands between the layers of a step that drafts: numbers of tokens, and SmolLM2's head."""
-    numbers = dict.fromkeys(
-        ("sampled", "ids", "at", "rows", "given", "tokens", "next_at", "told", "picked", "draft_steps",
-         "steps", "chain_rows", "chain_at", "small_at", "small_rows", "token_rows", "token_at",
-         "small_token_rows", "drafts", "names", "small_tokens", "newest"), "*i64",
-    )  # fmt: skip
-    numbers |= dict.fromkeys(("contexts", "small_contexts", "chain_contexts"), "*i32")
-    numbers |= dict.fromkeys(("max_len", "small_len", "size"), "i32")
-    around = {"PARTS": 2, "SIZE": 576, "SIZE_PAD": 1024, "INDEXED": True, "NORM_LAST": True}
-    around["PDL"] = capability >= HOPPER
-    yield "places", ahead.positions_kernel, {"K": 4}, 1, 1, numbers
-    yield "accept", ahead.accept_kernel, {"K": 4}, 1, 1, numbers
-    yield (
-        "write_drafts",
-        ahead.next_inputs_kernel,
-        {"K": 4, "D": 1, "NAMED": True},
-        1,
-        1,
-        numbers,
-    )
-    yield "side_by_side", ahead.normalize_and_concatenate_kernel, around, 4, 1, {"ids": "*i64"}
-    looks = {"K": 7, "AT_ONCE": AT_ONCE, "MOST": MOST_TOKENS}
-    yield "look_up", look_up_kernel, looks, 8, 1, numbers
 
 
 def experts(capability: int) -> Iterator[Kernel]:

@@ -81,10 +81,7 @@ def run(options: BenchOptions) -> Evidence:
 
 
 def tasks(options: BenchOptions) -> list[Run]:
-    """Requests one after the other, with and without guessing; nothing is found in a prefix cache.
-
-    On a GPU the appendix drafts inside the graph; "host in between" is this phase alone.
-    """
+    """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
     cuda = options.device.type == "cuda"
     tokenizer = Tokenizer(model_folder(options.model or ""))
     model = load_target(options)
@@ -94,16 +91,10 @@ def tasks(options: BenchOptions) -> list[Run]:
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
     heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
-        contenders |= {
-            PHASE: bench.other(drafter="ngram"),
-            f"{PHASE}, host in between": ngrams,
-        }
         contenders[WAITING] = bench.other(drafter="none", overlap=False)
-        always = {"draft_adaptive": False}  # what it would reach where guessing is off
-        heads |= {
-            "head, always": always,
-            "head, always, host in between": {**always, "draft_ahead": False},
-        }
+        heads["head, always"] = {
+            "draft_adaptive": False
+        }  # what guessing costs where it is off
     if (WEIGHTS / f"{options.model}-head.safetensors").is_file():
         for name, more in heads.items():
             contenders[f"{PHASE}, {name}"] = bench.other(
@@ -136,9 +127,7 @@ class Bench:
         self.options, self.name = options, options.model or ""
         self.model = load_target(options) if model is None else model
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
-        self.engine = engine_of(
-            "11", self.model, **self.given, draft_ahead=False
-        )  # or none takes turns
+        self.engine = engine_of("11", self.model, **self.given)
 
     def other(self, **settings: Any) -> Contender:
         """Return an engine of its own, whose drafter is part of it."""

@@ -21,7 +21,6 @@ FEATURES = {
     "checkpoint_formats.feature:CheckpointFormats": 10,
     "quant_kernels.feature:QuantKernels": 10,
     "all_reduce.feature:CustomAllReduce": 14,
-    "drafting_in_graphs.feature:GraphDrafting": 11,
     "guidance.feature:Guidance": 12,
     "masked_graphs.feature:MaskedGraphs": 12,
     "delta_layers.feature:DeltaLayers": 17,
