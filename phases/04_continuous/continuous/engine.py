@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, final
@@ -25,9 +25,7 @@ from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import (
     NO_GRAMMAR_MANAGER,
-    NO_OBSERVER,
     SEQUENTIAL_LOOP,
-    EngineObserver,
     GrammarManager,
     Loop,
 )
@@ -56,7 +54,7 @@ class Engine:
         tokenizer: needed for stop strings only; the engine speaks token ids.
         grammar_manager: masks the tokens that may be sampled; by default, none is masked.
         loop: advances the steps; by default, one after the other.
-        observer: is called at each event; the default does nothing.
+        on_step_failed: called with the error of a step that failed, after its requests have ended.
         memory_plan: how the memory is divided between weights and cache; None in this phase.
 
     cache: the scheduler's.
@@ -70,7 +68,7 @@ class Engine:
         *,
         grammar_manager: GrammarManager = NO_GRAMMAR_MANAGER,
         loop: Loop = SEQUENTIAL_LOOP,
-        observer: EngineObserver = NO_OBSERVER,
+        on_step_failed: Callable[[BaseException], None] = lambda error: None,
         memory_plan: Any = None,
     ) -> None:
         self.scheduler = scheduler
@@ -79,7 +77,7 @@ class Engine:
         self.grammar_manager = grammar_manager
         self.cache: Any = scheduler.cache
         self.loop = loop
-        self.observer = observer
+        self.on_step_failed = on_step_failed
         self.memory_plan = memory_plan
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
@@ -200,18 +198,13 @@ class Engine:
             return
         if requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
-            self.observer.on_requests_added(requests)
             return
         for request in requests:  # max_tokens is 0
             self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
-        """End a request with "abort", and the siblings that still wait for its prompt, unless it has ended.
-
-        The observer is called first.
-        """
+        """End a request and the siblings that wait for its prompt with "abort", unless it has ended."""
         if request.finish_reason is None:
-            self.observer.on_request_aborted(request)
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
                     self.end(member, "abort")
@@ -241,7 +234,6 @@ class Engine:
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        self.observer.on_step_scheduled(works)
         if (mark := marked(works)) is not None:
             self._marks.enter_context(mark)
         return works
@@ -292,7 +284,6 @@ class Engine:
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
-        self.observer.on_step_finished(pending.works, results)
         now = self._collected
         result = iter(results)
         for work in pending.works:
@@ -375,8 +366,8 @@ class Engine:
         """End the requests of a step that raised; what they hold is released and nothing is committed.
 
         Each work is finished with `computed=False`. Then its request, its sampled requests and the siblings
-        that wait for its prompt end with "error" and the error, unless they have ended. The observer is
-        called last.
+        that wait for its prompt end with "error" and the error, unless they have ended.
+        `on_step_failed` is called last.
         """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
@@ -386,7 +377,7 @@ class Engine:
             ):
                 if request.finish_reason is None:
                     self.end(request, "error", error)
-        self.observer.on_step_failed(error)
+        self.on_step_failed(error)
 
     def take_outputs(self) -> list[Output]:
         """Return the outputs since the last call, in order, and append each to its stream's queue as well."""
