@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, final
 
@@ -20,7 +21,7 @@ from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from continuous.messages import Abort, Add, Output
+from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import (
@@ -84,7 +85,7 @@ class Engine:
         self.stats = Stats()
         self._ids = count()
         self._seeds = random.Random()
-        self.inbox: deque[Add | Abort] = deque()
+        self.inbox: deque[Callable[[], None]] = deque()
         self._waiting_for_grammar: deque[list[Request]] = (
             deque()
         )  # their grammars are being compiled
@@ -123,7 +124,7 @@ class Engine:
         requests = self._prepare(
             prompt, params, index, integer("priority", priority), text("salt", salt)
         )
-        self.inbox.append(Add(requests))
+        self.inbox.append(partial(self._enqueue, requests))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -132,7 +133,7 @@ class Engine:
         Requests that have ended stay as they are. Of a request with `n > 1`, samples that still wait for this
         one to compute their prompt end with it. Any thread may call this.
         """
-        self.inbox.append(Abort(request))
+        self.inbox.append(partial(self._abort, request))
 
     def _prepare(
         self,
@@ -175,10 +176,7 @@ class Engine:
         """Carry out what was added and aborted since the last step; a step begins with this."""
         while self.inbox:
             command = self.inbox.popleft()
-            if isinstance(command, Add):
-                self._enqueue(command.requests)
-            else:
-                self._abort(command.request)
+            command()
         for _ in range(min(len(self._waiting_for_grammar), MOST_LOOKS)):
             requests = self._waiting_for_grammar.popleft()
             self._enqueue([request for request in requests if request.finish_reason is None])
@@ -432,7 +430,7 @@ class Engine:
         left, own = set(requests), set(requests)
         try:
             self.sinks.update((request, mine) for request in requests)
-            self.inbox.extend(Add(group) for group in groups)
+            self.inbox.extend(partial(self._enqueue, group) for group in groups)
             while left:
                 if not mine:
                     outputs = self.step()
