@@ -155,7 +155,7 @@ def join(*parts: nn.Module) -> FusedLinear:
 
 def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
     """Return `nn.Linear` layers as one, with copied weights."""
-    biases = [part.bias for part in parts if part.bias is not None]
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
     weight = torch.cat([part.weight for part in parts])
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
