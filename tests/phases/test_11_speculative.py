@@ -29,8 +29,8 @@ from common.sampling.params import SamplingParams
 from common.sampling.sampler import SamplingFlags
 from common.text.tokenizer import Tokenizer
 from continuous.rows import write
-from continuous.runner import Results
-from continuous.seams import NO_DRAFTS, EngineObserver
+from continuous.runner import OutputVerifier, Results, Token
+from continuous.seams import NO_DRAFTS
 from continuous.work import Work
 from cuda_graphs.runner import GraphRunner
 from forward.model import Model
@@ -916,14 +916,24 @@ def test_a_request_has_graphs_for_two_four_and_all_its_tokens() -> None:
     assert verify_sizes(1, 6) == {1: [2, 4, 7]}
 
 
-class EachTaker(EngineObserver):
-    def on_step_finished(self, works: Sequence[Work], results: Results) -> None:
+class EachSampledRequest(OutputVerifier):
+    """A verifier that checks that another one has tokens for each sampled request."""
+
+    def __init__(self, inner: OutputVerifier) -> None:
+        self.inner = inner
+
+    def write(self, works: Sequence[Work]) -> None:
+        self.inner.write(works)
+
+    def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
+        results = self.inner.accepted(works, tokens)
         sampled_requests = [
             sampled_request.id for work in works for sampled_request in work.sampled_requests
         ]
         assert len(results) == len(sampled_requests), (
             f"{len(results)} have tokens of a step, but requests {sampled_requests} take"
         )
+        return results
 
 
 @pytest.mark.slow
@@ -950,7 +960,7 @@ def test_verify_graphs_give_the_same_tokens(model: Model, script: str, overlap: 
     right = continuous.load(model, max_rows=4, max_len=96).generate(prompts, params)
     options = {"drafter": "ngram", "draft_length": 3, "max_rows": 2, **GRAPHS}
     engine = scripted(model, right, script, overlap=overlap, **options)
-    engine.observer = EachTaker()
+    engine.runner.verifier = EachSampledRequest(engine.runner.verifier)
     assert isinstance(engine.runner, GraphRunner)
     used: list[tuple[int, int, SamplingFlags]] = []
     for key, graph in engine.runner.executor(VerifyGraphExecutor).graphs.items():

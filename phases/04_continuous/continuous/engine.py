@@ -6,8 +6,9 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, final
 
@@ -20,14 +21,12 @@ from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from continuous.messages import Abort, Add, Output
+from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import (
     NO_GRAMMAR_MANAGER,
-    NO_OBSERVER,
     SEQUENTIAL_LOOP,
-    EngineObserver,
     GrammarManager,
     Loop,
 )
@@ -56,7 +55,7 @@ class Engine:
         tokenizer: needed for stop strings only; the engine speaks token ids.
         grammar_manager: masks the tokens that may be sampled; by default, none is masked.
         loop: advances the steps; by default, one after the other.
-        observer: is called at each event; the default does nothing.
+        on_step_failed: called with the error of a step that failed, after its requests have ended.
         memory_plan: how the memory is divided between weights and cache; None in this phase.
 
     cache: the scheduler's.
@@ -70,7 +69,7 @@ class Engine:
         *,
         grammar_manager: GrammarManager = NO_GRAMMAR_MANAGER,
         loop: Loop = SEQUENTIAL_LOOP,
-        observer: EngineObserver = NO_OBSERVER,
+        on_step_failed: Callable[[BaseException], None] = lambda error: None,
         memory_plan: Any = None,
     ) -> None:
         self.scheduler = scheduler
@@ -79,14 +78,14 @@ class Engine:
         self.grammar_manager = grammar_manager
         self.cache: Any = scheduler.cache
         self.loop = loop
-        self.observer = observer
+        self.on_step_failed = on_step_failed
         self.memory_plan = memory_plan
         self.config = runner.model.config
         self.max_len = scheduler.rows.max_len
         self.stats = Stats()
         self._ids = count()
         self._seeds = random.Random()
-        self.inbox: deque[Add | Abort] = deque()
+        self.inbox: deque[Callable[[], None]] = deque()
         self._waiting_for_grammar: deque[list[Request]] = (
             deque()
         )  # their grammars are being compiled
@@ -125,7 +124,7 @@ class Engine:
         requests = self._prepare(
             prompt, params, index, integer("priority", priority), text("salt", salt)
         )
-        self.inbox.append(Add(requests))
+        self.inbox.append(partial(self._enqueue, requests))
         return requests
 
     def abort(self, request: Request) -> None:
@@ -134,7 +133,7 @@ class Engine:
         Requests that have ended stay as they are. Of a request with `n > 1`, samples that still wait for this
         one to compute their prompt end with it. Any thread may call this.
         """
-        self.inbox.append(Abort(request))
+        self.inbox.append(partial(self._abort, request))
 
     def _prepare(
         self,
@@ -177,10 +176,7 @@ class Engine:
         """Carry out what was added and aborted since the last step; a step begins with this."""
         while self.inbox:
             command = self.inbox.popleft()
-            if isinstance(command, Add):
-                self._enqueue(command.requests)
-            else:
-                self._abort(command.request)
+            command()
         for _ in range(min(len(self._waiting_for_grammar), MOST_LOOKS)):
             requests = self._waiting_for_grammar.popleft()
             self._enqueue([request for request in requests if request.finish_reason is None])
@@ -200,18 +196,13 @@ class Engine:
             return
         if requests[0].limit > requests[0].prompt_len:
             self.scheduler.add(requests)
-            self.observer.on_requests_added(requests)
             return
         for request in requests:  # max_tokens is 0
             self.end(request, "length")
 
     def _abort(self, request: Request) -> None:
-        """End a request with "abort", and the siblings that still wait for its prompt, unless it has ended.
-
-        The observer is called first.
-        """
+        """End a request and the siblings that wait for its prompt with "abort", unless it has ended."""
         if request.finish_reason is None:
-            self.observer.on_request_aborted(request)
             for member in [request, *request.siblings]:
                 if member.finish_reason is None:
                     self.end(member, "abort")
@@ -241,7 +232,6 @@ class Engine:
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        self.observer.on_step_scheduled(works)
         if (mark := marked(works)) is not None:
             self._marks.enter_context(mark)
         return works
@@ -292,7 +282,6 @@ class Engine:
 
     def append_tokens(self, pending: Pending, results: Results) -> None:
         """Append the tokens of a step to their requests."""
-        self.observer.on_step_finished(pending.works, results)
         now = self._collected
         result = iter(results)
         for work in pending.works:
@@ -375,8 +364,8 @@ class Engine:
         """End the requests of a step that raised; what they hold is released and nothing is committed.
 
         Each work is finished with `computed=False`. Then its request, its sampled requests and the siblings
-        that wait for its prompt end with "error" and the error, unless they have ended. The observer is
-        called last.
+        that wait for its prompt end with "error" and the error, unless they have ended.
+        `on_step_failed` is called last.
         """
         log.error("a step failed, and with it %d requests", len(works), exc_info=error)
         for work in works:
@@ -386,7 +375,7 @@ class Engine:
             ):
                 if request.finish_reason is None:
                     self.end(request, "error", error)
-        self.observer.on_step_failed(error)
+        self.on_step_failed(error)
 
     def take_outputs(self) -> list[Output]:
         """Return the outputs since the last call, in order, and append each to its stream's queue as well."""
@@ -441,7 +430,7 @@ class Engine:
         left, own = set(requests), set(requests)
         try:
             self.sinks.update((request, mine) for request in requests)
-            self.inbox.extend(Add(group) for group in groups)
+            self.inbox.extend(partial(self._enqueue, group) for group in groups)
             while left:
                 if not mine:
                     outputs = self.step()

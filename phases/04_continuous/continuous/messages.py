@@ -1,4 +1,4 @@
-"""The commands that go into an engine and the outputs that come out, between two steps."""
+"""The outputs of an engine between two steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,3 @@ class Output(NamedTuple):
     time: float
     logprob: Logprob | None = None
     text: str | None = None
-
-
-class Add(NamedTuple):
-    """A command: give the samples of one prompt to the scheduler."""
-
-    requests: list[Request]
-
-
-class Abort(NamedTuple):
-    """A command: end a request."""
-
-    request: Request

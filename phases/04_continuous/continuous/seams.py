@@ -10,7 +10,6 @@ from common.request import Request
 from common.rules import NO_GRAMMARS
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import TokenBitmask
-from continuous.runner import Results
 from continuous.work import Work
 
 if TYPE_CHECKING:
@@ -73,27 +72,6 @@ class SequentialLoop:
             engine.collect(pending)
 
 
-class EngineObserver:
-    """Is called at each event of an engine, in order. This one does nothing; a later phase sends the
-    events on.
-    """
-
-    def on_requests_added(self, requests: Sequence[Request]) -> None:
-        """Requests, the samples of one prompt, have been given to the scheduler."""
-
-    def on_request_aborted(self, request: Request) -> None:
-        """A request is about to be aborted."""
-
-    def on_step_scheduled(self, works: Sequence[Work]) -> None:
-        """A step has been scheduled; `works` is empty if there is nothing to do."""
-
-    def on_step_finished(self, works: Sequence[Work], results: Results) -> None:
-        """The results of a step have arrived; they are appended to the requests next."""
-
-    def on_step_failed(self, error: BaseException) -> None:
-        """A step has failed, and its requests have ended."""
-
-
 class GrammarManager:
     """Makes the masks of tokens that may be sampled, between the two halves of a step; this one masks none.
 
@@ -149,5 +127,4 @@ class GrammarManager:
 
 NO_DRAFTS = Drafter()
 NO_GRAMMAR_MANAGER = GrammarManager()
-NO_OBSERVER = EngineObserver()
 SEQUENTIAL_LOOP = SequentialLoop()

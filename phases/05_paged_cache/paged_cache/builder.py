@@ -19,10 +19,8 @@ from continuous.runner import ONE_TOKEN_EACH, OutputVerifier, StepExecutor
 from continuous.seams import (
     NO_DRAFTS,
     NO_GRAMMAR_MANAGER,
-    NO_OBSERVER,
     SEQUENTIAL_LOOP,
     Drafter,
-    EngineObserver,
     GrammarManager,
     Loop,
 )
@@ -81,7 +79,7 @@ class EngineBuilder:
     kv: how keys and values are stored.
     pool, cache, attention, runner, scheduler: called to make each of them.
     verifier: makes what says which tokens a request gets of a step.
-    sampler_backend, drafter, grammar_manager, loop, observer: objects of the engine.
+    sampler_backend, drafter, grammar_manager, loop, on_step_failed: see `Engine`.
 
     surgeries: changes of a model's layers before any feature is installed.
     executors: by class, what makes a faster way to run certain steps (None: not here), given the runner. They
@@ -126,7 +124,9 @@ class EngineBuilder:
             "grammar_manager", NO_GRAMMAR_MANAGER
         )
         self.loop: Slot[Loop] = Slot("loop", SEQUENTIAL_LOOP)
-        self.observer: Slot[EngineObserver] = Slot("observer", NO_OBSERVER)
+        self.on_step_failed: Slot[Callable[[BaseException], None]] = Slot(
+            "on_step_failed", lambda error: None
+        )
         self.surgeries: list[Callable[[EngineBuilder], None]] = []
         self.executors: dict[type[StepExecutor], Callable[..., StepExecutor | None]] = {}
         self.reservations: list[Callable[[EngineBuilder], int]] = []
@@ -223,7 +223,7 @@ def assemble(builder: EngineBuilder) -> PagedEngine:
         builder.recipe.tokenizer,
         grammar_manager=builder.grammar_manager.part,
         loop=builder.loop.part,
-        observer=builder.observer.part,
+        on_step_failed=builder.on_step_failed.part,
         memory_plan=memory_plan,
     )
     for warm_up in builder.warmups:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.kernels.kv_store import layout_of
+from triton_paged_attention.kernels.kv_store import attention_arguments, layout_of
 from triton_paged_attention.tables import DecodeConfig, decode_default
 from triton_paged_attention.tiles import LOG2_E, combine, no_keys
 
@@ -204,13 +204,15 @@ def paged_decode(
         workspace: for splits; allocated if None.
         config: block sizes; None: the default.
     """
-    heads, d = q.shape[1:]
-    _, block_size, kv_heads, _ = cache.k.shape
-    group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
+    kv_heads = cache.k.shape[2]
     items = len(context_lens) if requests is None else len(requests)
     out = torch.empty_like(q) if out is None else out
     if items == 0:
         return out
+    numbers, constants = attention_arguments(
+        q, cache, block_tables, scale, sliding_window, soft_cap
+    )
+    d_pad = constants["D_PAD"]
     queries = triton.next_power_of_2(max_queries)
     if config is None:
         config = decode_default(items * kv_heads, d_pad, cache.k.element_size(), q.device)
@@ -218,12 +220,13 @@ def paged_decode(
             least = max(config.min_tiles, LEAST_KEYS // config.block_n)
             config = replace(config, splits=min(config.splits, MOST_SPLITS), min_tiles=least)
     layout = layout_of(cache)
-    config = layout.fit(config, block_size)
+    config = layout.fit(config, constants["P"])
+    rows = queries * constants["GROUP"]  # of a program
     if config.splits > 1:
-        rows = items * kv_heads * config.splits * queries * group
-        workspace = workspace or Workspace(rows, d_pad, q.device)
-        assert workspace.rows >= rows, (
-            f"the workspace has {workspace.rows} rows, but {rows} are needed"
+        needed = items * kv_heads * config.splits * rows
+        workspace = workspace or Workspace(needed, d_pad, q.device)
+        assert workspace.rows >= needed, (
+            f"the workspace has {workspace.rows} rows, but {needed} are needed"
         )
     decode_kernel[(kv_heads, config.splits, items)](
         out, q, cache.k, layout.words(cache.v), block_tables, context_lens,
@@ -231,11 +234,9 @@ def paged_decode(
         context_lens if requests is None else requests,
         *((workspace.partial, workspace.lse, workspace.arrived) if workspace else (out, out, out)),
         *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
-        scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
-        H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None, QUERIES=queries,
+        *numbers, **constants, QUERIES=queries,
         RAGGED=query_starts is not None, SUBSET=requests is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(queries * group)), BLOCK_N=config.block_n,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)), BLOCK_N=config.block_n,
         SPLITS_PAD=triton.next_power_of_2(config.splits),
         MIN_TILES=config.min_tiles, SCALED=cache.scaled, SINKS=sinks is not None,
         ATTEND=layout.attend,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
+from triton_paged_attention.kernels.kv_store import attention_arguments
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -106,14 +107,12 @@ def paged_decode_v1(
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
     scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     """
-    batch, heads, d = q.shape
-    _, block_size, kv_heads, _ = cache.k.shape
+    numbers, constants = attention_arguments(
+        q, cache, block_tables, scale, sliding_window, soft_cap
+    )
     out = torch.empty_like(q)
-    decode_v1_kernel[(batch, heads)](
-        out, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
-        block_tables.stride(0), *cache.k.stride()[:3],
-        H=heads, GROUP=heads // kv_heads, D=d, D_PAD=triton.next_power_of_2(d),
-        P=block_size, P_PAD=triton.next_power_of_2(block_size),
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
+    decode_v1_kernel[q.shape[:2]](
+        out, q, cache.k, cache.v, block_tables, context_lens, *numbers,
+        P_PAD=triton.next_power_of_2(constants["P"]), **constants,
     )  # fmt: skip
     return out

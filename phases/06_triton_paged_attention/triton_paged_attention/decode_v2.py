@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.tiles import fold, raw_scores, unit
+from triton_paged_attention.kernels.kv_store import attention_arguments
+from triton_paged_attention.tiles import fold, no_keys, raw_scores, unit
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -39,9 +40,7 @@ def decode_v2_kernel(
     row_is_real = (row < GROUP)[:, None] & (d < D)[None, :]
     query = tl.load(q + at_q, mask=row_is_real, other=0.0)
 
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     first_key = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
     for start in range(first_key // BLOCK_N * BLOCK_N, context, BLOCK_N):
         key = start + n
@@ -81,16 +80,13 @@ def paged_decode_v2(
     scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     block_n: tokens of a tile.
     """
-    batch, heads, d = q.shape
-    _, block_size, kv_heads, _ = cache.k.shape
-    group = heads // kv_heads
+    numbers, constants = attention_arguments(
+        q, cache, block_tables, scale, sliding_window, soft_cap
+    )
     out = torch.empty_like(q)
-    decode_v2_kernel[(batch, kv_heads)](
-        out, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
-        block_tables.stride(0), *cache.k.stride()[:3],
-        H=heads, GROUP=group, D=d, D_PAD=max(16, triton.next_power_of_2(d)), P=block_size,
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n,
-        num_warps=4, num_stages=3,
+    decode_v2_kernel[(len(q), cache.k.shape[2])](
+        out, q, cache.k, cache.v, block_tables, context_lens, *numbers,
+        BLOCK_M=max(16, triton.next_power_of_2(constants["GROUP"])), BLOCK_N=block_n,
+        **constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.tiles import fold, raw_scores, unit
+from triton_paged_attention.kernels.kv_store import attention_arguments
+from triton_paged_attention.tiles import fold, no_keys, raw_scores, unit
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -53,9 +54,7 @@ def decode_v3_kernel(
     low = begin + split * keys_per_split
     high = tl.minimum(low + keys_per_split, context)
 
-    m = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    m, total, acc = no_keys(BLOCK_M, D_PAD)
     for start in range(low, high, BLOCK_N):
         key = start + n
         visible = (key < high) & (key >= first_key)
@@ -121,27 +120,21 @@ def paged_decode_v3(
     scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
     splits: programs that share the keys of a request and head. block_n: tokens of a tile.
     """
+    numbers, constants = attention_arguments(
+        q, cache, block_tables, scale, sliding_window, soft_cap
+    )
     batch, heads, d = q.shape
-    _, block_size, kv_heads, _ = cache.k.shape
-    group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
     out = torch.empty_like(q)
     partial = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
-    decode_v3_kernel[(batch, kv_heads, splits)](
-        partial, lse, q, cache.k, cache.v, block_tables, context_lens, scale, soft_cap or 1.0,
-        block_tables.stride(0), *cache.k.stride()[:3],
-        H=heads, GROUP=group, D=d, D_PAD=d_pad, P=block_size,
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
-        BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, SPLITS=splits,
-        num_warps=4, num_stages=3,
+    decode_v3_kernel[(batch, cache.k.shape[2], splits)](
+        partial, lse, q, cache.k, cache.v, block_tables, context_lens, *numbers,
+        BLOCK_M=max(16, triton.next_power_of_2(constants["GROUP"])), BLOCK_N=block_n,
+        SPLITS=splits, **constants, num_warps=4, num_stages=3,
     )  # fmt: skip
     combine_kernel[(batch * heads,)](
-        out,
-        partial,
-        lse,
-        D=d,
-        D_PAD=d_pad,
-        SPLITS=splits,
-        SPLITS_PAD=triton.next_power_of_2(splits),
-    )
+        out, partial, lse,
+        D=d, D_PAD=constants["D_PAD"],
+        SPLITS=splits, SPLITS_PAD=triton.next_power_of_2(splits),
+    )  # fmt: skip
     return out

@@ -148,29 +148,25 @@ def join(*parts: nn.Module) -> FusedLinear:
         if isinstance(part, Concatenable):
             found = part.joined(*parts) or FusedProjection(*parts)
             return found if isinstance(found, FusedLinear) else FusedLinear(found)
+    if len(parts) == 1:
+        return FusedLinear(parts[0])
     return FusedLinear(concatenated(parts))  # type: ignore[arg-type]  # what is no `Concatenable` is plain
 
 
 def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """Return `nn.Linear` layers as one, with copied weights; a single part's weights are shared."""
-    biases = [part.bias for part in parts if part.bias is not None]
+    """Return `nn.Linear` layers as one, with copied weights."""
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "some parts have a bias, and some have none"
-    weight = _concatenated([part.weight for part in parts])
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight, made.bias = weight, _concatenated(biases) if biases else None  # type: ignore[assignment]
+    weight = torch.cat([part.weight for part in parts])
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases), device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if biases:
+        made.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return made
 
 
-def _concatenated(tensors: Sequence[Tensor]) -> nn.Parameter:
-    if len(tensors) == 1 and isinstance(tensors[0], nn.Parameter):
-        return tensors[0]
-    return nn.Parameter(torch.cat(tuple(tensors)), requires_grad=False)
-
-
 class FusedProjection(nn.Module):
-    """Linear layers of one input that are computed one by one: for comparison, and if their
-    formats differ.
-    """
+    """Linear layers of one input that are computed one by one, since their formats differ."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
-from triton_paged_attention.kernels.kv_store import describe, layout_of
+from triton_paged_attention.kernels.kv_store import attention_arguments, describe, layout_of
 from triton_paged_attention.tables import PrefillConfig, prefill_default
 from triton_paged_attention.tiles import LOG2_E, no_keys
 
@@ -151,9 +151,10 @@ def paged_prefill(
     out: result; allocated if None. config: block sizes; None: the default. Others: see
         `decode.paged_decode`.
     """
-    heads, d = q.shape[1:]
-    _, block_size, kv_heads, _ = cache.k.shape
-    d_pad = max(16, triton.next_power_of_2(d))
+    numbers, constants = attention_arguments(
+        q, cache, block_tables, scale, sliding_window, soft_cap
+    )
+    d_pad, block_size = constants["D_PAD"], constants["P"]
     config = config or prefill_default(d_pad, cache.k.element_size(), q.device)
     out = torch.empty_like(q) if out is None else out
     if len(tiles) == 0:
@@ -163,19 +164,16 @@ def paged_prefill(
     tma = (
         config.tma
         and block_size % config.block_n == 0
-        and d == d_pad
-        and cache.k.stride(2) == d
+        and q.shape[2] == d_pad == cache.k.stride(2)
     )
     k_arg, v_arg = (
         describe(c, config.block_n) if tma else c for c in (cache.k, layout.words(cache.v))
     )
     options = {"maxnreg": config.maxnreg} if config.maxnreg and q.is_cuda else {}
-    prefill_kernel[(len(tiles), kv_heads)](
+    prefill_kernel[(len(tiles), cache.k.shape[2])](
         out, q, k_arg, v_arg, block_tables, tiles,
         *(cache[2:4] if cache.scaled else (out, out)), out if sinks is None else sinks,
-        scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3],
-        H=heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad, P=block_size,
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap is not None,
+        *numbers, **constants,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, TMA=tma, SCALED=cache.scaled,
         SINKS=sinks is not None,
         ATTEND=layout.attend,

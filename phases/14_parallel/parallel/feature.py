@@ -191,7 +191,7 @@ class Split(Feature):
             return
         loop = WatchedLoop(builder.loop.part, workers)
         builder.loop.decorate(self, lambda inner: loop)
-        builder.observer.replace(self, loop)
+        builder.on_step_failed.replace(self, loop.on_step_failed)
 
     def _choose_tokens(self, builder: EngineBuilder) -> None:
         """Choose tokens over ranks, each of which has the logits of a part of the vocabulary."""

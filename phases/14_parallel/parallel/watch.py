@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from continuous.engine import Engine
-from continuous.seams import EngineObserver, Loop
+from continuous.seams import Loop
 from parallel.worker_group import WorkerGroup, WorkerLostError
 
 
-class WatchedLoop(EngineObserver):
-    """A `Loop` around rank 0's loop that raises if a rank is lost. As an observer it hears of failed steps.
+class WatchedLoop:
+    """A `Loop` around rank 0's loop that raises if a rank is lost.
 
     closed: True if the ranks have been released.
     """

@@ -42,6 +42,33 @@ class ValueLayout(NamedTuple):
 PLAIN = ValueLayout()
 
 
+def attention_arguments(
+    q: Tensor,
+    cache: LayerBlocks,
+    block_tables: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> tuple[tuple[float, ...], dict[str, int]]:
+    """Return the arguments that all attention kernels share: numbers in their order, and constants by name.
+
+    The parameters are those of `decode.paged_decode`.
+    """
+    heads, d = q.shape[1:]
+    _, block_size, kv_heads, _ = cache.k.shape
+    numbers = (scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3])
+    constants = {
+        "H": heads,
+        "GROUP": heads // kv_heads,
+        "D": d,
+        "D_PAD": max(16, triton.next_power_of_2(d)),
+        "P": block_size,
+        "WINDOW": sliding_window or 0,
+        "SOFT_CAP": soft_cap is not None,
+    }
+    return numbers, constants
+
+
 def layout_of(cache: LayerBlocks | None) -> ValueLayout:
     """Return the layout of a layer's values."""
     return PLAIN if cache is None or cache.layout is None else cache.layout
