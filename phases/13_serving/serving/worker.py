@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.errors import UserError
+from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Output
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
+FAILED = "the step that computed this request failed; the server's log says why"
 
 
 def ready(engine: Engine) -> Ready:
@@ -46,6 +47,18 @@ def ready(engine: Engine) -> Ready:
         found.device = engine.runner.model.device.type
         found.policy = getattr(engine.scheduler.policy, "__name__", "")
     return found
+
+
+def ending(
+    number: int, reason: str, error: BaseException | None, place: int = messages.NO_TOKEN
+) -> messages.End:
+    """Return how a completion ended. A fault of a request itself goes to its sender."""
+    if reason != "error":
+        return messages.End(number, reason, "", place)
+    for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
+        if isinstance(error, kind):
+            return messages.End(number, name, str(error), place)
+    return messages.End(number, reason, FAILED, place)
 
 
 class Channel(Protocol):
@@ -145,7 +158,7 @@ class Worker:
         except Exception as error:
             if not isinstance(error, UserError):
                 log.error("request %d cannot be added", first, exc_info=error)
-            self._ends += [messages.ending(number, "error", error) for number in numbers]
+            self._ends += [ending(number, "error", error) for number in numbers]
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.add(first)
@@ -167,7 +180,7 @@ class Worker:
                 step.numbers.append(number)
                 step.tokens.append(token)
             if reason is not None:
-                step.ends.append(messages.ending(number, reason, request.error, place))
+                step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
         self.observer.write(step, started)
         return step
