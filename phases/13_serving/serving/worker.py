@@ -39,11 +39,10 @@ def ready(engine: Engine) -> Ready:
     """Return what the API process learns about an engine."""
     found = Ready(engine.max_len, engine.config.vocab_size)
     if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-        found.max_rows, found.memory_plan = (
-            engine.scheduler.rows.count,
-            str(engine.memory_plan),
-        )
-        found.blocks, found.block_size = engine.cache.allocator.count, engine.cache.block_size
+        found.max_rows = engine.scheduler.rows.count
+        found.memory_plan = str(engine.memory_plan)
+        found.blocks = engine.cache.allocator.count
+        found.block_size = engine.cache.block_size
         found.device = engine.runner.model.device.type
         found.policy = getattr(engine.scheduler.policy, "__name__", "")
     return found
@@ -71,12 +70,11 @@ class Channel(Protocol):
         """Hand over a report."""
 
 
-class Observer(Protocol):
-    """Reads along in the engine's process."""
+class Observer:
+    """Reads along in the engine's process; this one does nothing."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """Note a command, and the requests that it has added."""
-        return
 
     def due(self) -> bool:
         """Tell if there is something to report though no step was run."""
@@ -84,11 +82,6 @@ class Observer(Protocol):
 
     def write(self, step: StepReport, now: float) -> None:
         """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
-        return
-
-
-class NullObserver(Observer):
-    """Does nothing; the appendix has one that draws."""
 
 
 class Worker:
@@ -103,7 +96,7 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.channel = channel
-        self.observer = observer or NullObserver()
+        self.observer = observer or Observer()
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = (
             set()
@@ -186,19 +179,13 @@ class Worker:
         return step
 
     def _stats(self, seconds: float) -> StepStats:
-        engine, stats = (
-            self.engine,
-            StepStats(self._steps, len(self.live), step_seconds=seconds),
-        )
+        engine = self.engine
+        stats = StepStats(self._steps, len(self.live), step_seconds=seconds)
         if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-            stats.running, stats.preemptions = (
-                len(engine.scheduler.running),
-                engine.scheduler.preemptions,
-            )
-            stats.free_blocks, stats.computed_tokens = (
-                engine.cache.free,
-                engine.stats.computed_tokens,
-            )
+            stats.running = len(engine.scheduler.running)
+            stats.preemptions = engine.scheduler.preemptions
+            stats.free_blocks = engine.cache.free
+            stats.computed_tokens = engine.stats.computed_tokens
             stats.step_tokens = stats.computed_tokens - self._computed
             self._computed = stats.computed_tokens
             if isinstance(engine.cache, PrefixCache):
