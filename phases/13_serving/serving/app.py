@@ -20,7 +20,7 @@ from common.text.tokenizer import LONG, Tokenizer
 from serving.client import EngineClient
 from serving.completion import ChoiceGroup
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import ApiError, wrong
+from serving.http.errors import ApiError, ErrorForm, wrong
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
 from serving.messages import Ready, StepReport
@@ -44,6 +44,7 @@ class App:
 
     routes: the handlers of a path, by method.
     endpoints: the routes for tokens; their fields are known.
+    forms: the forms of errors of paths that begin so.
     before: hooks that look at a request before its route does, and tell if they have answered it.
     on_step, on_end: hooks that hear of a step's report, and of a request that has its answer or has left.
     closing: the server ends, and so must streams that have no end.
@@ -66,6 +67,7 @@ class App:
         self.service = Service(engine, tokenizer, self.limits)
         self.requests: set[HttpRequest] = set()
         self.closing = False
+        self.forms: dict[str, ErrorForm] = {}
         self.before: list[Callable[[HttpRequest], Awaitable[bool]]] = []
         self.on_step: list[Callable[[StepReport], None]] = []
         self.on_end: list[Callable[[HttpRequest], None]] = []
@@ -112,6 +114,9 @@ class App:
         return [http.group for http in self.requests if http.group is not None]
 
     async def _answer(self, http: HttpRequest) -> None:
+        for beginning, form in self.forms.items():
+            if http.path.startswith(beginning):
+                http.form = form
         for hook in self.before:
             if await hook(http):
                 return

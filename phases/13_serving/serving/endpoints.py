@@ -25,25 +25,21 @@ from serving.parsed import FieldHandler, ParsedRequest
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
 COPIED = (
-    *(
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "n",
-        "seed",
-        "ignore_eos",
-        "min_tokens",
-    ),
-    *(
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "stop",
-        "stop_token_ids",
-        "logit_bias",
-    ),
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
 )
 MOST_TEMPERATURE = 2.0
 """Of OpenAI's routes; an engine takes more."""

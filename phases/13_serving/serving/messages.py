@@ -11,12 +11,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from common.errors import NotANumber, UserError
 from common.events import Logprob
 from common.sampling.params import SamplingParams
 
 NO_TOKEN = -1
-FAILED = "the step that computed this request failed; the server's log says why"
 CACHED = "cached"
 """A kind of notes about a completion: how many tokens of its prompt the prefix cache had."""
 
@@ -97,18 +95,6 @@ class End(Struct, array_like=True):
     reason: str
     message: str = ""
     place: int = NO_TOKEN
-
-
-def ending(
-    number: int, reason: str, error: BaseException | None, place: int = NO_TOKEN
-) -> End:
-    """Return how a completion ended. A fault of a request itself goes to its sender."""
-    if reason != "error":
-        return End(number, reason, "", place)
-    for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
-        if isinstance(error, kind):
-            return End(number, name, str(error), place)
-    return End(number, reason, FAILED, place)
 
 
 class StepReport(Struct, array_like=True, tag="step"):

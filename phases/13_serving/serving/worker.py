@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.errors import UserError
+from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
 from continuous.messages import Output
@@ -32,20 +32,32 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 """How long an idle engine sleeps at most before it looks around."""
+FAILED = "the step that computed this request failed; the server's log says why"
 
 
 def ready(engine: Engine) -> Ready:
     """Return what the API process learns about an engine."""
     found = Ready(engine.max_len, engine.config.vocab_size)
     if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-        found.max_rows, found.memory_plan = (
-            engine.scheduler.rows.count,
-            str(engine.memory_plan),
-        )
-        found.blocks, found.block_size = engine.cache.allocator.count, engine.cache.block_size
+        found.max_rows = engine.scheduler.rows.count
+        found.memory_plan = str(engine.memory_plan)
+        found.blocks = engine.cache.allocator.count
+        found.block_size = engine.cache.block_size
         found.device = engine.runner.model.device.type
         found.policy = getattr(engine.scheduler.policy, "__name__", "")
     return found
+
+
+def ending(
+    number: int, reason: str, error: BaseException | None, place: int = messages.NO_TOKEN
+) -> messages.End:
+    """Return how a completion ended. A fault of a request itself goes to its sender."""
+    if reason != "error":
+        return messages.End(number, reason, "", place)
+    for kind, name in ((UserError, "refused"), (NotANumber, "nan")):
+        if isinstance(error, kind):
+            return messages.End(number, name, str(error), place)
+    return messages.End(number, reason, FAILED, place)
 
 
 class Channel(Protocol):
@@ -58,12 +70,11 @@ class Channel(Protocol):
         """Hand over a report."""
 
 
-class Observer(Protocol):
-    """Reads along in the engine's process."""
+class Observer:
+    """Reads along in the engine's process; this one does nothing."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """Note a command, and the requests that it has added."""
-        return
 
     def due(self) -> bool:
         """Tell if there is something to report though no step was run."""
@@ -71,11 +82,6 @@ class Observer(Protocol):
 
     def write(self, step: StepReport, now: float) -> None:
         """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
-        return
-
-
-class NullObserver(Observer):
-    """Does nothing; the appendix has one that draws."""
 
 
 class Worker:
@@ -90,7 +96,7 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.channel = channel
-        self.observer = observer or NullObserver()
+        self.observer = observer or Observer()
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = (
             set()
@@ -145,7 +151,7 @@ class Worker:
         except Exception as error:
             if not isinstance(error, UserError):
                 log.error("request %d cannot be added", first, exc_info=error)
-            self._ends += [messages.ending(number, "error", error) for number in numbers]
+            self._ends += [ending(number, "error", error) for number in numbers]
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.add(first)
@@ -167,25 +173,19 @@ class Worker:
                 step.numbers.append(number)
                 step.tokens.append(token)
             if reason is not None:
-                step.ends.append(messages.ending(number, reason, request.error, place))
+                step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
         self.observer.write(step, started)
         return step
 
     def _stats(self, seconds: float) -> StepStats:
-        engine, stats = (
-            self.engine,
-            StepStats(self._steps, len(self.live), step_seconds=seconds),
-        )
+        engine = self.engine
+        stats = StepStats(self._steps, len(self.live), step_seconds=seconds)
         if isinstance(engine, Engine) and isinstance(engine.cache, PagedCache):
-            stats.running, stats.preemptions = (
-                len(engine.scheduler.running),
-                engine.scheduler.preemptions,
-            )
-            stats.free_blocks, stats.computed_tokens = (
-                engine.cache.free,
-                engine.stats.computed_tokens,
-            )
+            stats.running = len(engine.scheduler.running)
+            stats.preemptions = engine.scheduler.preemptions
+            stats.free_blocks = engine.cache.free
+            stats.computed_tokens = engine.stats.computed_tokens
             stats.step_tokens = stats.computed_tokens - self._computed
             self._computed = stats.computed_tokens
             if isinstance(engine.cache, PrefixCache):

@@ -83,7 +83,8 @@ class GrammarHandler:
         ):
             left = list[str]()  # a hint, which is left where it cannot be followed
             definition = exact(definition, left=left)
-            loosen(request, left)
+            if left:
+                loosen(request, left)
         try:
             request.sampling["grammar"] = MAKERS[kind](definition)
         except UserError as error:
@@ -94,8 +95,7 @@ class GrammarHandler:
 
 def loosen(request: ParsedRequest, keywords: list[str]) -> None:
     """Name keywords of schemas that the output need not follow in a header."""
-    if keywords:
-        request.headers.append((b"x-ladder-loosened", listed(keywords)))
+    request.headers.append((b"x-ladder-loosened", listed(keywords)))
 
 
 def schema_of(form: dict[str, Any] | None) -> dict[str, Any] | None:

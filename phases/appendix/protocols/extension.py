@@ -16,7 +16,6 @@ from phases.appendix.protocols.ollama import (
 )
 from phases.appendix.protocols.responses import Responses
 from serving.app import App
-from serving.http.request import HttpRequest
 
 
 def add_protocols(app: App) -> None:
@@ -35,14 +34,4 @@ def add_protocols(app: App) -> None:
         "/api/ps": {"GET": partial(running, app)},
         "/api/version": {"GET": lambda http: http.json({"version": VERSION})},
     }
-    ours, theirs = messages.form, error_form({})
-
-    async def choose_form(http: HttpRequest) -> bool:
-        """Give errors the form of the route's protocol, also those of other hooks."""
-        if http.path.startswith("/api/"):
-            http.form = theirs
-        elif http.path.startswith("/v1/messages"):
-            http.form = ours
-        return False
-
-    app.before.insert(0, choose_form)
+    app.forms |= {"/api/": error_form({}), "/v1/messages": messages.form}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from phases.appendix.api.grammars import loosen, schema_of
 from phases.appendix.api.reasoning import has_channels
 from phases.appendix.guidance.exact import exact
 from phases.appendix.tools.described import WARNING, described
-from phases.appendix.tools.formats import Schema, format_of
+from phases.appendix.tools.formats import CallFormat, Schema, format_of
 from phases.appendix.tools.reader import CallReader
 from serving.http.errors import too_many, wrong
 from serving.http.limits import Limits
@@ -48,6 +48,11 @@ class ToolHandler:
         self.tokenizer = tokenizer
         self.limits = limits
 
+    @cached_property
+    def _format(self) -> tuple[CallFormat, bool]:
+        """See `format_of`; a tokenizer's template stays as it is."""
+        return format_of(self.tokenizer)
+
     def read(self, given: ToolFields, request: ParsedRequest) -> None:
         """See `FieldHandler`.
 
@@ -62,7 +67,7 @@ class ToolHandler:
         if given.tool_choice == "none":
             tools = []
         try:
-            _, shows = format_of(self.tokenizer)
+            _, shows = self._format
             if tools:
                 self._call(given, request, {name: functions[name] for name in names}, must)
         except UserError as error:
@@ -85,7 +90,7 @@ class ToolHandler:
         must: bool,
     ) -> None:
         """Set the grammar of an output with calls, and what finds them."""
-        format, _ = format_of(self.tokenizer)
+        format, _ = self._format
         asked = request.names.get("grammar", "response_format")
         if asked != "response_format":  # that one is in the tools' grammar
             raise wrong(asked, f"{asked} and tools both constrain the output")
@@ -129,7 +134,8 @@ class ToolHandler:
                 raise wrong("tools", f"tools has two functions of the name {name!r}")
             functions[name] = schema
             loosened += [name + keyword for keyword in left]
-        loosen(request, loosened)
+        if loosened:
+            loosen(request, loosened)
         return functions
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TYPES = {
-    **{
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        408: "timeout_error",
-    },
-    **{429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"},
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
 }
 """Of a status; of others "invalid_request_error" below 500, and "server_error"."""
 STATUS = {
@@ -93,6 +93,12 @@ class ErrorForm:
 def wrong(param: str | None, message: str) -> ApiError:
     """Return the error of a request with a wrong field."""
     return ApiError(400, message, param=param)
+
+
+def too_large(limit: int) -> ApiError:
+    """Return the error of a body that is larger than the limit in bytes; the rest of it is not read."""
+    words = f"the body has more than {limit:,} bytes, which is the limit"
+    return ApiError(413, words, close=True)
 
 
 def too_many(field: str, count: int, limit: int, what: str) -> ApiError:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from serving.completion import ChoiceGroup
-from serving.http.errors import ApiError, ErrorForm
+from serving.http.errors import ApiError, ErrorForm, too_large
 from serving.http.limits import Limits
 
 Scope = MutableMapping[str, Any]
@@ -26,8 +26,8 @@ CLOSE = (b"connection", b"close")
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would hold the tokens back
 ]
-EVENTS += [(b"x-accel-buffering", b"no")]  # or nginx would hold the tokens back
 DRAINED_BYTES, DRAIN_SECONDS = 64 << 10, 1.0
 """Of a body that is refused unread: it is taken for so long, so that the answer is read."""
 _encode = msgspec.json.Encoder().encode
@@ -104,11 +104,8 @@ class HttpRequest:
                 415, "the body must not be compressed: there is a content-encoding", close=True
             )
         most = self.limits.max_body_bytes
-        large = ApiError(
-            413, f"the body has more than {most:,} bytes, which is the limit", close=True
-        )
         if self.content_length.isdigit() and int(self.content_length[:20]) > most:
-            raise large
+            raise too_large(most)
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
@@ -116,7 +113,7 @@ class HttpRequest:
                     message = await self._next()
                     body += message.get("body", b"")
                     if len(body) > most:
-                        raise large
+                        raise too_large(most)
                     if not message.get("more_body"):
                         self.unread = False
                         return bytes(body)

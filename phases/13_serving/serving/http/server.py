@@ -26,15 +26,16 @@ TERMINATED = 143
 KEEP_ALIVE_SECONDS = 75
 """That a connection may wait for its next request."""
 CONFIG: dict[str, Any] = {
-    **{
-        "http": "httptools",
-        "ws": "none",
-        "loop": "uvloop",
-        "lifespan": "off",
-        "server_header": False,
-    },
-    **{"log_config": None, "access_log": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS},
-    **{"timeout_graceful_shutdown": 2, "backlog": 4096},
+    "http": "httptools",
+    "ws": "none",
+    "loop": "uvloop",
+    "lifespan": "off",
+    "server_header": False,
+    "log_config": None,
+    "access_log": False,
+    "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+    "timeout_graceful_shutdown": 2,
+    "backlog": 4096,
 }
 
 
