@@ -30,6 +30,9 @@ def all_flags() -> list[Flag]:
         made += _of(kind, panel, kind.phase)
         old = f"now part of --{kind.name}: torch switches that off"
         made += [Flag(name, "str", old, panel, kind.phase) for name in kind.renamed]
+        made += [
+            Flag(name, "str", "removed; ignored", panel, kind.phase) for name in kind.removed
+        ]
     return made
 
 

@@ -290,6 +290,9 @@ def test_a_loop_waits_for_the_drafter_that_the_engine_has_now(
     assert not speculator.control._rates, (
         "request 0 has ended, but its drafter has not been told"
     )
+    assert len(speculator.control._finished) <= 2, (
+        "works of steps long past are kept, and their requests with them"
+    )
 
 
 def test_a_drafter_with_nothing_to_say_does_not_make_steps_wait(model: Model) -> None:

@@ -88,7 +88,7 @@ class Preset:
         """
         kinds = [*self.on, *self.fitting]
         kinds += [kind for kind in more if kind not in kinds]
-        options = _renamed(options, kinds)
+        options = _without_old(options, kinds)
         sizes, *own = route(options, [PagedSizes, *kinds], [kind.name for kind in kinds])
         features: list[Feature] = []
         for kind, given in zip(kinds, own, strict=True):
@@ -106,8 +106,11 @@ class Preset:
         return Chosen(PagedSizes(**sizes), tuple(features))
 
 
-def _renamed(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict[str, Any]:
-    """Return options with the switch of a feature for each old option of it, and warn of these."""
+def _without_old(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict[str, Any]:
+    """Return options with a feature's switch for each of its renamed options, and without removed ones.
+
+    Warns of each old option.
+    """
     given = dict(options)
     for kind in kinds:
         for old in kind.renamed:
@@ -116,6 +119,10 @@ def _renamed(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict
                 warnings.warn(f"{old} is now part of {kind.name}", FutureWarning, stacklevel=4)
                 if given.get(kind.name) is None or not kind.switched_on(value):
                     given[kind.name] = value
+        for old in kind.removed:
+            if given.pop(old, None) is not None:
+                message = f"{old} is ignored: {kind.name} has no such option any more"
+                warnings.warn(message, FutureWarning, stacklevel=4)
     return given
 
 

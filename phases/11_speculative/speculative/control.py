@@ -250,8 +250,9 @@ class DraftController:
         self._overall.add(tried, accepted, LONG_MEMORY)
 
     def add_work(self, work: Work) -> None:
-        """Record a work of a step that is finished."""
-        self._finished.append(work)
+        """Record a work of a step that is finished, if steps are timed."""
+        if self.adaptive:  # otherwise nothing would ever remove it
+            self._finished.append(work)
 
     def leave(self, request: Request) -> None:
         """Forget a request, after which another one may begin."""
