@@ -73,7 +73,7 @@ def test_kernels_leave_the_states_of_torch(
         rng.manual_seed(1)
         for part in (pool.recurrent, pool.conv):
             part[:, :-1] = torch.randn(part[:, :-1].shape, generator=rng).to(DEVICE)
-        pool.page_blocks[: len(works) * places] = torch.randperm(40, generator=rng)[
+        pool.page_slots[: len(works) * places] = torch.randperm(40, generator=rng)[
             : len(works) * places
         ].int()
         lasts = (contexts - 1) // block_size
