@@ -70,11 +70,12 @@ class Channel(Protocol):
         """Hand over a report."""
 
 
-class Observer:
-    """Reads along in the engine's process; this one does nothing."""
+class Observer(Protocol):
+    """Reads along in the engine's process."""
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """Note a command, and the requests that it has added."""
+        return
 
     def due(self) -> bool:
         """Tell if there is something to report though no step was run."""
@@ -82,6 +83,11 @@ class Observer:
 
     def write(self, step: StepReport, now: float) -> None:
         """Add to the report of a step that began at `now` (`time.perf_counter()`)."""
+        return
+
+
+class NullObserver(Observer):
+    """Does nothing; the appendix has one that draws."""
 
 
 class Worker:
@@ -96,7 +102,7 @@ class Worker:
     ) -> None:
         self.engine = engine
         self.channel = channel
-        self.observer = observer or Observer()
+        self.observer = observer or NullObserver()
         self.live: dict[int, Request] = {}
         self._fresh: set[int] = (
             set()

@@ -15,7 +15,6 @@ from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from prefix_cache.radix import RadixIndex
 from serving.messages import Command, DrawEngine, StepReport
-from serving.worker import Observer
 
 MOST_CELLS = 1024
 """Blocks that are drawn at most; of a larger pool every second, every third, ... block is."""
@@ -88,7 +87,7 @@ def tree(index: RadixIndex) -> dict[str, Any]:
     return {"nodes": nodes, "more": more + len(todo)}
 
 
-class StepPictures(Observer):
+class StepPictures:
     """An `Observer` that adds a picture to the next step's report after a `DrawEngine` command."""
 
     def __init__(self, engine: Engine) -> None:
