@@ -44,7 +44,9 @@ class SpecialGuard:
         self._suffixes = {token[at:] for token in self._special for at in range(len(token))}
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
-        """Return `value` with stand-ins in its texts for special tokens; the same if there is none.
+        """Return `value` with one character of each special token in its texts replaced.
+
+        The tokenizer then does not see it as one. The same object if there is none.
 
         Args:
             value: a text, or lists and objects that hold texts.

@@ -241,7 +241,7 @@ class Engine:
         return self.sample(self.forward(works))
 
     def forward(self, works: list[Work]) -> Forwarded | None:
-        """Hand the first half of a step to the device. None if there is nothing to do or the step failed."""
+        """Start the forward pass of a step on the device. None if there is no work or the step failed."""
         if not works:
             return None
         self.stats.begin(works, len(self.scheduler.running))
@@ -250,9 +250,7 @@ class Engine:
         return None
 
     def sample(self, step: Forwarded | None) -> Pending | None:
-        """Hand the second half of a step to the device. None if there was no first half or the step
-        failed.
-        """
+        """Start the sampling of a step. None if there was no forward pass or the step failed."""
         if step is None:
             return None
         with self.failing(step.works):

@@ -54,7 +54,7 @@ class OutputVerifier:
         """Write the drafts of a step into the rows, before it runs."""
 
     def accepted(self, works: Sequence[Work], tokens: Sequence[Token]) -> Results:
-        """Return the tokens of each sampled request, from the samples of the step in order."""
+        """Return, for each sampled request in order, the list of sampled tokens that it keeps."""
         return [[token] for token in tokens]
 
 

@@ -59,7 +59,7 @@ class PagedAttention(ABC):
         return self.attend(layer, q, k, v, cache)
 
     def place(self, layer: LayerSpec) -> tuple[LayerBlocks, Tensor]:
-        """A layer's blocks, and the step's slots in them: a seam, for layers that keep different blocks."""
+        """Return a layer's blocks, and the slot where each of the step's tokens stores its key and value."""
         return self.pool.layers[layer.index], self.batch.slots
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:

@@ -133,7 +133,10 @@ def eight_by_eight(x: Rounded, weight: QuantizedWeight, dtype: torch.dtype) -> T
 
 
 def multiply_numbers(values: Tensor, data: Tensor) -> Tensor:
-    """Return `values [T, K]` times `data [N, K]`: int8 on a GPU, without any scales; `[T, N]`."""
+    """Return `values [T, K] @ data.T` without scales, data `[N, K]`: `[T, N]`.
+
+    int32 of int8 numbers on a GPU, float32 on a CPU.
+    """
     if not values.is_cuda:
         return F.linear(values.float(), data.float())
     tokens = len(values)

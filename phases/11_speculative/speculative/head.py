@@ -61,7 +61,7 @@ class ReducedHead(nn.Module):
         self.weight: Tensor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., V]`."""
+        """Return logits `[..., V]` over the full vocabulary; minus infinity for tokens it lacks."""
         some = hidden @ self.weight.T
         logits = some.new_full((*some.shape[:-1], self.vocab_size), float("-inf"))
         return logits.index_copy_(-1, self.ids, some)

@@ -71,7 +71,13 @@ class Failed(Struct, array_like=True, tag="failed"):
 
 
 class StepStats(Struct, array_like=True):
-    """The engine after a step; counts are since it was made."""
+    """Statistics of an engine after a step.
+
+    steps, preemptions, computed_tokens, lookup_tokens, hit_tokens: totals since the engine was made. Lookup
+        tokens were looked up in the prefix cache, and hit tokens found there.
+    running, free_blocks: now.
+    step_tokens, step_seconds: of the latest step.
+    """
 
     steps: int = 0
     running: int = 0

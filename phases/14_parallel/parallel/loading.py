@@ -41,9 +41,9 @@ def load_part(
     weight_loader: WeightLoader | None,
     ranks: Ranks,
 ) -> Model:
-    """Return this rank's part of a model, whose layers add up over `ranks`. See `forward.load_model`.
+    """Load this rank's shard of a model; its layers sum partial results over `ranks`.
 
-    The weights are those that one GPU would have, random ones and quantized ones, too.
+    The other arguments are those of `forward.load_model`. The weights are those that one GPU would have, random ones and quantized ones, too.
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)

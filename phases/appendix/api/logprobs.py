@@ -56,7 +56,7 @@ class CompletionLogprobFields(Struct, kw_only=True):
 
 
 class CompletionLogprobs:
-    """Write log-probabilities as lists of tokens, with the prompt's in front where `echo` says so."""
+    """Handler of a completion's `logprobs`: adds lists of tokens, with the prompt's for `echo`."""
 
     fields = CompletionLogprobFields
     always = False
@@ -153,7 +153,7 @@ class ChatLogprobFields(Struct, kw_only=True):
 
 
 class ChatLogprobs:
-    """Write log-probabilities as one object a token."""
+    """Handler of a chat's `logprobs` and `top_logprobs`: adds one object a token."""
 
     fields = ChatLogprobFields
     always = False
@@ -197,7 +197,10 @@ class TokenFields(Struct, kw_only=True):
 
 
 class TokenIds:
-    """Write the ids of tokens, and in streams with marks of those that were drafts."""
+    """Handler of `return_token_ids`, which adds ids, and of `return_token_marks`.
+
+    Marks are for streams: each token's text, and whether it was a draft.
+    """
 
     fields = TokenFields
     always = False

@@ -197,7 +197,7 @@ class FusedHybridBlock(nn.Module):
 
 
 def fuse(model: Qwen35) -> None:
-    """Replace the layers of Qwen3.5 by those of this file, where the weights are not quantized."""
+    """Replace Qwen3.5's unquantized layers, in place, by ones that run fused kernels."""
     replace(model, GatedDeltaNet, FusedDelta)
     turned_parts = [
         part for name, part in model.named_modules() if name.endswith((".q_proj", ".k_proj"))

@@ -65,7 +65,7 @@ def tile_for(rows: float, x: Tensor) -> Tile:
 
 @triton.jit
 def gated_unit(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the second product's input from gates and ups, float32 of one shape. See `Swiglu`."""
+    """Return `activation(gate) * up` by KIND, or with LIMIT > 0 the clamped unit of gpt-oss. See `Swiglu`."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
