@@ -43,7 +43,8 @@ def load_part(
 ) -> Model:
     """Load this rank's shard of a model; its layers sum partial results over `ranks`.
 
-    The other arguments are those of `forward.load_model`. The weights are those that one GPU would have, random ones and quantized ones, too.
+    The other arguments are those of `forward.load_model`. The weights are those that one GPU would have,
+    random ones and quantized ones, too.
     """
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
