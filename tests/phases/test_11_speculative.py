@@ -672,7 +672,6 @@ def test_a_head_that_comes_back_sees_the_prompt(
     speculator: Any = engine.scheduler.drafter
     allowed = False
     speculator.control = Forced(speculator.most, lambda: allowed)
-    speculator.needs_finished_step = False
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     engine.generate([[5, 6, 7, 8]], params)
     assert speculator.source._first == {}, (

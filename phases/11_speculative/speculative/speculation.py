@@ -89,11 +89,8 @@ class SpeculativeRunner(Drafter):
         adaptive: False: always the most, whatever they cost.
         clock: in seconds; replaced by tests.
 
-    needs_finished_step: every token has to be known before a step is scheduled.
     guesses: drafts of the next step. stats: what became of those before.
     """
-
-    needs_finished_step = False
 
     def __init__(
         self,
@@ -111,26 +108,24 @@ class SpeculativeRunner(Drafter):
             rehearses=source.rehearses,
             clock=clock,
         )
-        self.needs_finished_step = self.control.on
         self.stats = SpeculationStats(synthetic=source.accept)
         self.guesses: dict[Request, Sequence[int]] = {}
         self._rehearsed: dict[Request, tuple[int, Sequence[int]]] = {}
+
+    @property
+    def needs_finished_step(self) -> bool:
+        """Return True while the controller drafts or watches. See `Drafter.needs_finished_step`."""
+        return self.control.on
 
     def attach(self, engine: Engine) -> None:
         """Bind to the engine that is drafted for."""
         self.control.attach(engine)
         self.source.attach(engine)
 
-    def decide(self, running: Sequence[Request]) -> list[int] | None:
-        """Return the number of drafts of each running request in the next step, or None: there are none."""
-        lengths = self.control.decide(running)
-        self.needs_finished_step = self.control.on
-        return lengths
-
     def begin(self, running: Sequence[Request]) -> bool:
         """Draft for all requests whose tokens are known; return True if there are drafts."""
         self.guesses = {}
-        lengths = self.decide(running)
+        lengths = self.control.decide(running)
         if lengths is None:
             if self.source.rehearses and running:
                 self._rehearse(running[self.control.steps % min(len(running), REHEARSED)])
@@ -172,17 +167,14 @@ class SpeculativeRunner(Drafter):
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Learn from a work that had drafts, or that the source had to see."""
-        if self.needs_finished_step or work.drafts:
-            self.count(work, accepted)
-            self.source.on_step_finished(work, accepted)
-
-    def count(self, work: Work, accepted: int) -> None:
-        """Record a finished work, and how many of its drafts were accepted."""
+        if not (self.needs_finished_step or work.drafts):
+            return
         self.control.add_work(work)
         if work.drafts:
             self.stats.count(work, accepted)
             if work.request.finish_reason is None:  # or the end cut it short, and says nothing
                 self.control.add_tries(work.request, len(work.drafts), accepted)
+        self.source.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
         """Forget a request."""
