@@ -9,6 +9,8 @@ from common.errors import UserError, brief, near
 from common.models.bundled import BUNDLED, damage, fetch_bundled
 from common.paths import expand
 
+RANDOM = "random:"
+"""Begins the name of a model with random weights, `random:SHAPE`. It has no folder."""
 _FILES = ["*.safetensors", "*.json", "tokenizer.model"]
 _TEMPLATES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
 
@@ -61,7 +63,7 @@ def local(name: str | Path) -> Path | None:
             f"model is {str(name)!r}, which cannot be looked at ({error.strerror})"
         ) from None
     if looks_local or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-        known = ", ".join([*BUNDLED, "random:SHAPE"])
+        known = ", ".join([*BUNDLED, f"{RANDOM}SHAPE"])
         meant = near(str(name).lower(), BUNDLED)
         raise UserError(
             f"model is {brief(str(name))}, which is none of {known}, a folder, or a hub id such as "

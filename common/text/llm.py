@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from common.errors import UserError, shown
 from common.events import Completion, follow, generate, params_per_prompt
-from common.models.hub import model_folder
+from common.models.hub import RANDOM, model_folder
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class LLM:
         show_memory_plan: bool = False,
         **options: Any,
     ) -> None:
-        if str(model).startswith("random:"):
+        if str(model).startswith(RANDOM):
             raise UserError(
                 f"model is {str(model)!r}, but texts need a model with a tokenizer"
             )

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 from common.device_names import check_device, check_dtype
 from common.errors import UserError, choice, integer
-from common.models.hub import local
+from common.models.hub import RANDOM, local
 from common.sampling.params import MODEL, NEUTRAL, SamplingParams
 from phases import check_phase, first_phases, phase_named
 from phases.commands.arguments import METHODS, SCHEMES, joined
 
-RANDOM = "random:"
 FIRST_STEPS = 4
 """The phase whose engine marks its steps in a trace."""
 PATIENCE = 10.0

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.models.hub import RANDOM, model_folder
 from phases.process import signals
 
 if TYPE_CHECKING:
     from continuous.engine import Engine
     from phases.registry import Checked
     from serving.worker import Observer
-
-RANDOM = "random:"
-"""Begins the name of a model with random weights, `random:SHAPE`."""
 
 
 def check(phase: str, options: Mapping[str, Any], device: str, dtype: str) -> Checked:
@@ -71,7 +69,6 @@ def fetch(
 
 
 def _folder_of(model: str, folder: Path) -> Path:
-    from common.models.hub import model_folder
     from common.text.made_up import write_tokenizer
     from forward.shapes import SHAPES
 

@@ -14,14 +14,12 @@ from common.device import pick_device, pick_dtype
 from common.errors import UserError, brief
 from common.models.checkpoint import assign, load_weights, stores_once
 from common.models.config import ModelConfig
-from common.models.hub import model_folder
+from common.models.hub import RANDOM, model_folder
 from forward.cpu_linear import flip_linears, flipping_is_faster
 from forward.model import Model
 from forward.models import family_of
 from forward.shapes import SHAPES
 from forward.surgery import clone
-
-RANDOM = "random:"
 
 
 class WeightLoader(Protocol):

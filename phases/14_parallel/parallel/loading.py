@@ -13,9 +13,8 @@ from common.device import pick_device, pick_dtype
 from common.errors import UserError
 from common.models.checkpoint import assign, load_weights
 from common.models.config import ModelConfig
-from common.models.hub import model_folder
+from common.models.hub import RANDOM, model_folder
 from forward.loading import (
-    RANDOM,
     WeightLoader,
     config_of,
     finish,
