@@ -41,6 +41,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _REAL_MODELS = {"smollm2_folder", "gemma3_folder"}
 
 
+@pytest.fixture
+def rng() -> torch.Generator:
+    """Random numbers for the inputs of kernels, on the device that runs them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.Generator(device=device).manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that asks for a real model, so that `-m "not weights"` leaves it out.

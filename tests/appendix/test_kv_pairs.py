@@ -22,11 +22,6 @@ pytestmark = [
 ]  # a minute in the interpreter
 
 
-@pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator(device=DEVICE).manual_seed(0)
-
-
 QUICK = {(16, 16), (40, 6), (40, 2)}
 """Sizes of heads and blocks that are tried every time: the interpreter takes its time."""
 

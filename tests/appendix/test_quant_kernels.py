@@ -45,11 +45,6 @@ pytestmark = [
 ]  # a minute in the interpreter
 
 
-@pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator(device=DEVICE).manual_seed(0)
-
-
 @named
 @pytest.mark.parametrize(("gate", "one_plus"), [(None, True), ("silu", False)])
 def test_one_token_with_norm_gate_and_residual(

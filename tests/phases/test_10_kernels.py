@@ -18,11 +18,6 @@ pytestmark = [
 ]  # a minute in the interpreter
 
 
-@pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator(device=DEVICE).manual_seed(0)
-
-
 @named
 @pytest.mark.parametrize(("tokens", "n", "k"), [(1, 48, 256), (40, 32, 384), (3, 80, 1152)])
 def test_a_product_is_that_of_the_dequantized_weight(

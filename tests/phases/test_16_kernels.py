@@ -31,11 +31,6 @@ INNER = 80
 SMALL = Tile(16, 32, 32, 4, 2)
 
 
-@pytest.fixture
-def rng() -> torch.Generator:
-    return torch.Generator(device=DEVICE).manual_seed(0)
-
-
 def normal(rng: torch.Generator, *shape: int, size: float = 1.0) -> Tensor:
     return (size * torch.randn(*shape, device=DEVICE, generator=rng)).to(DTYPE)
 
