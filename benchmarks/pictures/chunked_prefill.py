@@ -8,6 +8,7 @@ from typing import Any
 
 import chunked_prefill
 import paged_cache
+from benchmarks.pictures import chunk_mask
 from benchmarks.pictures.svg import INK, SOFT, STRONG, WIDTH, Picture
 from common.request import Request
 from common.sampling.params import SamplingParams
@@ -176,8 +177,8 @@ def turns(steps: Sequence[Step]) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's two."""
-    return {
+    """The lesson's three."""
+    return chunk_mask.pictures() | {
         "budget": budget([("05", record(None)), ("07", record(BUDGET))]),
         "turns": turns(record_turns()),
     }

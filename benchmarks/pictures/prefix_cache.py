@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import prefix_cache
+from benchmarks.pictures import radix_trace
 from benchmarks.pictures.svg import (
     GREY,
     INK,
@@ -264,8 +265,9 @@ def forgotten(moments: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:
 
 
 def pictures() -> dict[str, Picture]:
-    """The lesson's two."""
-    return {"tree": tree(record()), "evict": forgotten(record_forgetting())}
+    """The lesson's three."""
+    drawn = {"tree": tree(record()), "evict": forgotten(record_forgetting())}
+    return drawn | radix_trace.pictures()
 
 
 def show(moment: int) -> Picture:
