@@ -14,7 +14,8 @@ from common.sampling.params import SamplingParams
 from forward import load_model
 from forward.attention import causal_mask
 
-BUDGET, PROMPT, CHUNK = 8, 20, 1
+BUDGET, PROMPT = 8, 20
+CHUNK = 1
 """Tokens of a step and of the long prompt, and which of its chunks is drawn."""
 NAMES = "abL"
 COLOURS = {"a": "a", "b": "b", "L": "c"}

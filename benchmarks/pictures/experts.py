@@ -16,7 +16,8 @@ PROBABILITIES = ((0.1, 0.6, 0.1, 0.2), (0.5, 0.3, 0.1, 0.1))
 TOP_K = 2
 FACTORS = (1.0, 10.0, 100.0, 1000.0)
 """In place of an MLP an expert multiplies a token by its factor; a token is the number 1."""
-WIDE, HIGH, LEFT, GAP = 112, 30, 116, 22
+WIDE, HIGH = 112, 30
+LEFT, GAP = 116, 22
 """Of a cell; where the first one begins, and what parts two experts or two tokens."""
 
 

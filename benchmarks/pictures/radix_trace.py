@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from benchmarks.pictures.svg import SOFT, STRONG, Picture
 from prefix_cache.radix import Node, RadixIndex
 
-CELL, HIGH, LEFT = 34, 26, 292
+CELL, HIGH = 34, 26
+LEFT = 292
 """Of a block; where the trees begin."""
 
 

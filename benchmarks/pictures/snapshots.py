@@ -14,7 +14,8 @@ from continuous.work import Work
 from hybrid_cache import HybridCache, LayerGroups
 from prefix_cache.radix import RadixIndex
 
-P, STEP_TOKENS, BLOCKS = 4, 32, 64
+P, STEP_TOKENS = 4, 32
+BLOCKS = 64
 """Tokens in a page and of a step, blocks of the pool."""
 COMMON, OWN = 14, 9
 """Tokens that all prompts begin with, and those behind."""
