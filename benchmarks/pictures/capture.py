@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda_graphs
-from benchmarks.pictures.svg import LINE, SOFT, Picture
+from benchmarks.pictures.svg import LINE, SOFT, Kind, Picture
 from common.sampling.params import SamplingParams
 from common.sampling.sampler import SamplingFlags
 from cuda_graphs.decode_graph import DecodeGraph
@@ -100,7 +100,7 @@ def replays(steps: Sequence[Step]) -> Picture:
             for at, number in enumerate(numbers):
                 padding = step.positions[at] < 0
                 words = "·" if padding and numbers is step.tokens else str(number)
-                kind = "idle" if padding else "now" if numbers is step.tokens else "kept"
+                kind: Kind = "idle" if padding else "now" if numbers is step.tokens else "kept"
                 picture.cell(
                     left + CELL * at, y, CELL, HIGH, kind, "abcd"[step.rows[at]], words
                 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import chunked_prefill
-from benchmarks.pictures.svg import SOFT, STRONG, Picture
+from benchmarks.pictures.svg import SOFT, STRONG, Kind, Picture
 from common.sampling.params import SamplingParams
 from forward import load_model
 from forward.attention import causal_mask
@@ -77,7 +77,7 @@ def masks(parts: Sequence[Part]) -> Picture:
             query = f"query {part.start + line}"
             picture.text(left - 12, y + 16, query, anchor="end", size=11, fill=SOFT)
             for key, seen in enumerate(row):
-                kind = "idle" if not seen else "kept" if key < part.start else "now"
+                kind: Kind = "idle" if not seen else "kept" if key < part.start else "now"
                 picture.cell(left + CELL * key, y, CELL, CELL, kind, colour, str(key))
             y += CELL
         y += 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.pictures.svg import SOFT, STRONG, Picture
+from benchmarks.pictures.svg import SOFT, STRONG, Kind, Picture
 from prefix_cache.radix import Node, RadixIndex
 
 CELL, HIGH = 34, 26
@@ -106,7 +106,7 @@ def _words(run: Run) -> str:
 def _draw(picture: Picture, run: Run, x: float, y: float) -> None:
     """Draw a node and, to its right, those below it, one under the other."""
     for at, (letter, block) in enumerate(zip(run.letters, run.blocks, strict=True)):
-        kind = "kept" if run.pins else "idle"
+        kind: Kind = "kept" if run.pins else "idle"
         picture.cell(x + CELL * at, y, CELL, HIGH, kind, "a", f"{letter} {block}")
     end = x + CELL * len(run.blocks)
     pins = f"{run.pins} pin{'s' * (run.pins != 1)}"

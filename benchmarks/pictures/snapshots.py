@@ -98,11 +98,13 @@ def prompts(found: Sequence[Prompt]) -> Picture:
         words = f"found {one.found}, known {one.known}"
         picture.text(left + CELL * (COMMON + OWN) + 6, y + 16, words, size=11, fill=SOFT)
     picture.line([(common, 26), (common, 34 + high * len(found) - 8)], SOFT, dash="3 3")
-    y = picture.height - 14
+    bottom = picture.height - 14
     picture.legend(
-        12, y, [("kept", "", "found: not computed"), ("now", "a", "computed for this prompt")]
+        12,
+        bottom,
+        [("kept", "", "found: not computed"), ("now", "a", "computed for this prompt")],
     )
-    picture.text(392, y + 1, "↑ a state is kept behind so many tokens", fill=SOFT)
+    picture.text(392, bottom + 1, "↑ a state is kept behind so many tokens", fill=SOFT)
     return picture
 
 
