@@ -28,8 +28,8 @@ the number is rounded up to a power of two, for which the kernel is compiled in 
 class TritonPagedAttention(PagedAttention):
     """Attention over the paged KV cache by two Triton kernels, one for decode steps and one for prefill.
 
-    Requests with at most `most_queries` new tokens take the decode kernel, all others the prefill kernel. A
-    step of decodes alone allocates and uploads nothing in `begin`, so that a CUDA graph can capture it.
+    Requests with at most `most_queries` new tokens take the decode kernel, all others the prefill kernel.
+    A step of decodes alone allocates and uploads nothing in `begin`, so that a CUDA graph can capture it.
     CUDA graphs of other steps begin by `begin_sorted`.
 
     Args:
@@ -98,7 +98,9 @@ class TritonPagedAttention(PagedAttention):
         self._only, self._tiles = members, tiles
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """Write keys and values `[T, KH, D]` of new tokens to the layer's blocks; see `PagedAttention.store`."""
+        """Write keys and values `[T, KH, D]` of new tokens to the layer's blocks; see
+        `PagedAttention.store`.
+        """
         kv_store(k, v, cache, self.batch.slots)
 
     def attend(

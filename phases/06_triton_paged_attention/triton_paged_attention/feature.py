@@ -20,8 +20,8 @@ CUDA_BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Kernels(Feature):
-    """The option `kernels`: attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the
-    same.
+    """The option `kernels`: attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are
+    the same.
     """
 
     name: ClassVar[str] = "kernels"

@@ -55,8 +55,8 @@ class FusedRMSNorm(nn.Module):
         return NormWeights(self.weight, self.eps, self.one_plus)
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """Return the residual stream with its pending addition done, and the same normalized: `[..., size]`
-        each.
+        """Return the residual stream with its pending addition done, and the same normalized: `[...,
+        size]` each.
         """
         if isinstance(x, Stream):
             return add_rms_norm(x.total, x.delta, *self.weights)
@@ -64,7 +64,9 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """An attention layer (`LlamaAttention`) with one QKV projection, and one kernel from there to attention."""
+    """An attention layer (`LlamaAttention`) with one QKV projection, and one kernel from there to
+    attention.
+    """
 
     def __init__(self, old: LlamaAttention) -> None:
         super().__init__()
@@ -96,8 +98,8 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """Compute everything between the QKV and the output projection: `qkv [..., (H + 2 KH) D]` -> `[...,
-        H D]`.
+        """Compute everything between the QKV and the output projection: `qkv [..., (H + 2 KH) D]` ->
+        `[..., H D]`.
 
         cos_sin: RoPE's cosines and sines. attention: the engine's attention; if it is this phase's, keys
             and values go straight to the KV cache. pending: scales by which `qkv` is to be multiplied
@@ -118,7 +120,9 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """A `GatedMLP` whose gate and up projections are one matrix product, and whose activation is one kernel."""
+    """A `GatedMLP` whose gate and up projections are one matrix product, and whose activation is one
+    kernel.
+    """
 
     def __init__(self, old: GatedMLP, kind: str) -> None:
         super().__init__()
@@ -132,7 +136,9 @@ class FusedMLP(nn.Module):
 
 
 class BlockKernel(Protocol):
-    """Interface of a function that computes a whole transformer block faster, for the steps that it supports."""
+    """Interface of a function that computes a whole transformer block faster, for the steps that it
+    supports.
+    """
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
         """Return True if this kernel computes a step with this input `x [T, hidden]` and this attention."""
@@ -144,8 +150,8 @@ class BlockKernel(Protocol):
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor | Stream:
-        """Return the block's output for `x [T, hidden]`; arguments as in `LlamaBlock.forward`, after the
-        block.
+        """Return the block's output for `x [T, hidden]`; arguments as in `LlamaBlock.forward`, after
+        the block.
         """
 
 

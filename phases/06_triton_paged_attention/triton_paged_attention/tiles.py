@@ -39,8 +39,8 @@ def no_keys(ROWS: tl.constexpr, D_PAD: tl.constexpr):
 def fold(s, values, m, total, acc, factor):
     """Fold a tile of keys into the online softmax `m`, `total [M]`, `acc [M, D]`, and return the new three.
 
-    s: raw scores `[M, N]`. values: `[N, D]`. factor: makes raw scores exponents of two; see `unit`. Scaling
-        inside the exponent is one multiply-add per score instead of two operations.
+    s: raw scores `[M, N]`. values: `[N, D]`. factor: makes raw scores exponents of two; see `unit`.
+        Scaling inside the exponent is one multiply-add per score instead of two operations.
     """
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)

@@ -54,7 +54,9 @@ class CpuLinear(QuantLinear):
 
     @property
     def weight(self) -> QuantizedWeight:
-        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the tiles."""
+        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the
+        tiles.
+        """
         data = self.data if self.tiles is None else from_tiles(self.tiles, self.scheme.group)
         return QuantizedWeight(self.scheme, data, self.scale, self.zero, self.order)
 
@@ -105,8 +107,8 @@ def eight_bit_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def to_tiles(data: Tensor) -> Tensor:
-    """Return four-bit numbers `[N, K / 2]` uint8 in the order in which torch's `_weight_int4pack_mm` reads
-    them.
+    """Return four-bit numbers `[N, K / 2]` uint8 in the order in which torch's `_weight_int4pack_mm`
+    reads them.
     """
     numbers = unpack_nibbles(data).to(torch.int32)
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)

@@ -104,8 +104,8 @@ def search_scales(
     """Return scales `[N, K / g]` of a weight's groups, clipping the largest weights where that lowers the
     error.
 
-    weight: `[N, K]`. importance: `[K]`, the mean square of each input, by which its weights' squared errors
-        count. scheme: int4 in groups of `g`. dtype: of the scales.
+    weight: `[N, K]`. importance: `[K]`, the mean square of each input, by which its weights' squared
+        errors count. scheme: int4 in groups of `g`. dtype: of the scales.
     """
     groups = weight.view(len(weight), -1, scheme.group)
     weights = importance.view(-1, scheme.group)

@@ -39,14 +39,16 @@ class KernelLinear(QuantLinear):
 
     @property
     def stored(self) -> QuantizedWeight:
-        """Return the weight's tensors as kernels read them: four bits in the words of `to_words`, without
-        `order`.
+        """Return the weight's tensors as kernels read them: four bits in the words of `to_words`,
+        without `order`.
         """
         return QuantizedWeight(self.scheme, self.data, self.scale, self.zero)
 
     @property
     def weight(self) -> QuantizedWeight:
-        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the words."""
+        """Return the layer's weight in the layout that `QuantizedWeight` describes, unpacked from the
+        words.
+        """
         if self.scheme.weights != "int4":
             return replace(self.stored, order=self.order)
         numbers = QuantizedWeight(self.scheme, self.data, torch.ones_like(self.scale))

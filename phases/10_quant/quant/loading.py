@@ -84,7 +84,9 @@ class Quantize:
         return model
 
     def changes(self, model: Model) -> bool:
-        """Return True if the loaded weights differ from the checkpoint's files; see `WeightLoader.changes`."""
+        """Return True if the loaded weights differ from the checkpoint's files; see
+        `WeightLoader.changes`.
+        """
         return any(self.wanted(name, model.device) is not None for name in plain_layers(model))
 
 

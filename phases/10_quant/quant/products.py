@@ -31,8 +31,8 @@ class Rounded(NamedTuple):
 
 @triton.jit
 def token_scale(top, LARGEST: tl.constexpr):
-    """Return a token's scale, from its largest magnitude `top`, and the scale's inverse; the scale is never
-    0.
+    """Return a token's scale, from its largest magnitude `top`, and the scale's inverse; the scale is
+    never 0.
 
     LARGEST: the largest number of the eight-bit format, to which `top` is mapped.
     """
@@ -44,10 +44,10 @@ def token_scale(top, LARGEST: tl.constexpr):
 def rounded(y, LARGEST: tl.constexpr, WHOLE: tl.constexpr, HARDWARE: tl.constexpr):
     """Return float32 numbers `y` rounded to those that an eight-bit format has; they stay float32.
 
-    WHOLE: the format is int8, otherwise e4m3, which has three bits behind its first; below 2^-6 its numbers
-        are multiples of 2^-9. LARGEST: its largest number. HARDWARE: the GPU converts to e4m3; not every
-        GPU does, and the interpreter's conversion loses a carry. To add and subtract 1.5 * 2^23 rounds to
-        the nearest integer, ties to even.
+    WHOLE: the format is int8, otherwise e4m3, which has three bits behind its first; below 2^-6 its
+        numbers are multiples of 2^-9. LARGEST: its largest number. HARDWARE: the GPU converts to e4m3; not
+        every GPU does, and the interpreter's conversion loses a carry. To add and subtract 1.5 * 2^23
+        rounds to the nearest integer, ties to even.
     """
     if WHOLE:
         y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)

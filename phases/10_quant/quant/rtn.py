@@ -49,8 +49,8 @@ def group_scales(
     """Return scales `[N, K / g]` in `dtype` of a weight `[N, K]`, and zero points `[N, K / g]` uint8 or None.
 
     Without zero points the largest magnitude is 7.5 steps from 0: one that is positive loses half a step,
-    and one that is negative wins it. With them, the range from the smallest to the largest, 0 within it, is
-    cut into 15 steps.
+    and one that is negative wins it. With them, the range from the smallest to the largest, 0 within it,
+    is cut into 15 steps.
     """
     groups = weight.float().view(len(weight), -1, scheme.group)  # [N, K / g, g]
     if not scheme.zeros:

@@ -84,14 +84,16 @@ class QuantizedWeight:
 
 
 def spread_blocks(scale: Tensor, n: int, k: int) -> Tensor:
-    """Return one scale for each weight `[n, k]`, from scales of 128 x 128 blocks `[ceil(n / 128), ceil(k /
-    128)]`.
+    """Return one scale for each weight `[n, k]`, from scales of 128 x 128 blocks `[ceil(n / 128),
+    ceil(k / 128)]`.
     """
     return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
 
 def check_scale(name: str, scale: Tensor) -> None:
-    """Raise `UserError` unless all of a weight's scales are finite and none is negative. name: of the tensor."""
+    """Raise `UserError` unless all of a weight's scales are finite and none is negative. name: of the
+    tensor.
+    """
     if not bool(torch.isfinite(scale).all()):
         raise UserError(f"{name} holds NaN or infinity: the checkpoint is damaged")
     if bool((scale < 0).any()):

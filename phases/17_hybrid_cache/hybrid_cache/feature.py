@@ -22,13 +22,17 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Hybrid(Feature):
-    """The hybrid KV cache: windows give back skipped blocks, and layers with states keep slots."""
+    """The hybrid KV cache: layers with a window give back skipped blocks, and layers with states keep
+    slots.
+    """
 
     name: ClassVar[str] = "hybrid_cache"
     phase: ClassVar[int] = 17
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put in the pool, the cache and attention over groups, unless all layers have full attention."""
+        """Replace pool, cache and attention by those over groups of layers, unless all layers have full
+        attention.
+        """
         layout = LayerGroups.of(builder.model.config)
         if layout.full_attention_only:
             return

@@ -38,8 +38,8 @@ def gemv_kernel(
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` outputs of a matrix times a vector, with the operators around the product. One program
-    each.
+    """Compute `ROWS` outputs of a matrix times a vector, with the operators around the product. One
+    program each.
 
     out: `[N]`. x: `[K]`. weight: `[N, K]`, or `[2 N, K]` with GATED: the gate's rows above the up
         projection's.

@@ -63,8 +63,8 @@ class LatencyAttention(TritonPagedAttention):
         return not self.pool.layers[0].scaled and self._requests == 1
 
     def plan(self) -> None:
-        """Sort the step's requests into decode and prefill as `TritonPagedAttention.plan` does, and count
-        them.
+        """Sort the step's requests into decode and prefill as `TritonPagedAttention.plan` does, and
+        count them.
         """
         super().plan()
         self._requests = len(self.batch.context_lens)
@@ -194,8 +194,8 @@ class LatencyBlock:
         self.heads = heads
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True for a step of one token, or with `small_batch` of up to eight; attention must be a
-        `LatencyAttention`.
+        """Return True for a step of one token, or with `small_batch` of up to eight; attention must be
+        a `LatencyAttention`.
         """
         if not (isinstance(x, Tensor) and isinstance(attention, LatencyAttention)):
             return False
@@ -210,8 +210,8 @@ class LatencyBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor:
-        """Return the block's output `[T, hidden]`; arguments as in `LlamaBlock.forward`, after the block
-        itself.
+        """Return the block's output `[T, hidden]`; arguments as in `LlamaBlock.forward`, after the
+        block itself.
         """
         attend = block.self_attn
         mlp = block.mlp
@@ -273,8 +273,8 @@ def install(model: Model) -> Model:
 
 
 def whole(block: FusedBlock) -> bool:
-    """Return True if phase 06 has replaced every layer of a block; a mixture of experts may stand for the
-    MLP.
+    """Return True if phase 06 has replaced every layer of a block; a mixture of experts may stand for
+    the MLP.
     """
     attend, mlp = block.self_attn, block.mlp
     inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()

@@ -127,8 +127,8 @@ def single_request_attention_kernel(
     qkv: `[(H + 2 KH) D]`, the projection's output. cos, sin: `[D]`. q_weight, k_weight: `[D]`, read with
         NORM.
     k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. context_len, slots: `[1]`; slot -1:
-        do not store. partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of ended
-        splits.
+        do not store. partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of
+        ended splits.
     WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
@@ -303,9 +303,10 @@ def attend_single_request(
 ) -> SingleRequestSplits:
     """Compute attention of one request's one token; store its key and value in the KV cache.
 
-    The projection in front of it must be a `gemv` with `trigger_early=False`, unless `starts_early(layer)`:
-    attention reads the cache and the lengths before it waits for that projection, and only a projection
-    that has itself waited before it lets attention start guarantees that earlier kernels have written them.
+    The projection in front of it must be a `gemv` with `trigger_early=False`, unless
+    `starts_early(layer)`: attention reads the cache and the lengths before it waits for that projection,
+    and only a projection that has itself waited before it lets attention start guarantees that earlier
+    kernels have written them.
 
     wait_for_all_splits: True: `out` is complete. False: the splits of the keys stay in the workspace, for
         `project_heads` to combine.

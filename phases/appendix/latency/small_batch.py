@@ -56,8 +56,8 @@ def small_batch_attention_kernel(
 ):  # fmt: skip
     """Compute one split of the cached keys for one key/value head; the last split takes the new keys, too.
 
-    One program per key/value head and split. Row `r` of its tile is new token `r // GROUP`, query head `r %
-    GROUP` of this key/value head.
+    One program per key/value head and split. Row `r` of its tile is new token `r // GROUP`, query head `r
+    % GROUP` of this key/value head.
     qkv: `[T, (H + 2 KH) D]`. cos, sin: `[T, D]`. q_weight, k_weight: `[D]`, read with NORM. context_len:
         `[1]`.
     k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. query_starts: `[2]`. slots: `[T]`.

@@ -37,8 +37,8 @@ def input_scales(squares, top, eps, K: tl.constexpr, NORM: tl.constexpr, ROUND: 
     """Return the factor by which a norm multiplies its input, and the largest magnitude of the normed input.
 
     squares, top: `[n]`, partial sums of the input's squares, and partial maxima of the input times the
-        norm's weight. K: inputs. eps: of the norm. NORM: there is a norm, otherwise the factor is 1. ROUND:
-        the magnitude is needed. Both come from one reduction, since every reduction is a wait.
+        norm's weight. K: inputs. eps: of the norm. NORM: there is a norm, otherwise the factor is 1.
+        ROUND: the magnitude is needed. Both come from one reduction, since every reduction is a wait.
     """
     norm = 1.0
     if NORM and ROUND:
@@ -97,8 +97,8 @@ def tile_origin(
 def load_addends(
     bias, residual, row, N, ROWS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr
 ):
-    """Return the sum of what is added to outputs `row [ROWS]`, float32: `bias` (BIAS) and `residual` (ADD),
-    `[N]`.
+    """Return the sum of what is added to outputs `row [ROWS]`, float32: `bias` (BIAS) and `residual`
+    (ADD), `[N]`.
     """
     added = tl.zeros([ROWS], tl.float32)
     if BIAS:
@@ -116,10 +116,10 @@ def load_rows(
     """Load all weights of `ROWS` outputs: a tuple of tiles, and a tuple of their scales.
 
     A tile is `[ROWS, Q, 16]` numbers, or with WORDS `[ROWS, Q, 4]` int32 of four each; see `tile_origin`.
-    weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q = BLOCK_K
-        / 16.
-    weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x SIDE
-        weights, rows `scale_stride` apart, loaded `[ROWS, Q]` for each tile.
+    weight: `[N, K]` for each of MATRICES matrices. first_row: the first output. q: `arange(Q)`, Q =
+        BLOCK_K / 16.
+    weight_scale: `[N]`, loaded `[ROWS]` for each matrix; or with SIDE > 0 one for each block of SIDE x
+        SIDE weights, rows `scale_stride` apart, loaded `[ROWS, Q]` for each tile.
     """
     EACH: tl.constexpr = 16 if WORDS == "" else 4
     weights, scales = (), ()

@@ -97,8 +97,8 @@ class EightBitBlock:
     projections.
 
     It computes steps of more than one token: a single token takes the block's other kernels, each of which
-    rounds and scales by itself. Norms and activations round their outputs, and multiply their inputs by the
-    pending scales.
+    rounds and scales by itself. Norms and activations round their outputs, and multiply their inputs by
+    the pending scales.
 
     kind: the format of the activations.
     """
@@ -203,7 +203,9 @@ def install(model: Model) -> Model:
 
 
 def add_kernels(block: FusedBlock) -> None:
-    """Set when a block's QKV kernel lets the next kernel start, and let the output projection combine splits."""
+    """Set when a block's QKV kernel lets the next kernel start, and let the output projection combine
+    splits.
+    """
     attend = block.self_attn
     if not isinstance(attend, FusedAttention):
         return
@@ -221,8 +223,8 @@ def add_kernels(block: FusedBlock) -> None:
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return the format of a block's activations if all its projections multiply eight-bit numbers, else
-    None.
+    """Return the format of a block's activations if all its projections multiply eight-bit numbers,
+    else None.
     """
     attend, mlp = block.self_attn, block.mlp
     if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)):

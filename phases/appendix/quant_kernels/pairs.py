@@ -137,8 +137,8 @@ def pair_place(slot, block_stride, slot_stride, P: tl.constexpr):
 
 
 def fit(config: DecodeConfig | PrefillConfig, block_size: int) -> DecodeConfig | PrefillConfig:
-    """Return block sizes for values in pairs: no TMA, and decode tiles of twice the tokens if they fit a
-    block.
+    """Return block sizes for values in pairs: no TMA, and decode tiles of twice the tokens if they fit
+    a block.
     """
     block_n = max(config.block_n, LEAST_TILE)
     if isinstance(config, PrefillConfig):

@@ -30,7 +30,8 @@ def value_place(slot, block_stride, slot_stride, P: tl.constexpr):
 
 
 class ValueLayout(NamedTuple):
-    """How values lie in a block of the cache, and the device functions that read and write them; replaceable.
+    """The layout of values in a block of the cache, and the device functions that read and write them;
+    replaceable.
 
     attend: device function with the signature of `tiles.attend`, which reads keys and values.
     place: device function with the signature of `value_place`, which says where a token's values are.
@@ -79,7 +80,9 @@ def attention_arguments(
 
 
 def layout_of(cache: LayerBlocks | None) -> ValueLayout:
-    """Return how a layer's cache arranges its values; None and a cache without a layout have the plain one."""
+    """Return how a layer's cache arranges its values; None and a cache without a layout have the plain
+    one.
+    """
     return PLAIN if cache is None or cache.layout is None else cache.layout
 
 

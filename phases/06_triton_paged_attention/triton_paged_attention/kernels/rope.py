@@ -47,15 +47,17 @@ class ProductScales(NamedTuple):
 
 @triton.jit
 def norm_scale(squares, eps, D: tl.constexpr):
-    """Return the RMSNorm's factor `1 / sqrt(squares / D + eps)`; squares: the sum of squares of a head's D
-    numbers.
+    """Return the RMSNorm's factor `1 / sqrt(squares / D + eps)`; squares: the sum of squares of a
+    head's D numbers.
     """
     return tl.rsqrt(squares / D + eps)
 
 
 @triton.jit
 def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
-    """Return `x * scale * weight` in `x`'s dtype, computed in float32. ONE_PLUS: the factor is `1 + weight`."""
+    """Return `x * scale * weight` in `x`'s dtype, computed in float32. ONE_PLUS: the factor is `1 +
+    weight`.
+    """
     weight = weight.to(tl.float32)
     if ONE_PLUS:
         weight += 1.0
@@ -236,7 +238,7 @@ def angles_kernel(
 ):
     """Write one token's cosines and sines of its RoPE angles. One program per token.
 
-    cos, sin: output `[T, 2 HALF]` float32, both halves alike but for the sign of `sin`.
+    cos, sin: output `[T, 2 HALF]` float32, both halves equal but for the sign of `sin`.
     positions: `[T]`. frequencies: `[HALF]`, in radians per position.
     """
     token = tl.program_id(0).to(tl.int64)
