@@ -21,7 +21,9 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """Blocks outlive their requests, and requests with the same first tokens share them."""
+    """The option `prefix_cache`: blocks outlive their requests, and requests with the same first tokens
+    share them.
+    """
 
     name: ClassVar[str] = "prefix_cache"
     phase: ClassVar[int] = 8
@@ -31,7 +33,7 @@ class Prefix(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for an unknown index."""
         choice("index", self.index, INDEXES)
 
     def install(self, builder: EngineBuilder) -> None:

@@ -17,8 +17,8 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class CustomAllReduce(Feature):
-    """The option `all_reduce`: sum small tensors over ranks through memory that all GPUs share; NCCL
-    sums others.
+    """Custom all-reduce: small sums over ranks go through memory that all GPUs share, larger ones
+    through NCCL.
     """
 
     name: ClassVar[str] = "own_sums"
