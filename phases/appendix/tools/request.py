@@ -50,11 +50,11 @@ class ToolHandler:
 
     @cached_property
     def _format(self) -> tuple[CallFormat, bool]:
-        """See `format_of`; a tokenizer's template stays as it is."""
+        """Return the format in which the model writes calls, and whether its template shows it tools."""
         return format_of(self.tokenizer)
 
     def read(self, given: ToolFields, request: ParsedRequest) -> None:
-        """See `FieldHandler`.
+        """Read the fields about tools: show the tools to the model, and set the grammar of its output.
 
         Raises:
             ApiError: tools are not of OpenAI's form, too many or too large, or the request constrains its
@@ -140,7 +140,8 @@ class ToolHandler:
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates know them: arguments are objects, and a tool's answer is a text.
+    """Return messages as chat templates read them: arguments of calls are objects, results of tools are
+    texts.
 
     Raises:
         ApiError: a call is not of OpenAI's form.
