@@ -20,9 +20,7 @@ CUDA_BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Kernels(Feature):
-    """The option `kernels`: attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are
-    the same.
-    """
+    """Compute attention, norms, RoPE and gates by "triton" or by "torch"; the tokens are the same."""
 
     name: ClassVar[str] = "kernels"
     phase: ClassVar[int] = 6

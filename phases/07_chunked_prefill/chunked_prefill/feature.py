@@ -16,9 +16,7 @@ STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Chunked(Feature):
-    """The option `chunked_prefill`: split prompts to fit a budget of tokens a step, which decodes take
-    from first.
-    """
+    """Split prompts to fit a budget of tokens a step, which decodes take from first."""
 
     name: ClassVar[str] = "chunked_prefill"
     phase: ClassVar[int] = 7

@@ -21,9 +21,7 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """The option `prefix_cache`: blocks outlive their requests, and requests with the same first tokens
-    share them.
-    """
+    """Keep KV blocks of ended requests, and share them between requests with the same first tokens."""
 
     name: ClassVar[str] = "prefix_cache"
     phase: ClassVar[int] = 8

@@ -18,7 +18,7 @@ from triton_paged_attention import Backend, Kernels
 
 @dataclass(frozen=True)
 class Graphs(Feature):
-    """The option `graphs`: replay steps from CUDA graphs instead of launching their kernels one by one."""
+    """Replay steps from CUDA graphs instead of launching their kernels one by one."""
 
     name: ClassVar[str] = "graphs"
     phase: ClassVar[int] = 9
@@ -79,7 +79,7 @@ class Graphs(Feature):
 
 @dataclass(frozen=True)
 class Overlap(Feature):
-    """The option `overlap`: schedule each step while the device computes the one before."""
+    """Schedule each step while the device computes the one before."""
 
     name: ClassVar[str] = "overlap"
     phase: ClassVar[int] = 9

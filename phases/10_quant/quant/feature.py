@@ -39,7 +39,7 @@ def head_for(scheme: str, device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Quant(Feature):
-    """The option `quant`: quantize weights, keys and values to 8 or 4 bits."""
+    """Quantize weights, keys and values to 8 or 4 bits."""
 
     name: ClassVar[str] = "quant"
     phase: ClassVar[int] = 10

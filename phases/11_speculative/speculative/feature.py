@@ -34,7 +34,7 @@ READ = ("model", "head")
 
 @dataclass(frozen=True)
 class Speculate(Feature):
-    """The option `speculate`: guess the next tokens, and verify them all in one step."""
+    """Guess the next tokens by a drafter, and verify them all in one step."""
 
     name: ClassVar[str] = "speculate"
     phase: ClassVar[int] = 11

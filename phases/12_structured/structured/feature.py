@@ -18,9 +18,7 @@ from structured.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Structured(Feature):
-    """The option `structured`: mask the tokens of every request that has a grammar, so that its output
-    follows it.
-    """
+    """Mask the tokens of every request that has a grammar, so that its output follows the grammar."""
 
     name: ClassVar[str] = "structured"
     phase: ClassVar[int] = 12

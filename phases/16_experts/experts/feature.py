@@ -20,9 +20,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class MixtureOfExperts(Feature):
-    """The option `experts`: put each layer's experts in two tensors, and compute each expert's tokens
-    together.
-    """
+    """Put each layer's experts in two tensors, and compute each expert's tokens together."""
 
     name: ClassVar[str] = "experts"
     phase: ClassVar[int] = 16

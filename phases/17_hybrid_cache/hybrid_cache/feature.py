@@ -22,9 +22,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Hybrid(Feature):
-    """The hybrid KV cache: layers with a window give back skipped blocks, and layers with states keep
-    slots.
-    """
+    """The hybrid KV cache: windows give back skipped blocks, and layers with states keep slots."""
 
     name: ClassVar[str] = "hybrid_cache"
     phase: ClassVar[int] = 17

@@ -17,9 +17,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class CustomAllReduce(Feature):
-    """Custom all-reduce: small sums over ranks go through memory that all GPUs share, larger ones
-    through NCCL.
-    """
+    """Custom all-reduce: sum small tensors over ranks in memory that all GPUs share; NCCL sums the others."""
 
     name: ClassVar[str] = "own_sums"
     phase: ClassVar[int] = 14

@@ -49,7 +49,7 @@ class BlockProduct:
 
 @dataclass(frozen=True)
 class CpuBlocks(Feature):
-    """The option `cpu_blocks`: multiply with a GGUF file's quantized weights in compiled C++."""
+    """Multiply with a GGUF file's quantized weights in compiled C++."""
 
     name: ClassVar[str] = "cpu_blocks"
     phase: ClassVar[int] = 10

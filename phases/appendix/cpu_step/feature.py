@@ -314,7 +314,7 @@ class OneCall:
 
 @dataclass(frozen=True)
 class CpuStep(Feature):
-    """The option `cpu_step`: run decode steps of at most 16 requests as one call of compiled C++."""
+    """Run decode steps of at most 16 requests as one call of compiled C++."""
 
     name: ClassVar[str] = "cpu_step"
     phase: ClassVar[int] = 9

@@ -18,9 +18,7 @@ from triton_paged_attention.feature import check_triton
 
 @dataclass(frozen=True)
 class DeltaLayers(Feature):
-    """The option `delta_layers`: fused kernels for Gated DeltaNet layers, with prompts computed in two
-    parts.
-    """
+    """Fuse the kernels of Gated DeltaNet layers, and compute their prompts in two parts."""
 
     name: ClassVar[str] = "delta_layers"
     phase: ClassVar[int] = 17

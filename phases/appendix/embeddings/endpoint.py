@@ -32,7 +32,7 @@ KEPT = {"priority", "cache_salt", "deadline_ms"}
 
 
 class EmbeddingFields(Struct, kw_only=True):
-    """Fields of `POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
@@ -41,7 +41,7 @@ class EmbeddingFields(Struct, kw_only=True):
 
 
 class EmbedFields(Struct, kw_only=True):
-    """Fields of Ollama's `POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`."""
+    """Body of Ollama's `POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`."""
 
     model: str | None = None
     input: str | list[str] | None = None

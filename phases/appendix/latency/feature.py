@@ -17,10 +17,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Latency(Feature):
-    """The option `latency`: run decode steps of a single request by kernels made for small batches.
-
-    They gain inside CUDA graphs, where launches cost nothing.
-    """
+    """Run decode steps of a single request by kernels of their own, which gain inside CUDA graphs."""
 
     name: ClassVar[str] = "latency"
     phase: ClassVar[int] = 9

@@ -73,9 +73,9 @@ def unrounded(
 ):
     """Return attention's output `vector` unchanged, and 1 as the factor of the product.
 
-    It has the signature of functions that round: inside: which numbers are no padding; LARGEST, WHOLE,
-    HARDWARE: the format's largest number, whether it has integers, and whether an instruction rounds to
-    it.
+    Functions that round have the same parameters. inside: which numbers are no padding. LARGEST, WHOLE,
+    HARDWARE: the
+        format's largest number, whether it has integers, and whether an instruction rounds to it.
     """
     return vector, 1.0
 

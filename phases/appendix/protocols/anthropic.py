@@ -51,7 +51,7 @@ class ToolChoice(Struct):
 
 
 class MessagesFields(Struct, kw_only=True):
-    """Fields of Anthropic's `POST /v1/messages`."""
+    """Body of Anthropic's `POST /v1/messages`."""
 
     messages: list[MessageParam]
     system: str | list[dict[str, Any]] | None = None
@@ -210,7 +210,9 @@ class MessageEvents(Events):
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as a chat's; one of Anthropic's own keeps its type, which is refused."""
+    """Return one of Anthropic's tools in the form of a chat's tool; its own built-in tools keep their
+    type, which is refused.
+    """
     kind = "function" if tool.get("type") in (None, "custom") else tool["type"]
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": kind, "function": function | {"parameters": tool.get("input_schema")}}
@@ -223,7 +225,9 @@ def _blocks(said: MessageParam) -> list[Block]:
 
 
 def _messages(said: MessageParam) -> list[dict[str, Any]]:
-    """Return a message as a chat's: results of calls are messages of their own there."""
+    """Return one message of Anthropic's form as messages of a chat: results of calls are messages of
+    their own there.
+    """
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
     made, calls = list[dict[str, Any]](), list[dict[str, Any]]()

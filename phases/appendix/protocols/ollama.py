@@ -49,7 +49,7 @@ def error_form(names: Mapping[str, str]) -> ErrorForm:
 
 
 class OllamaFields(Struct, kw_only=True):
-    """Fields of Ollama's `POST /api/chat`, with messages, and `/api/generate`, with a prompt."""
+    """Body of Ollama's `POST /api/chat`, with messages, and `/api/generate`, with a prompt."""
 
     model: str | None = None
     stream: bool | None = True

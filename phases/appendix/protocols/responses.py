@@ -45,7 +45,7 @@ class InputItem(Struct):
 
 
 class ResponsesFields(Struct, kw_only=True):
-    """Fields of `POST /v1/responses`."""
+    """Body of `POST /v1/responses`."""
 
     input: str | list[InputItem]
     instructions: str | None = None

@@ -148,5 +148,5 @@ class Translation:
 
 
 def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Return an earlier call as a chat has it."""
+    """Return an earlier tool call of another protocol in the form of a chat's `tool_calls`."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

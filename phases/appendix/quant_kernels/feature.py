@@ -16,10 +16,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class QuantKernels(Feature):
-    """The option `quant_kernels`: kernels for one token times quantized weights.
-
-    For more tokens, activations stay in eight bits between the projections.
-    """
+    """Multiply one token with quantized weights by kernels; keep activations of more tokens in eight bits."""
 
     name: ClassVar[str] = "quant_kernels"
     phase: ClassVar[int] = 10

@@ -180,9 +180,10 @@ def _warps(padded: int) -> int:
 
 
 def _room(x: Tensor, size: int, kind: Activations | None) -> tuple[Tensor, Tensor]:
-    """Allocate and return an output `[T, size]` and its scales `[T]` float32.
+    """Allocate and return an output of `size` numbers a token, and a scale for each token, `[T]` float32.
 
-    kind: the output's eight-bit format; None: it has `x`'s dtype, and the shape `[..., size]`.
+    kind: the output's eight-bit format, then it is `[T, size]`; None: it has `x`'s dtype, and is `[...,
+        size]`.
     """
     tokens = x.numel() // x.shape[-1]
     dtype = x.dtype if kind is None else DTYPES[kind]

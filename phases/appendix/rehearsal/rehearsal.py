@@ -141,7 +141,7 @@ def _step(engine: PagedEngine, batch: WarmupBatch) -> None:
 
 @dataclass(frozen=True)
 class Rehearsal(Feature):
-    """The option `rehearsal`: compile every kernel at the start, not when it is first needed."""
+    """Compile every kernel when the engine is made, not when it is first needed."""
 
     name: ClassVar[str] = "rehearsal"
     phase: ClassVar[int] = 6

@@ -28,7 +28,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ToolFields(Struct, kw_only=True):
-    """Fields of chats about tools."""
+    """Fields of a chat's request about tools: `tools`, `tool_choice`, and the like."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -193,7 +193,10 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _function(where: str, tool: Mapping[str, Any]) -> tuple[str, Schema, list[str]]:
-    """Return a tool's name, the schema of its arguments, and what that does without unless it is strict."""
+    """Return a tool's name, the schema of its arguments, and the keywords of it that are not enforced.
+
+    where: the tool's place in the request, for errors. A strict tool has all keywords enforced.
+    """
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise wrong("tools", f"{where} is of type function, but has no function")

@@ -58,7 +58,7 @@ class GenerationFields(Struct, kw_only=True):
 
 
 class CompletionFields(Struct, kw_only=True):
-    """Further fields of `POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     best_of: Literal[1] | None = None
@@ -66,7 +66,7 @@ class CompletionFields(Struct, kw_only=True):
 
 
 class ChatFields(Struct, kw_only=True):
-    """Further fields of `POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
