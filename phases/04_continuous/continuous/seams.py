@@ -28,7 +28,7 @@ class Drafter:
         return False
 
     def attach(self, engine: Engine) -> None:
-        """Keep the engine that this drafter guesses for; called once, when the engine is complete."""
+        """Bind to the engine that this drafter guesses for; called once, when the engine is complete."""
 
     def begin(self, running: Sequence[Request]) -> bool:
         """Prepare for a step that is about to be scheduled. Returns True if `propose` may be called in it."""

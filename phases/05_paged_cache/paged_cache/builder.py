@@ -253,7 +253,7 @@ def load(builder: EngineBuilder) -> Model:
 
 
 def plan_memory(builder: EngineBuilder) -> MemoryPlan:
-    """Return how the memory is divided: as many KV cache blocks as fit beside weights and activations."""
+    """Return the division of the memory: as many KV cache blocks as fit beside weights and activations."""
     sizes = builder.recipe.sizes
     return plan_cache(
         builder.model,

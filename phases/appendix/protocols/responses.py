@@ -280,7 +280,9 @@ class ResponseEvents(Events):
         self.say(f"response.{status}", response=self.value)
 
     def _text(self, kind: str, part: str, text: str, **fields: Any) -> None:
-        """Add to the text of an item, which is begun unless the last one is of its kind."""
+        """Add text to the response's last item of this kind; begin a new item unless the last one is of
+        this kind.
+        """
         if not self.items or self.items[-1]["type"] != kind:
             self._open(kind, **fields, content=[])
             made = {"type": part, "text": "", "annotations": [], "logprobs": []}

@@ -96,9 +96,7 @@ class Gemma3(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Remove the prefixes of text-only and of multimodal checkpoints; None for tensors of the vision
-        tower.
-        """
+        """Return a checkpoint's name without its prefix; None for tensors of the vision tower."""
         if name.startswith(
             ("vision_tower.", "multi_modal_projector.", "model.vision", "model.multi_modal")
         ):

@@ -85,7 +85,9 @@ class GPT2(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Remove the prefix ``transformer.``; None for the causal masks that some files hold."""
+        """Return a checkpoint's name without the prefix ``transformer.``; None for causal masks, which
+        some files hold.
+        """
         name = name.removeprefix("transformer.")
         return None if name.endswith((".attn.bias", ".attn.masked_bias")) else name
 

@@ -105,7 +105,9 @@ class Llama(Model):
 
     @staticmethod
     def rename(name: str) -> str | None:
-        """Remove Hugging Face's prefix ``model.``; None for frequencies, which `Rope` computes."""
+        """Return a checkpoint's name without the prefix ``model.``; None for RoPE's frequencies, which
+        are computed.
+        """
         if name.endswith("rotary_emb.inv_freq"):
             return None  # old checkpoints stored the frequencies that `Rope` computes
         return name.removeprefix("model.")

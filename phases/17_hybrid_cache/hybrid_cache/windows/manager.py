@@ -73,7 +73,7 @@ class SingleTypeManager(ABC):
 
     @abstractmethod
     def required_pages(self, start: int, upto: int) -> int:
-        """Return how many pages, counted from the table's begin, must have blocks before a step.
+        """Return how many pages from the start of a request's block table must have blocks before a step.
 
         start: the request's computed tokens. upto: tokens that the scheduler reserves room for.
         """
