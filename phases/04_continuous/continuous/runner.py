@@ -173,7 +173,7 @@ class Runner:
         return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Launch the forward pass of any step, one operation after the other, without graphs."""
+        """Compute a step's forward pass without graphs; return batch and hidden states `[T, hidden]`."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
         self.refresh(works)

@@ -72,9 +72,9 @@ class PagedAttention(ABC):
         cache.v.flatten(0, 1)[self.batch.slots] = encode(v, cache.v_scale, cache.v.dtype)
 
     def wipe(self, row: int) -> None:
-        """Wipe blocks whenever they get a new owner from now on: one may hold NaN.
+        """From now on, fill blocks with zeros whenever they get a new owner: some block may hold NaN.
 
-        row: not read, since a row's blocks may be shared, or stay in a prefix cache.
+        row: the row of the request that made NaN; not read here, since a row's blocks may be shared.
         """
         self.pool.stained = True
 

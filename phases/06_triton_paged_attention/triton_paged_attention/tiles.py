@@ -100,7 +100,8 @@ def load_tile(
 ):  # fmt: skip
     """Load a tile of keys and one of values by pointers: `[BLOCK_N, D_PAD]` each.
 
-    block: of the keys, as `lookup` returns it. start: the tile's first key. key: `[BLOCK_N]`, its keys.
+    block: the number of the keys' block: one, or `[BLOCK_N]` where a tile spans blocks (`lookup` returns it).
+    start: position of the tile's first key. key: `[BLOCK_N]`, positions of its keys.
     Strides: numbers from a block, slot or head to the next. BOUNDED: zeros from key `high` on.
     """
     n = tl.arange(0, BLOCK_N)

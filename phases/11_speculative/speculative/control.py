@@ -304,8 +304,11 @@ class DraftController:
         return resting
 
     def _measure(self, rows: int) -> None:
-        """Update the estimates from the time of the step before, if it was one of decodes alone. rows:
-        its requests.
+        """Update the estimated cost of a step from how long the step before took, if it had only decodes.
+
+        That is the cost of a step of so many requests: without drafts, or with its number of drafts.
+
+        rows: requests in the step that begins.
         """
         began, self._began = self._began, self.clock()
         works, self._finished = self._finished, []

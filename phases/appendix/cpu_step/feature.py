@@ -170,8 +170,9 @@ class OneCall:
         return make_operator(x, y, code=code, tasks=tasks, **defaults | fields)
 
     def block(self, block: Any) -> list[Operator]:
-        """Return the operators of a transformer block: attention, then the MLP; Gemma also normalizes
-        their outputs.
+        """Return the records (for `step.cpp`) of a block's operators in order: attention, then the MLP.
+
+        block: a layer of phase 01's model; Gemma's also normalizes the outputs of both.
         """
         config = self.config
         attention = block.self_attn

@@ -173,7 +173,13 @@ class OllamaEvents(Events):
                 self.say("", **self.line({"content": "", name: text}, done=False))
 
     def finish(self, choice: Choice, reason: str, usage: dict[str, Any]) -> None:
-        """Add the last line. reason: `stop`, `length` or `tool_calls`. usage: a chat's."""
+        """Send an answer's last line: why it ended, token counts and times; before it, its calls if any.
+
+        Args:
+            choice: the answer.
+            reason: `stop`, `length` or `tool_calls`.
+            usage: token counts as OpenAI's chat has them: `prompt_tokens`, `completion_tokens`.
+        """
         if reason == "tool_calls" or (choice.calls is not None and choice.calls.complete):
             functions = [
                 call | {"arguments": decode_written(call["arguments"]) or {}}

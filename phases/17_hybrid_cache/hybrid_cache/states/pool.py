@@ -93,7 +93,12 @@ class StatePool:
         self.start(batch, torch.stack((source, *parts)).int())
 
     def start(self, batch: PagedBatch, step: Tensor) -> None:
-        """Start a step whose slots are known: `step [4, B]`, with the rows of the attribute `step`."""
+        """Keep a step's batch and its slots (numbers of stored states), for the calls of `mix` that follow.
+
+        step: `[4, B]` int32, for each request: the slot to read (`null` at a text's beginning), the slot that
+            keeps the state at the last block boundary (-1: none), the slot of the state after the step (-1:
+            none), and how many of the step's tokens lie before that boundary.
+        """
         self.step = step
         self.batch = batch
         self._on_host = None
