@@ -38,7 +38,10 @@ def limit_threads_and_noise(
     measuring: bool = False,
     begun: Usage | None = None,
 ) -> None:
-    """Set what the user has not set. Later than the import of PyTorch it changes nothing.
+    """Set environment variables of PyTorch's threads and of libraries' messages, unless the user has set
+    them.
+
+    It must be called before PyTorch is imported.
 
     Args:
         measuring: the command is a benchmark, which is to have the machine for itself.

@@ -97,12 +97,12 @@ class Completion:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Time to first token, in milliseconds; None without a token."""
+        """Return the time to first token, in milliseconds; None without a token."""
         return (self.times[0] - self.arrival) * 1e3 if self.times else None
 
     @property
     def itl_ms(self) -> list[float]:
-        """Inter-token latencies, in milliseconds: one fewer than there are tokens."""
+        """Return the inter-token latencies, in milliseconds: one fewer than there are tokens."""
         return [
             (later - earlier) * 1e3
             for earlier, later in zip(self.times, self.times[1:], strict=False)
@@ -110,7 +110,7 @@ class Completion:
 
     @property
     def e2e_ms(self) -> float | None:
-        """Milliseconds from arrival to the last event; None before it."""
+        """Return the milliseconds from arrival to the last event; None before it."""
         return None if self.finished is None else (self.finished - self.arrival) * 1e3
 
     def add(self, event: TokenEvent) -> None:
@@ -169,12 +169,12 @@ class TextStream:
 
     @property
     def begins(self) -> bool:
-        """True if the next token begins a text, so that some decoders drop its leading space."""
+        """Return True if the next token begins a text, so that some decoders drop its leading space."""
         return self._detokenizer.begins
 
     @property
     def text(self) -> str:
-        """The text returned so far, joined anew at each call."""
+        """Return all text so far, joined anew at each call."""
         return "".join(self._shown)
 
     def push(self, event: TokenEvent) -> str:

@@ -29,10 +29,10 @@ information.
 
 @dataclass(frozen=True)
 class Usage:
-    """A reading of counters, all in seconds since some fixed time.
+    """A reading of the machine's counters of processor time, in seconds since some fixed time.
 
-    clock: wall time. machine: time that the usable processors were busy. ours: time of this process and its
-        children.
+    clock: wall time. machine: time that the usable processors were busy. ours: time of this process and
+        its children.
     """
 
     clock: float
@@ -48,7 +48,7 @@ def processors() -> list[int]:
 
 
 def usage() -> Usage:
-    """Read the counters. On systems without them the result says that the processors are idle."""
+    """Return a reading of the counters. On systems without them it says that the processors are idle."""
     now = time.perf_counter()
     try:
         times = psutil.cpu_times(percpu=True)
@@ -86,7 +86,7 @@ def warn(before: Usage) -> None:
 
 
 def _advice() -> str:
-    """Return advice, where it is not followed already."""
+    """Return advice on how to share the processors, as far as it is not followed already."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return ""
     return "OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start; "

@@ -91,12 +91,12 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """Return the tokens generated so far."""
         return self.tokens[self.prompt_len :]
 
     @property
     def prefilling(self) -> bool:
-        """True if more than its newest token is to be computed; a request with one token to
-        compute decodes.
+        """Return True if more than the newest token is to be computed; with one token to compute, a
+        request decodes.
         """
         return self.num_computed_tokens + 1 < len(self.tokens) + self.placeholders

@@ -57,12 +57,12 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """Folder name and the name used in evidence files, such as `05_paged_cache`."""
+        """Return the folder's name, also used in evidence files, such as `05_paged_cache`."""
         return f"{self.number:02d}_{self.package}"
 
     @property
     def folder(self) -> Path:
-        """The phase's folder in this checkout."""
+        """Return the phase's folder in this checkout."""
         return ROOT / "phases" / self.name
 
 

@@ -80,9 +80,9 @@ def features(phase: Phase) -> list[type[Feature]]:
 
 @dataclass(frozen=True)
 class Checked:
-    """Options of a phase's engine that can be had.
+    """Checked options of a phase's engine.
 
-    own: by name. chosen: from phase 05 on, the sizes and features that they mean.
+    own: by name. chosen: from phase 05 on, the sizes and features that they ask for.
     """
 
     phase: Phase

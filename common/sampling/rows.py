@@ -27,7 +27,7 @@ _FOREVER: Final = (1 << 63) - 1
 
 
 class SamplingFlags(enum.IntFlag):
-    """Needs of a row beyond the argmax."""
+    """Operations that a request's settings need beyond the argmax, such as top-k or penalties."""
 
     RANDOM = enum.auto()  # a temperature above 0
     EDITS = enum.auto()  # logit_bias or min_tokens

@@ -50,7 +50,7 @@ class Sampled(NamedTuple):
 
     @property
     def for_host(self) -> Tensor:
-        """The tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
+        """Return the tokens for the host, int64 [B], with `ops.NAN_TOKEN` where logits are NaN."""
         return self.tokens if self.reported is None else self.reported
 
     def logprob(self, place: int) -> Logprob | None:

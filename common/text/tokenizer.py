@@ -74,7 +74,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones included. A model's embedding is often padded beyond it."""
+        """Return the number of tokens, added ones included. A model's embedding is often padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -154,7 +154,9 @@ class Tokenizer:
         return self._begun(ids) if add_special_tokens else ids
 
     def encode_guarded(self, text: str) -> list[int]:
-        """The ids of a text that goes on a conversation; special tokens in it are ordinary characters."""
+        """Return the ids of a text that continues a conversation; special tokens in it are ordinary
+        characters.
+        """
         with _named("the conversation"):
             return self._guard.encode(_unicode(self._guard.hide(text)))
 
@@ -170,7 +172,7 @@ class Tokenizer:
 
     @cached_property
     def _adds_bos(self) -> bool:
-        """True if `tokenizer.json` puts the token that begins a text before every text."""
+        """Return True if `tokenizer.json` puts the token that begins a text before every text."""
         if self.bos_token_id is None or self._config.get("add_bos_token") is False:
             return False
         return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
@@ -193,13 +195,15 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are left out of a text, such as those that begin and end a turn."""
+        """Return the ids of the tokens that are left out of a text, such as those that begin and end a
+        turn.
+        """
         added = self.backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """The bytes that each token adds in the middle of a text."""
+        """Return the bytes that each token adds in the middle of a text, by id."""
         return TokenBytes(self.backend)
 
     @cached_property
@@ -208,7 +212,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The compiled chat template.
+        """Return the compiled chat template.
 
         Raises:
             UserError: the model has none, as a model that was only pretrained.
@@ -217,7 +221,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the model has a template for conversations without tools."""
+        """Return True if the model has a template for conversations without tools."""
         return isinstance(self._chat_templates.get("default"), str)
 
     @cached_property

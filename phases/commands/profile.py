@@ -133,8 +133,9 @@ def kernel_table(steps: StepTable, on_device: bool) -> Table:
 
 
 def summary(table: StepTable, on_device: bool) -> str:
-    """Return one line: steps, kernels a step, milliseconds a step, and the share in which the
-    device works.
+    """Return one line: steps, kernels a step, milliseconds a step, and the share of it that is busy.
+
+    on_device: the table counts a GPU's kernels and copies; otherwise PyTorch's operators on the CPU.
     """
     launches = table.launches / table.steps
     wall = table.wall / table.steps * 1e3

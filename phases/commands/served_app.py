@@ -22,7 +22,7 @@ from serving.client import EngineClient
 
 
 def make_app(engine: EngineClient, folder: Path, given: SimpleNamespace) -> App:
-    """Return the application of an engine that is yet to be started.
+    """Return the ASGI application for an engine that is yet to be started.
 
     folder: of the tokenizer.
     given: the arguments of the command line, `limits` and `keys` among them.

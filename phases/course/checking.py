@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """True if every case and test that was run has passed."""
+        """Return True if every case and test that was run has passed."""
         return self.state == "passes here"
 
 

@@ -101,7 +101,7 @@ def attend(layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Non
 
 
 class RecomputeAttention:
-    """Causal attention over the whole sequence, which stores nothing between calls."""
+    """Causal attention over the whole sequence at every call; it stores nothing between calls."""
 
     def __call__(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return ``[..., S, H, D]`` for ``q [..., S, H, D]``, ``k`` and ``v [..., S, KH, D]`` of a whole

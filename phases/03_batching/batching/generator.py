@@ -39,7 +39,7 @@ class Waste:
 
     @property
     def fraction(self) -> float:
-        """The share of computed positions that served no request."""
+        """Return the share of computed positions that served no request, 0 to 1."""
         return (self.padding + self.finished) / self.computed if self.computed else 0.0
 
 

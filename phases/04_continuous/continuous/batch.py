@@ -21,11 +21,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HostBatch:
-    """The host's copy of a batch, so that no code has to ask the device (`.item()` waits for it).
+    """A step's layout on the host, so that no code has to ask the device (`.item()` waits for it).
 
-    A batch has `B` works, `T` tokens and `S` samples; with work `i`'s tokens at
-    `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last `k + 1`
-    tokens, any other one at its last token, once for each of its sampled requests.
+    A batch has `B` works (a work: the tokens of one request), `T` tokens and `S` samples; work `i`'s
+    tokens are `query_starts[i] .. query_starts[i + 1] - 1`. A work with `k` drafts is sampled at its last
+    `k + 1` tokens, any other one at its last token, once for each of its sampled requests.
 
     rows: `[B]`, each work's row.
     query_lens: `[B]`, tokens computed now.
@@ -51,9 +51,11 @@ class HostBatch:
 
     @classmethod
     def of(cls, works: Sequence[Work], prompt_lens: Ints) -> HostBatch:
-        """Return the arrays of a step's works, in their order; `prompt_lens [R]` is by row.
+        """Return the layout of a step, given its works (a work: the tokens of one request) in the order of
+        the batch.
 
-        Samples are in the order of works, then of sampled requests, then of tokens.
+        prompt_lens: `[R]`, prompt tokens by row. Samples are in the order of works, then of sampled
+            requests, then of tokens.
         """
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
@@ -113,7 +115,7 @@ ZERO: Ints = np.zeros(1, np.int64)
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's inputs on the device; `host` has the same facts on the host.
+    """A step's inputs on the device; `host` is the same layout on the host.
 
     input_ids, positions, token_rows: `[T]` int64.
     query_starts: `[B + 1]` int32; context_lens: `[B]` int32.
@@ -135,9 +137,10 @@ class Batch:
 
     @classmethod
     def of(cls, host: HostBatch, rows: RequestRows, **more: NDArray[np.integer[Any]]) -> Self:
-        """Move a batch's layout to the device in one transfer and read its tokens from the rows.
+        """Return a batch on the device: its layout is copied in one transfer, its tokens are read from the
+        rows.
 
-        more: fields of a subclass that lie on the host as well.
+        rows: token ids of all running requests. more: fields of a subclass that are on the host as well.
         """
         arrays = {name: getattr(host, name) for name in INT64}
         arrays |= {name: getattr(host, name).astype(np.int32) for name in INT32}

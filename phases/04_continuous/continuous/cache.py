@@ -34,10 +34,12 @@ class CacheManager(Protocol):
         return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
-        """Make room for the request's first `upto` tokens and attach those that `lookup` found.
+        """Reserve cache memory for the request's first `upto` tokens, and attach those that `lookup` found.
 
-        What was reserved before stays, also if `upto` is less. Returns False, and changes nothing, if there
-        is no room.
+        What was reserved before stays, also if `upto` is less.
+
+        Returns:
+            False, with nothing changed, if there is no room.
         """
         return True
 
@@ -55,7 +57,9 @@ class CacheManager(Protocol):
 
 
 class RowCache(CacheManager):
-    """Room for the longest request in every row, so a request that has a row has room."""
+    """A cache manager with room for the longest request in every row, so a request that has a row has
+    room.
+    """
 
     def holds(self, tokens: int) -> bool:
         """Return True: no request is longer than a row."""
@@ -63,7 +67,7 @@ class RowCache(CacheManager):
 
 
 class RowStore:
-    """The tensors: keys and values of every layer, `[R, KH, max_len, D]` each.
+    """The KV cache in rows: keys and values of every layer, `[R, KH, max_len, D]` each.
 
     Heads come before tokens, so that one head's keys are adjacent: attention over `keys[row, :, :context]`
     reads a view, and nothing is copied.
@@ -87,5 +91,5 @@ class RowStore:
 
     @staticmethod
     def bytes_needed(config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype) -> int:
-        """Return the bytes that such a store takes."""
+        """Return the bytes that a `RowStore` of `rows` rows of `max_len` tokens takes."""
         return rows * max_len * config.kv_bytes_per_token(dtype)

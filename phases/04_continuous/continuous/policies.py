@@ -14,26 +14,26 @@ Policy = Callable[[Request], tuple[float, ...]]
 
 
 def by_rank(request: Request) -> tuple[float, ...]:
-    """Return a request's rank, as a key for sorting."""
+    """Return a request's rank, the key by which requests are sorted; lower is served first."""
     return request.rank
 
 
 def fcfs(request: Request) -> tuple[float, ...]:
-    """Rank by arrival: first come, first served, so no request waits for ever."""
+    """Return a request's rank by arrival: first come, first served, so no request waits for ever."""
     return (request.id,)
 
 
 def shortest_first(request: Request) -> tuple[float, ...]:
-    """Rank by work, the least first, which makes the mean wait as short as it can be (Smith, 1956).
+    """Return a request's rank by its work, the least first, which makes the mean wait as short as it can be.
 
-    The work is the prompt and the most tokens that may be generated. A long request can starve as long as
-    short ones keep coming.
+    The work is the prompt and the most tokens that may be generated (Smith, 1956). A long request can
+    starve as long as short ones keep coming.
     """
     return (request.limit, request.id)
 
 
 def priority(request: Request) -> tuple[float, ...]:
-    """Rank by the number that the caller gave, lower first; equals by arrival."""
+    """Return a request's rank by the priority that the caller gave, lower first; equals by arrival."""
     return (request.priority, request.id)
 
 

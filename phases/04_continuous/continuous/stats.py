@@ -22,7 +22,7 @@ class Stats:
     most_running: int = 0
 
     def begin(self, works: Sequence[Work], running: int) -> None:
-        """Count a step of these works, while `running` requests run."""
+        """Count a step. works: its requests and tokens. running: how many requests run."""
         tokens = sum(work.count for work in works)
         self.steps += 1
         self.decode_steps += tokens == len(works)
@@ -35,7 +35,7 @@ STEP = "step: "
 
 
 def marked(works: Sequence[Work]) -> AbstractContextManager[object] | None:
-    """Return a context that names a step in PyTorch's profiler; None while there is no profiler."""
+    """Return a context that names a step in PyTorch's profiler; None if no profiler is running."""
     if not works or not torch._C._autograd._profiler_enabled():
         return None
     return record_function(

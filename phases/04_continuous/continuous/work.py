@@ -8,8 +8,7 @@ from common.request import Request
 
 
 class Work(NamedTuple):
-    """The tokens that one step computes for one request. It does not change, whatever happens to the
-    request later.
+    """The tokens that one step computes for one request. It does not change, whatever happens to the request.
 
     start, count: which tokens to compute, `start .. start + count - 1`, in row `row`.
     drafts: guessed tokens among them, at the end; only a work with one sampled request has any.
@@ -29,7 +28,7 @@ class Work(NamedTuple):
 
     @property
     def placeholders(self) -> int:
-        """Number of tokens that each sampled request is certain to gain in this step.
+        """Return the number of tokens that each sampled request is certain to gain in this step.
 
         Drafts count only if they are certain to be accepted.
         """

@@ -21,18 +21,19 @@ from paged_cache.recipe import Feature, PagedSizes, Recipe
 
 
 class Chosen(NamedTuple):
-    """Sizes and features that a set of options comes to."""
+    """The sizes and features that a set of options asks for."""
 
     sizes: PagedSizes
     features: tuple[Feature, ...]
 
 
 class Preset:
-    """A phase's engine: which features it has, and which of them are on unless the caller says otherwise.
+    """A phase's engine: its features, and which of them are on unless the caller says otherwise.
 
     Args:
         on: features that are on.
-        fitting: features that are on where they pay (`Feature.enabled_by_default`), decided in this order.
+        fitting: features that are on where they are faster (`Feature.enabled_by_default`), decided in this
+            order.
         defaults: sizes that this phase prefers on a kind of device.
 
     As an option a feature is a switch, `prefix_cache=False`, and each of its fields an option by itself,
@@ -51,7 +52,7 @@ class Preset:
     def plus(
         self, on: Sequence[type[Feature]] = (), fitting: Sequence[type[Feature]] = ()
     ) -> Preset:
-        """The next phase's: this one with more features."""
+        """Return this preset with more features: the next phase's."""
         return Preset([*self.on, *on], [*self.fitting, *fitting], self.defaults)
 
     def load(
@@ -63,7 +64,13 @@ class Preset:
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> PagedEngine:
-        """Make the engine for a model's name or a loaded model, with these options."""
+        """Return an engine for a model's name or a loaded model, with these options.
+
+        tokenizer: needed for stop strings only.
+
+        Raises:
+            UserError: an option is unknown, out of its limits, or of a feature that is off.
+        """
         where = model.device if isinstance(model, Model) else pick_device(device)
         chosen = self.choose(options, where)
         return build(Recipe(model, chosen.sizes, chosen.features, device, dtype, tokenizer))
@@ -79,7 +86,7 @@ class Preset:
         device: torch.device,
         more: Sequence[type[Feature]] = (),
     ) -> Chosen:
-        """Return what the options mean on a device.
+        """Return the sizes and features that options ask for on a device.
 
         more: features beyond this preset's; they are off unless an option switches them on.
 
@@ -107,9 +114,10 @@ class Preset:
 
 
 def _without_old(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict[str, Any]:
-    """Return options with a feature's switch for each of its renamed options, and without removed ones.
+    """Return options with renamed ones replaced by the switches that stand for them, and removed ones left
+    out.
 
-    Warns of each old option.
+    kinds: the features. Warns of each old option.
     """
     given = dict(options)
     for kind in kinds:

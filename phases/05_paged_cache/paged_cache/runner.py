@@ -18,7 +18,7 @@ from paged_cache.cache import PagedCache
 
 
 class PagedRunner(Runner):
-    """Runs steps over a block pool.
+    """Runs steps over a paged KV cache.
 
     Args:
         model: computes hidden states and logits.
@@ -52,14 +52,16 @@ class PagedRunner(Runner):
                 self.ask_first(executor)
 
     def ask_first(self, executor: StepExecutor) -> None:
-        """Ask another executor for each step, before those that are there."""
+        """Add an executor (a faster way to run certain steps) that is asked before those that are there."""
         self.executors = [executor, *self.executors]
 
     def release(self) -> None:
-        """Destroy graphs, after the last step; this runner has none."""
+        """Destroy CUDA graphs, after the last step; this runner has none."""
 
     def refresh(self, works: Sequence[Work]) -> None:
-        """Also: do the copies that the step's writes depend on, and wipe what NaN may have been left in."""
+        """Upload tokens and settings of new requests, make the copies of blocks that the step depends
+        on, and wipe NaN.
+        """
         super().refresh(works)
         self.attention.pool.regroup(self.cache.take_moves(works))
         if (fresh := self.cache.take_fresh()) and self.attention.pool.stained:
@@ -68,19 +70,19 @@ class PagedRunner(Runner):
             self.attention.pool.copy(copies)
 
     def prepare(self, works: Sequence[Work]) -> Batch:
-        """The step's inputs."""
+        """Return the inputs of a step on the device, with block tables and slots."""
         host = HostBatch.of(works, self.rows.prompt_lens)
         return PagedBatch.of(
             host, self.rows, block_tables=self.block_tables(host), slots=self.slots(host)
         )
 
     def block_tables(self, host: HostBatch) -> NDArray[np.int32]:
-        """`[B, max_blocks]`: the tables of the batch's rows, no wider than the longest context needs."""
+        """Return the block tables `[B, max_blocks]` of a batch, no wider than the longest context needs."""
         width = self.cache.blocks_for(int(host.context_lens.max()))
         return self.cache.tables[host.rows, :width]
 
     def slots(self, host: HostBatch) -> Ints:
-        """`[T]`: where each new token's key and value go."""
+        """Return where each new token's key and value go: `[T]`, `block * P + offset`."""
         size = self.cache.block_size
         blocks = self.cache.tables[host.token_rows, host.positions // size]
         return blocks.astype(np.int64) * size + host.positions % size

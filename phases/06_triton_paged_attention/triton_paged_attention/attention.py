@@ -26,15 +26,15 @@ the number is rounded up to a power of two, for which the kernel is compiled in 
 
 
 class TritonPagedAttention(PagedAttention):
-    """`PagedAttention` by Triton: requests with at most `most_queries` new tokens by the decode kernel,
-    others by prefill.
+    """Attention over the paged KV cache by two Triton kernels, one for decode steps and one for prefill.
+
+    Requests with at most `most_queries` new tokens take the decode kernel, all others the prefill kernel.
+    A step of decodes alone allocates and uploads nothing in `begin`, so that a CUDA graph can capture it.
+    CUDA graphs of other steps begin by `begin_sorted`.
 
     Args:
-        pool: the cache.
+        pool: the paged KV cache.
         num_heads: query heads of the model, `H`.
-
-    A step of decodes alone allocates nothing and uploads nothing in `begin`, so that it can be captured.
-    Graphs of other steps begin by `begin_sorted`.
     """
 
     def __init__(self, pool: BlockPool, num_heads: int) -> None:
@@ -50,7 +50,7 @@ class TritonPagedAttention(PagedAttention):
         self._workspace = Workspace(pairs * rows, d_pad, device)
 
     def plan(self) -> None:
-        """Sort the step's requests into the two kinds, and split the longer ones into query tiles."""
+        """Sort the step's requests into decode and prefill, and split those of prefill into query tiles."""
         host = self.batch.host
         decodes = host.query_lens <= self.most_queries
         # One or the most: a kernel in between would be compiled for each number, and gain nothing.
@@ -66,8 +66,13 @@ class TritonPagedAttention(PagedAttention):
             self._only, self._tiles = moved["members"], moved["tiles"]
 
     def sort(self, host: HostBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the requests for the decode kernel, int64, and the query tiles `[n, 4]` int32
-        of the others.
+        """Return the requests for the decode kernel, and the query tiles for the prefill kernel.
+
+        host: the step's lengths, as numpy arrays.
+
+        Returns:
+            requests: int64, their numbers in the batch.
+            tiles: `[n, 4]` int32, as `query_tiles` returns them.
         """
         short = host.query_lens <= self.most_queries
         tiles = query_tiles(host.query_lens, host.context_lens, self.tile_tokens, ~short)
@@ -75,7 +80,7 @@ class TritonPagedAttention(PagedAttention):
 
     @property
     def tile_tokens(self) -> int:
-        """Most query tokens in a tile."""
+        """Return the most query tokens that a query tile may have."""
         return self._prefill_config.block_m // self._group
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
@@ -93,14 +98,17 @@ class TritonPagedAttention(PagedAttention):
         self._only, self._tiles = members, tiles
 
     def store(self, cache: LayerBlocks, k: Tensor, v: Tensor) -> None:
-        """See `PagedAttention.store`."""
+        """Write keys and values `[T, KH, D]` of new tokens to the layer's blocks; see
+        `PagedAttention.store`.
+        """
         kv_store(k, v, cache, self.batch.slots)
 
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
     ) -> Tensor:
-        """Return attention's output `[T, H, D]`, see `PagedAttention.attend`. `k` and `v` are not read:
-        the pool has them.
+        """Return attention's output `[T, H, D]` for queries `q [T, H, D]` over the layer's blocks.
+
+        k, v: not read, for `store` has written them to the blocks. cache: the layer's blocks.
         """
         batch, q = self.batch, q.contiguous()
         scores: dict[str, Any] = {

@@ -39,8 +39,12 @@ def combine_rows(
     D_PAD: tl.constexpr,
     SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of `count` query tokens, for the query heads of one key/value head, into
-    `out`.
+    """Combine a request's splits in the workspace, and write attention's output to `out [T, H, D]`.
+
+    partial, lse: float32 outputs and log2 of the softmax sums, by split, query token and head of the group.
+    first_split: row of the request's first split. used: how many splits have been written.
+    first_token: row of the request's first query token in `out`. count: its query tokens, at most QUERIES.
+    kv_head: the key/value head; its GROUP query heads are written.
     """
     # As many rows at a time as registers hold: each time waits for its loads.
     ROWS: tl.constexpr = (
@@ -79,9 +83,13 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one split of a request's keys for one key/value head; the last split to finish combines all.
 
-    One program per key/value head, split and request. RAGGED: requests have several query tokens, at
-    `query_starts`. SUBSET: only the requests listed in `requests`. SCALED: keys and values have scales per
-    head.
+    One program per key/value head, split and request; `paged_decode` describes the tensors.
+    partial, lse, arrived: the `Workspace`: outputs, log2 of softmax sums, and counters of finished splits.
+    k_scale, v_scale: `[KH]`, read if SCALED: one scale for the keys and values of a head. Strides are in
+        numbers.
+    RAGGED: requests have up to QUERIES query tokens each, at `query_starts`; otherwise one.
+    SUBSET: only the requests that `requests` lists. ATTEND: the loop over tiles, such as `tiles.attend`.
+    MIN_TILES: fewest tiles of BLOCK_N keys in a split.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -192,16 +200,20 @@ def paged_decode(
     """Return attention `[T, H, D]` of requests with 1 to `max_queries` new tokens over the paged cache.
 
     Args:
-        q: `[T, H, D]`.
-        cache: the layer's blocks.
-        block_tables: `[B, max_blocks]` int32.
-        context_lens: `[B]` int32. A request with context 0 (a padding row of a graph) gets zeros.
-        scale, sliding_window, soft_cap, sinks: see `LayerSpec`.
-        query_starts: `[B + 1]` int32; None: each request has one token.
+        q: queries `[T, H, D]`, request by request.
+        cache: the layer's blocks, `[N, P, KH, D]` each for keys and values; the new tokens are stored
+            already.
+        block_tables: `[B, max_blocks]` int32, the blocks of each request.
+        context_lens: `[B]` int32, tokens with the new ones; 0 (padding of a CUDA graph) returns zeros.
+        scale: factor of the scores.
+        sliding_window: tokens that a query sees, itself included; None: all.
+        soft_cap: bound `c` of scores, `c tanh(score / c)`; None: none.
+        sinks: `[H]`, for each head a score that only enters the softmax's sum; None: none.
+        query_starts: `[B + 1]` int32, each request's first row of `q`; None: each has one token.
         max_queries: most query tokens of a request.
         requests: int32, which requests to compute; None: all. Rows of the others are not written.
         out: result; allocated if None.
-        workspace: for splits; allocated if None.
+        workspace: memory for splits; allocated if None.
         config: block sizes; None: the default.
     """
     kv_heads = cache.k.shape[2]

@@ -45,8 +45,12 @@ def decode_v1_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,
 ):
-    """Compute attention of one request's query head, block by block. One program per request
-    and query head.
+    """Compute attention of one request's query head, block by block. One program per request and query head.
+
+    `paged_decode_v1` describes the tensors. table_stride: numbers from one request's block table to the next.
+    block_stride, slot_stride, head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head. P: tokens of a block. `_PAD`: rounded up to a power of two.
+    WINDOW: tokens that a query sees; 0: all. SOFT_CAP: bound scores by `soft_cap * tanh(score / soft_cap)`.
     """
     request, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
@@ -105,7 +109,8 @@ def paged_decode_v1(
 
     q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    scale: factor of the scores. sliding_window: tokens that a query sees, or None.
+    soft_cap: bound `c` of the scores, `c tanh(score / c)`, or None.
     """
     numbers, constants = attention_arguments(
         q, cache, block_tables, scale, sliding_window, soft_cap

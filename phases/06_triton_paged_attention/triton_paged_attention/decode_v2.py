@@ -28,8 +28,12 @@ def decode_v2_kernel(
     P: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of all query heads of one key/value head. One program per request and
-    key/value head.
+    """Compute attention of all query heads of one key/value head. One program per request and key/value head.
+
+    `paged_decode_v2` describes the tensors. table_stride: numbers from one request's block table to the next.
+    block_stride, slot_stride, head_stride: numbers from a block, token or head of the cache to the next.
+    GROUP: query heads of a key/value head, padded to BLOCK_M rows. P: tokens of a block. BLOCK_N: of a tile.
+    WINDOW: tokens that a query sees; 0: all. SOFT_CAP: bound scores by `soft_cap * tanh(score / soft_cap)`.
     """
     request, kv_head = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + request)
@@ -77,8 +81,8 @@ def paged_decode_v2(
 
     q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
-    block_n: tokens of a tile.
+    scale: factor of the scores. sliding_window: tokens that a query sees, or None.
+    soft_cap: bound `c` of the scores, `c tanh(score / c)`, or None. block_n: tokens of a tile.
     """
     numbers, constants = attention_arguments(
         q, cache, block_tables, scale, sliding_window, soft_cap

@@ -34,7 +34,15 @@ def decode_v3_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of a request's keys. One program per request, key/value head and split."""
+    """Compute one split of a request's keys. One program per request, key/value head and split.
+
+    partial: output `[B, H, SPLITS, D]` float32, attention over the split's keys alone.
+    lse: output `[B, H, SPLITS]` float32, log2 of the split's softmax sum, by which `combine_kernel`
+        weights it. `paged_decode_v3` describes the inputs. Strides: numbers from a block table, block,
+        token or head to the next.
+    GROUP: query heads of a key/value head, padded to BLOCK_M rows. BLOCK_N: keys of a tile.
+    WINDOW: tokens that a query sees; 0: all. SOFT_CAP: bound scores by `soft_cap * tanh(score / soft_cap)`.
+    """
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -87,7 +95,11 @@ def combine_kernel(
     partial, lse,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one query head. One program per request and query head."""
+    """Combine the splits of one query head. One program per request and query head.
+
+    out: `[B, H, D]`. partial: `[B, H, SPLITS, D]` float32, attention of each split's keys.
+    lse: `[B, H, SPLITS]` float32, log2 of each split's softmax sum. `_PAD`: rounded up to a power of two.
+    """
     head = tl.program_id(0)  # request * H + query head
     s = tl.arange(0, SPLITS_PAD)
     d = tl.arange(0, D_PAD)
@@ -117,7 +129,8 @@ def paged_decode_v3(
 
     q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    scale: factor of the scores. sliding_window: tokens that a query sees, or None.
+    soft_cap: bound `c` of the scores, `c tanh(score / c)`, or None.
     splits: programs that share the keys of a request and head. block_n: tokens of a tile.
     """
     numbers, constants = attention_arguments(

@@ -28,9 +28,9 @@ from triton_paged_attention.linear import (
 
 
 class Stream(NamedTuple):
-    """The residual stream between two blocks, whose last addition the next norm performs.
+    """The residual stream between two blocks, as a sum that the next norm still has to compute.
 
-    total, delta: `[..., hidden]`, to be added.
+    total, delta: `[..., hidden]`; the stream is `total + delta`.
     """
 
     total: Tensor
@@ -38,7 +38,7 @@ class Stream(NamedTuple):
 
 
 class FusedRMSNorm(nn.Module):
-    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, with the pending addition of a `Stream` if there is one."""
+    """`RMSNorm` or `Gemma3RMSNorm` in one kernel, which also adds the two parts of a `Stream`."""
 
     def __init__(self, norm: RMSNorm | Gemma3RMSNorm) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class FusedRMSNorm(nn.Module):
         self.one_plus = isinstance(norm, Gemma3RMSNorm)
 
     def forward(self, x: Tensor | Stream) -> Tensor:
-        """Return `x [..., size]`, or the sum of a `Stream`, normalized."""
+        """Return `x [..., size]` normalized, in the same shape; of a `Stream`, its sum is normalized."""
         return self.add_and_normalize(x)[1]
 
     @property
@@ -55,8 +55,8 @@ class FusedRMSNorm(nn.Module):
         return NormWeights(self.weight, self.eps, self.one_plus)
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, its pending addition done, and the same normalized:
-        `[..., size]` each.
+        """Return the residual stream with its pending addition done, and the same normalized: `[...,
+        size]` each.
         """
         if isinstance(x, Stream):
             return add_rms_norm(x.total, x.delta, *self.weights)
@@ -64,7 +64,9 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """`LlamaAttention` and its subclasses with one QKV projection, and one kernel from there to attention."""
+    """An attention layer (`LlamaAttention`) with one QKV projection, and one kernel from there to
+    attention.
+    """
 
     def __init__(self, old: LlamaAttention) -> None:
         super().__init__()
@@ -76,12 +78,14 @@ class FusedAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """See `LlamaAttention.forward`."""
+        """Map `x [..., hidden]` to the attention layer's output `[..., hidden]`; see
+        `LlamaAttention.forward`.
+        """
         return self.o_proj(self.attend(self.qkv_proj(x), cos_sin, attention))
 
     @property
     def norms(self) -> HeadNorms | None:
-        """The query and key norms; None: the family has none."""
+        """Return the norms of query and key heads; None: the model has none."""
         if self.q_norm is None or self.k_norm is None:
             return None
         one_plus = isinstance(self.q_norm, Gemma3RMSNorm)
@@ -94,10 +98,12 @@ class FusedAttention(nn.Module):
         attention: Attention,
         pending: ProductScales | None = None,
     ) -> Tensor:
-        """Compute everything between the projections: `qkv [..., (H + 2 KH) D]` -> `[..., H D]`.
+        """Compute everything between the QKV and the output projection: `qkv [..., (H + 2 KH) D]` ->
+        `[..., H D]`.
 
-        With this phase's attention, keys and values go straight to the pool. pending: scales by which `qkv`
-        is to be multiplied first.
+        cos_sin: RoPE's cosines and sines. attention: the engine's attention; if it is this phase's, keys
+            and values go straight to the KV cache. pending: scales by which `qkv` is to be multiplied
+            first.
         """
         spec = self.spec
         cos, sin = (angles.reshape(-1, spec.head_dim) for angles in cos_sin)
@@ -114,7 +120,9 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """`GatedMLP` with gate and up in one matrix product, and the activation in one kernel."""
+    """A `GatedMLP` whose gate and up projections are one matrix product, and whose activation is one
+    kernel.
+    """
 
     def __init__(self, old: GatedMLP, kind: str) -> None:
         super().__init__()
@@ -128,10 +136,12 @@ class FusedMLP(nn.Module):
 
 
 class BlockKernel(Protocol):
-    """A seam: computes a whole block for some steps faster than its layers do."""
+    """Interface of a function that computes a whole transformer block faster, for the steps that it
+    supports.
+    """
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """Return True if it computes a step with this input and this attention."""
+        """Return True if this kernel computes a step with this input `x [T, hidden]` and this attention."""
 
     def __call__(
         self,
@@ -140,14 +150,16 @@ class BlockKernel(Protocol):
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor | Stream:
-        """See `LlamaBlock.forward`."""
+        """Return the block's output for `x [T, hidden]`; arguments as in `LlamaBlock.forward`, after
+        the block.
+        """
 
 
 class FusedBlock(nn.Module):
-    """A `LlamaBlock` that leaves its last addition to the next norm.
+    """A transformer block (`LlamaBlock`) that leaves its last residual addition to the next norm.
 
-    kernels: each step takes the first that supports it; the block's own layers if none does. Empty in this
-        phase.
+    kernels: each step takes the first `BlockKernel` that supports it, the block's own layers if none does;
+        empty in this phase.
     """
 
     input_layernorm: FusedRMSNorm
@@ -164,7 +176,10 @@ class FusedBlock(nn.Module):
     def forward(
         self, x: Tensor | Stream, cos_sin: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor | Stream:
-        """See `LlamaBlock.forward`."""
+        """Map the hidden states `x` to the block's output, as a `Stream` whose sum the next norm computes.
+
+        Arguments as in `LlamaBlock.forward`: RoPE's cosines and sines, and the engine's attention.
+        """
         for kernel in self.kernels:
             if kernel.supports(x, attention):
                 return kernel(self, x, cos_sin, attention)
@@ -175,12 +190,11 @@ class FusedBlock(nn.Module):
 
 
 def optimize(model: Model) -> Model:
-    """Replace phase 01's layers by those of this phase, and return the same model.
+    """Replace the plain layers of a model by the fused layers of this phase, and return the same model.
 
-    Projections are concatenated layer by layer, and the old ones of a layer are released before the next is
-    made. A caller that still needs the model as it was passes a `clone`, and so keeps both.
-
-    GPT-2 has LayerNorm, no RoPE and no gate: it keeps its layers, and only attention becomes faster.
+    Projections are concatenated layer by layer; the old ones of a layer are released before the next is
+    made. A caller that still needs the plain model passes a `clone`. GPT-2 has LayerNorm, no RoPE and no
+    gate: it keeps its layers, and only its attention becomes faster.
     """
     kind = model.config.activation
     replace(model, LlamaAttention, FusedAttention)
@@ -201,7 +215,7 @@ def replace(
     make: Callable[[Any], nn.Module],
     skip: type[nn.Module] | None = None,
 ) -> None:
-    """Replace every module of type `kind` by `make(module)`, except those whose owner is of type `skip`."""
+    """Replace every module of type `kind` by `make(module)`, except children of modules of type `skip`."""
     # Names, not modules: a list of these would keep all the old weights alive until the last is replaced.
     found = [name for name, module in model.named_modules() if isinstance(module, kind)]
     for name in found:

@@ -38,7 +38,14 @@ def prefill_kernel(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one query tile. One program per query tile and key/value head."""
+    """Compute causal attention of one query tile. One program per query tile and key/value head.
+
+    out, q: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, or with TMA their descriptors.
+    tiles: `[n, 4]` int32 of `query_tiles`: request, first row of `q`, tokens, first position.
+    k_scale, v_scale: `[KH]`, read if SCALED. sinks: `[H]`, read if SINKS: extra scores in the softmax's sum.
+    Strides: numbers from a block table, block, token or head to the next. WINDOW: tokens seen; 0: all.
+    BLOCK_M: query tokens times GROUP heads. BLOCK_N: keys of a tile. ATTEND: such as `tiles.attend`.
+    """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     request = tl.load(tiles + 4 * tile)
     first_row = tl.load(tiles + 4 * tile + 1)
@@ -147,9 +154,11 @@ def paged_prefill(
 ) -> Tensor:
     """Return causal attention of ragged queries over the paged cache: `q [T, H, D]` -> `[T, H, D]`.
 
-    tiles: `[n, 4]` int32, see `query_tiles`; rows without a tile are not written.
-    out: result; allocated if None. config: block sizes; None: the default. Others: see
-        `decode.paged_decode`.
+    cache: the layer's blocks, `[N, P, KH, D]` each for keys and values; the new tokens are stored already.
+    block_tables: `[B, max_blocks]` int32, the blocks of each request.
+    tiles: `[n, 4]` int32 of `query_tiles`; rows of `q` without a tile are not written.
+    out: result; allocated if None. config: block sizes; None: the default.
+    scale, sliding_window, soft_cap, sinks: as in `decode.paged_decode`.
     """
     numbers, constants = attention_arguments(
         q, cache, block_tables, scale, sliding_window, soft_cap

@@ -16,7 +16,7 @@ STEP_TOKENS = 256
 
 @dataclass(frozen=True)
 class Chunked(Feature):
-    """Prompts are cut to fit a budget of tokens a step, which decodes take from first."""
+    """Split prompts to fit a budget of tokens a step, which decodes take from first."""
 
     name: ClassVar[str] = "chunked_prefill"
     phase: ClassVar[int] = 7
@@ -26,12 +26,12 @@ class Chunked(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         if self.chunk_tokens is not None:
             integer("chunk_tokens", self.chunk_tokens, low=1)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Another scheduler, and smaller steps."""
+        """Replace the scheduler by one that splits prompts, and lower the default of tokens a step."""
         builder.scheduler.replace(
             self, partial(ChunkedScheduler, chunk_tokens=self.chunk_tokens)
         )

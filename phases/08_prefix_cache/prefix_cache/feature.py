@@ -21,7 +21,7 @@ INDEXES: dict[str, type[RadixIndex] | type[HashIndex]] = {
 
 @dataclass(frozen=True)
 class Prefix(Feature):
-    """Blocks outlive their requests, and requests with the same first tokens share them."""
+    """Keep KV blocks of ended requests, and share them between requests with the same first tokens."""
 
     name: ClassVar[str] = "prefix_cache"
     phase: ClassVar[int] = 8
@@ -31,7 +31,7 @@ class Prefix(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for an unknown index."""
         choice("index", self.index, INDEXES)
 
     def install(self, builder: EngineBuilder) -> None:

@@ -18,7 +18,7 @@ from triton_paged_attention import Backend, Kernels
 
 @dataclass(frozen=True)
 class Graphs(Feature):
-    """Steps are replayed from CUDA graphs."""
+    """Replay steps from CUDA graphs instead of launching their kernels one by one."""
 
     name: ClassVar[str] = "graphs"
     phase: ClassVar[int] = 9
@@ -32,14 +32,14 @@ class Graphs(Feature):
     sampling: Backend = option("triton", "the choice of tokens: by a kernel, or by torch")
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         integer("graph_rows", self.graph_rows, low=1)
         integer("graph_tokens", self.graph_tokens, low=0)
         choice("sampling", self.sampling, get_args(Backend))
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a GPU, around attention in kernels."""
+        """Return True on a GPU, if attention is computed by the Triton kernels of phase 06."""
         return device.type == "cuda" and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
@@ -79,7 +79,7 @@ class Graphs(Feature):
 
 @dataclass(frozen=True)
 class Overlap(Feature):
-    """Each step is scheduled while the one before is computed."""
+    """Schedule each step while the device computes the one before."""
 
     name: ClassVar[str] = "overlap"
     phase: ClassVar[int] = 9

@@ -25,10 +25,10 @@ GROUP = 32
 
 
 class BlockWeight(nn.Module):
-    """A weight `[N, K]` in groups of `GROUP` inputs.
+    """A weight `[N, K]` in a GGUF file's format: groups of 32 neighbouring inputs share a scale.
 
-    data: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in
-        its low and input i + 16 in its high half.
+    data: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i
+        in its low and input i + 16 in its high half.
     scale: float16 `[N, K / 32]`.
     minimum: float16 `[N, K / 32]` of q4_1, otherwise None; q4_0 has its zero at 8.
 
@@ -116,12 +116,12 @@ class BlockLinear(BlockWeight):
 
 
 def expect_blocks(model: Model, kinds: Mapping[str, Any]) -> None:
-    """Put modules for a checkpoint's quantized matrices into a model on `meta`.
+    """Replace the modules of a model on `meta` whose matrices the checkpoint has in a GGUF format.
 
-    A head that is tied to a quantized embedding has no tensors in the checkpoint: see `tie_blocks`.
+    A head that is tied to a quantized embedding has no tensors in the checkpoint: `tie_blocks` replaces it.
 
     Args:
-        kinds: the kind of each matrix by the name of its module in the checkpoint.
+        kinds: the format ("q8_0", "q4_0", "q4_1") of each matrix by the name of its module.
     """
     with torch.device("meta"):
         for stored, kind in kinds.items():

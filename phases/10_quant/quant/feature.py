@@ -23,10 +23,10 @@ AUTO, PLAIN = "auto", "none"
 
 
 def head_for(scheme: str, device: torch.device) -> str:
-    """Return the format of the output head for `head=auto`, given the layers' format.
+    """Return the name of the output head's format for the option `head=auto`.
 
-    It is the layers' own, except for int4: the head loses most by four bits, so it gets eight. On a GPU with
-    e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
+    It is the layers' own format `scheme`, except for int4: the head loses most by four bits, so it gets
+    eight. On a GPU with e4m3 products that is fp8, which is multiplied without unpacking, otherwise int8.
     """
     if scheme != "int4":
         return scheme
@@ -60,7 +60,7 @@ class Quant(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a format that does not exist or does not fit another."""
         if self.quantization is not None:
             choice("quantization", self.quantization, [PLAIN, *SCHEMES])
         choice("head", self.head, [AUTO, PLAIN, *SCHEMES])

@@ -25,7 +25,11 @@ class SpeculationStats:
     synthetic: float | None = None
 
     def count(self, work: Work, accepted: int) -> None:
-        """Count the verified drafts of a work; those behind the end of its request do not count."""
+        """Count the verified drafts of one request in a step; those behind the end of the request do not
+        count.
+
+        accepted: how many the model confirmed.
+        """
         drafts = len(work.drafts)
         tried = drafts if work.request.finish_reason is None else accepted
         self.steps += 1
@@ -42,23 +46,23 @@ class SpeculationStats:
             )
 
     def clear(self) -> None:
-        """Count anew."""
+        """Reset all counts to zero."""
         self.steps = 0
         self.drafted = []
         self.accepted = []
 
     @property
     def acceptance(self) -> float:
-        """The share of drafts that were right."""
+        """Return the share of verified drafts that were accepted, 0 to 1."""
         return sum(self.accepted) / sum(self.drafted) if self.drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a verified request got at a time: the accepted ones and one more."""
+        """Return the mean tokens of a request in a step with drafts: the accepted ones and one more."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
     def lines(self) -> list[str]:
-        """For people: one line in all, and one for each position."""
+        """Return the statistics as text: one line in all, and one for each position of a draft."""
         name = "speculation"
         if self.synthetic is not None:
             name += f", synthetic acceptance of {self.synthetic:g} drafts a step"

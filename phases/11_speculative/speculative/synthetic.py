@@ -9,13 +9,13 @@ from speculative.speculation import Proposer
 
 
 class Synthetic(Proposer):
-    """A `Proposer` of arbitrary tokens, of which so many count as right.
+    """A proposer of arbitrary tokens, a given number of which count as accepted; for measurements.
 
-    The output is not what the model would have said without drafts, so wherever a number comes from this, it
-    is marked.
+    The output is not what the model would have said without drafts, so wherever a number comes from this,
+    it is marked.
 
     Args:
-        accept: drafts that count as right in a step, on average; never more than there are.
+        accept: drafts that count as accepted in a step, on average; never more than there are.
     """
 
     def __init__(self, accept: float) -> None:
@@ -23,12 +23,14 @@ class Synthetic(Proposer):
         self._owed = 0.0
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
-        """Accept a whole number of drafts, and carry the fraction over to the next call."""
+        """Return how many drafts count as accepted: a whole number; the fraction is carried over to the
+        next call.
+        """
         self._owed += self._each
         right = min(int(self._owed), len(drafts))
         self._owed = min(self._owed - right, 1.0)
         return right
 
     def guess(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
-        """The newest token, again and again."""
+        """Return as drafts the newest token of each request, repeated as often as `lengths` says."""
         return [[r.tokens[-1]] * length for r, length in zip(requests, lengths, strict=True)]

@@ -11,32 +11,34 @@ from continuous.work import Work
 
 
 class DrafterWrapper(Drafter):
-    """A `Drafter` that does by itself what the one inside does."""
+    """A drafter around another one, to which it passes all calls; subclasses change some."""
 
     def __init__(self, inner: Drafter = NO_DRAFTS) -> None:
         self.inner = inner
 
     @property
     def needs_finished_step(self) -> bool:
-        """See `Drafter.needs_finished_step`."""
+        """Return True while the drafter inside needs every token before a step is scheduled."""
         return self.inner.needs_finished_step
 
     def attach(self, engine: Engine) -> None:
-        """See `Drafter.attach`."""
+        """Bind the drafter inside to an engine."""
         self.inner.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
-        """See `Drafter.begin`."""
+        """Let the drafter inside prepare for a step; return True if `propose` may be called in it."""
         return self.inner.begin(running)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """See `Drafter.propose`."""
+        """Return at most `most` drafts of a request, from the drafter inside."""
         return self.inner.propose(request, most)
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
-        """See `Drafter.on_step_finished`."""
+        """Tell the drafter inside that a step completed. accepted: drafts of the work that the model
+        confirmed.
+        """
         self.inner.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:
-        """See `Drafter.leave`."""
+        """Let the drafter inside drop a request that frees its row."""
         self.inner.leave(request)

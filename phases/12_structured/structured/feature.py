@@ -18,7 +18,7 @@ from structured.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Structured(Feature):
-    """Masks the tokens of every request that has a grammar, so that its output follows the grammar."""
+    """Mask the tokens of every request that has a grammar, so that its output follows the grammar."""
 
     name: ClassVar[str] = "structured"
     phase: ClassVar[int] = 12
@@ -29,12 +29,12 @@ class Structured(Feature):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options; raise `UserError` for a value out of its limits."""
         number("grammar_seconds", self.grammar_seconds, low=0.0, high=600.0, above_low=True)
         integer("grammar_cache_bytes", self.grammar_cache_bytes, low=0)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put an `AutomataGrammarManager` into the engine.
+        """Replace the engine's grammar manager, which masks nothing, by one that follows grammars.
 
         Its backend is made when the first grammar comes: only then is the tokenizer needed.
         """

@@ -34,19 +34,18 @@ T = TypeVar("T")
 
 
 class App:
-    """Serve HTTP requests with an engine.
+    """The ASGI application: serves HTTP requests with an engine.
 
     Args:
         model: the name that clients know it by.
         defaults: settings of requests that do not say; see `sampling_defaults`.
-
         completion_handlers, chat_handlers: read further fields of their requests.
 
     routes: the handlers of a path, by method.
     endpoints: the routes for tokens; their fields are known.
     forms: the forms of errors of paths that begin so.
     before: hooks that look at a request before its route does, and tell if they have answered it.
-    on_step, on_end: hooks that hear of a step's report, and of a request that has its answer or has left.
+    on_step, on_end: hooks called with a step's report, and with a request that has its response or has left.
     closing: the server ends, and so must streams that have no end.
     """
 
@@ -86,7 +85,7 @@ class App:
         self._threads = ThreadPoolExecutor(2, "parse")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever happens."""
+        """Respond to one HTTP request; an error becomes an error response."""
         http = HttpRequest(scope, receive, send, self.limits)
         self.requests.add(http)
         try:
@@ -110,7 +109,7 @@ class App:
 
     @property
     def groups(self) -> list[ChoiceGroup]:
-        """Requests for tokens that are being answered."""
+        """Return the requests for tokens that are being served."""
         return [http.group for http in self.requests if http.group is not None]
 
     async def _answer(self, http: HttpRequest) -> None:
@@ -137,7 +136,7 @@ class App:
     # Requests for tokens.
 
     def add(self, path: str, endpoint: Endpoint) -> None:
-        """Serve an endpoint at a path."""
+        """Serve an endpoint at a path, by POST."""
         self.endpoints[path] = endpoint
         self.routes[path] = {"POST": partial(self._tokens, endpoint)}
 
@@ -152,14 +151,22 @@ class App:
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Read a request for tokens. Raises `ApiError`."""
+        """Return an HTTP request for tokens, parsed and checked.
+
+        fields: the decoded body. ready: what is known of the engine.
+
+        Raises:
+            ApiError: it cannot be served.
+        """
         request = endpoint.parse(http, fields, ready)
         known = {name for kind in endpoint.kinds for name in kind.__struct_fields__}
         request.ignored += sorted(fields.keys() - known)
         return request
 
     async def generate(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
-        """Answer a request for tokens; ignored fields are named in a header."""
+        """Generate the tokens of a parsed request and send the response; ignored fields are named in a
+        header.
+        """
         http.extra += request.headers
         if request.ignored:
             http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
@@ -175,7 +182,12 @@ class App:
     ) -> tuple[T, Ready]:
         """Decode and parse a body; a thread does it unless it is short, so that no stream waits.
 
+        parse: makes a value of the decoded fields and of what is known of the engine. threaded: always use
+            a thread.
         source: the field that an error is about unless it names one.
+
+        Returns:
+            The value, and what is known of the engine.
 
         Raises:
             ApiError: the request cannot be taken now, or never.
@@ -207,7 +219,7 @@ class App:
         await http.json({"status": state}, 200 if state == "ready" else 503)
 
     async def _models(self, http: HttpRequest) -> None:
-        """Answer with the model, alone or in a list of one, once it takes requests."""
+        """Send the served model, alone or in a list of one, once it takes requests."""
         ready = self.service.ready()
         card = {
             "id": self.model.name,
@@ -223,6 +235,6 @@ class App:
 
 
 def listed(names: list[str]) -> bytes:
-    """Return the first names of a list as the value of a header."""
+    """Return the value of a header that lists these names, as many as fit."""
     text = ", ".join(name[:100] for name in names[:16]).encode("ascii", "replace")
     return bytes(byte if 32 <= byte < 127 else 63 for byte in text)

@@ -28,25 +28,30 @@ DIED = "the engine has ended and is being restarted; try again"
 
 
 class Sink(Protocol):
-    """Receives the tokens of one completion."""
+    """Interface of what receives the tokens of one completion."""
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """Take a note, before the tokens of its step; see `serving.messages`."""
+        """Receive a note of the engine's observer about this completion, before the tokens of its step.
+
+        kind: such as cached tokens, see `serving.messages`. values: as the kind says.
+        """
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """Take the next token. reason: why it is the last one, if it is."""
+        """Receive the next token. reason: why it is the last one, if it is."""
 
     def end(self, reason: str, message: str) -> None:
-        """Take the end that has no further token."""
+        """Receive the end that has no further token. reason: as in `messages.End`. message: a sentence
+        about it.
+        """
 
 
 class EngineClient:
-    """Talks to an engine; where that is, and that it lives, is a subclass's business.
+    """Sends requests to an engine and routes its tokens; subclasses say where the engine is and watch it.
 
     state: only "ready" takes completions.
     ready, stats: what the engine has said about itself, and after its last step.
-    now: `time.perf_counter()` when the step that is being dealt out has come.
-    on_step: hears of a step when its tokens are dealt out.
+    now: `time.perf_counter()` when the step whose tokens are being routed has come.
+    on_step: called with a step's report when its tokens are routed.
     """
 
     def __init__(self) -> None:
@@ -67,7 +72,7 @@ class EngineClient:
         raise NotImplementedError
 
     def start(self) -> asyncio.Future[None]:
-        """Return the task of `run`, which begins with the first call: the engine loads while callers do."""
+        """Start the task of `run` at the first call, and return it: the engine loads meanwhile."""
         self._life = self._life or asyncio.ensure_future(self.run())
         return self._life
 
@@ -79,7 +84,7 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Completions that have not ended."""
+        """Return how many completions have not ended."""
         return len(self._sinks)
 
     # What callers do.
@@ -94,9 +99,10 @@ class EngineClient:
         salt: str = "",
         wanted: Sequence[str] = (),
     ) -> range:
-        """Send a prompt of `params.n` completions, one sink each; returns their numbers.
+        """Send a prompt of `params.n` completions to the engine; return their numbers.
 
-        An engine that has ended meanwhile fails them with an error, as any others.
+        prompt: token ids. sinks: one for each completion. wanted: kinds of notes that the sinks want.
+            priority, salt: of the request. If the engine has ended meanwhile, the sinks get an error.
         """
         numbers = range(self._next, self._next + params.n)
         self._next += params.n
@@ -113,7 +119,7 @@ class EngineClient:
             self.tell(AbortRequests(mine))
 
     def tell(self, command: Command) -> None:
-        """Send a command. All that is said in one turn of the event loop travels in one message."""
+        """Send a command to the engine. All commands of one turn of the event loop travel in one message."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(command)
@@ -128,11 +134,12 @@ class EngineClient:
     # What the engine says.
 
     def _route_tokens(self, step: StepReport) -> None:
-        """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
+        """Pass a step's notes, tokens and ends to the sinks of their completions. Sinks may abort while
+        this runs.
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
-        the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. `on_step` comes last.
+        the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight
+        when it gets its end. `on_step` comes last.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:
@@ -153,7 +160,7 @@ class EngineClient:
         self.on_step(step)
 
     def _lose(self) -> None:
-        """End all sinks that wait for an engine that is no more."""
+        """End all sinks with an error, since the engine has ended."""
         if self.state != "stopped":
             self.state = "restarting"
         lost = list(self._sinks.values())

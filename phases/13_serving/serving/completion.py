@@ -19,7 +19,7 @@ took too long, its reader took too long, its reader left."""
 
 
 class Piece(NamedTuple):
-    """Text that is ready to be sent, of the tokens `start` to `stop` of a completion."""
+    """Text of a completion that is ready to be sent: that of its tokens `start` to `stop`."""
 
     text: str
     start: int
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One completion: a `Sink` that makes text of tokens and looks for stop strings.
+    """One completion of an HTTP request: turns tokens to text and looks for stop strings.
 
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
     times, logprobs: when each came, and of each if they were asked for.
@@ -66,24 +66,25 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """Return all text so far."""
         return "".join(self.texts)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it has ended, as clients see it."""
+        """Return why it has ended, in the API's words, or None."""
         called = self.calls is not None and self.calls.complete and self.reason == "stop"
         return "tool_calls" if called else self.reason
 
     def note(self, kind: str, values: list[Any]) -> None:
-        """See `Sink`."""
+        """Store a note of the engine's observer about this completion."""
         self.notes[kind].extend(values)
 
     def token(self, token: int, reason: str | None, logprob: Logprob | None) -> None:
-        """See `Sink`. A stop string ends it here, so the engine aborts it.
+        """Append the next token and its text. A stop string ends the completion here, so the engine aborts
+        it.
 
-        With more than `most_unsent` texts of a stream the group gives up ("slow"), and hears of no token any
-        more.
+        reason: why it is the last one, if it is. With more than `most_unsent` unsent texts of a stream the
+            group gives up ("slow"), and takes no token any more.
         """
         group = self.group
         ended, text = self.stream.advance(token, cast("FinishReason | None", reason))
@@ -102,7 +103,9 @@ class Choice:
             group.hear(ended is not None)
 
     def end(self, reason: str, message: str) -> None:
-        """See `Sink`."""
+        """Record the end that has no further token. reason: as in `messages.End`. message: a sentence
+        about it.
+        """
         if reason in ("refused", "error", "nan", "died"):
             self.group.give_up(reason, message)  # type: ignore[arg-type]
             return
@@ -111,7 +114,7 @@ class Choice:
         self.group.hear(True)
 
     def take(self) -> Piece:
-        """All that is unsent, as one piece."""
+        """Return all text that is unsent, as one piece, and count it as sent."""
         start, self.sent = self.sent, len(self.texts)
         return Piece("".join(self.texts[start:]), start, self.sent)
 
@@ -130,8 +133,8 @@ class Choice:
 class ChoiceGroup:
     """The completions of one HTTP request.
 
-    failure: why it cannot be answered in full, and a sentence about it.
-    first_token: when one of them had a token.
+    failure: why they cannot be completed, and a sentence about it; None until then.
+    first_token: when one of them got its first token.
     """
 
     def __init__(
@@ -158,7 +161,10 @@ class ChoiceGroup:
         self._deadline: asyncio.TimerHandle | None = None
 
     def submit(self, seconds: float) -> None:
-        """Hand all to the engine but the stop strings, which are looked for here. It has so many seconds."""
+        """Send all completions to the engine, without their stop strings, which are looked for here.
+
+        seconds: the engine's time limit for them.
+        """
         request, generation = self.request, self.request.generation
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
@@ -180,7 +186,9 @@ class ChoiceGroup:
         self._deadline = loop.call_later(seconds, self.give_up, "deadline", message)
 
     def hear(self, ended: bool) -> None:
-        """Something has come for one of the completions."""
+        """Wake the task that waits for updates: something has come for a completion. ended: it was its
+        end.
+        """
         if self.first_token is None:
             self.first_token = self.engine.now
         self.left -= ended
@@ -188,31 +196,33 @@ class ChoiceGroup:
             self._updated.set()
 
     def give_up(self, failure: Failure, message: str) -> None:
-        """End what has not ended: the engine frees it at its next step."""
+        """Abort the completions that have not ended, and record why; the engine frees them at its next
+        step.
+        """
         if self.failure is None and (self.left or failure == "slow"):
             self.failure = failure, message
         self.close()
         self._updated.set()
 
     def close(self) -> None:
-        """Leave nothing behind; harmless after the end."""
+        """Abort the completions that have not ended; harmless after the end."""
         if self._deadline is not None:
             self._deadline.cancel()
         self.engine.abort(choice.number for choice in self.choices if choice.reason is None)
 
     async def wait_for_updates(self) -> None:
-        """Wait until there is something to send, or to say. Only one may wait."""
+        """Wait until there is text to send, or an end. Only one task may wait."""
         await self._updated.wait()
         self._updated.clear()
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Return the tokens of all prompts."""
         return sum(map(len, self.request.prompts))
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far, but for those that no client sees."""
+        """Return the tokens generated so far, but for those that no client sees."""
         return (
             0
             if self.request.prompt_only

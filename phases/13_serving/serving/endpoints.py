@@ -48,7 +48,7 @@ RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", 
 
 
 class Endpoint(Protocol):
-    """A route for tokens.
+    """Interface of an HTTP route that generates tokens.
 
     kinds: structs that declare the fields of its requests.
     source: the field of the prompt.
@@ -64,7 +64,9 @@ class Endpoint(Protocol):
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """Read a request.
+        """Return a request, parsed and checked.
+
+        fields: the decoded body. ready: what is known of the engine.
 
         Raises:
             ApiError: it could never be served.
@@ -74,7 +76,7 @@ class Endpoint(Protocol):
 
 @dataclass
 class ServedModel:
-    """The model that requests are for.
+    """The model that requests are for, with its name and default settings.
 
     name: that clients know it by.
     defaults: settings of requests that do not say; see `sampling_defaults`.
@@ -92,7 +94,9 @@ class ServedModel:
             raise ApiError(404, words, param="model", code="model_not_found")
 
     def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
-        """Read the fields that all requests for tokens may have. source: the field of the prompt."""
+        """Return a request with the fields that all requests for tokens may have. source: the field of
+        the prompt.
+        """
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
         if generation.stream_options is not None and not generation.stream:
@@ -136,9 +140,12 @@ class ServedModel:
         return [self.tokenizer.encode(text, special) for text in given]
 
     def finish(self, request: ParsedRequest, ready: Ready, default_tokens: int | None) -> None:
-        """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
+        """Set a request's sampling settings, once its prompts are known.
 
         default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
+
+        Raises:
+            ApiError: it could never be served.
         """
         for call in request.on_prompt:
             call()
@@ -168,7 +175,7 @@ def check_temperature(request: ParsedRequest) -> None:
 
 
 class TextEndpoint:
-    """An `Endpoint` of text: what completions and chats have in common.
+    """The common part of the routes for completions and chats.
 
     kind: the struct of its own fields.
     prefix: of the ids of responses.
@@ -192,7 +199,7 @@ class TextEndpoint:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint`."""
+        """Return a request, parsed and checked; raises as `Endpoint.parse` does."""
         request = self.read(fields, ready)
         check_temperature(request)
         self.model.finish(request, ready, self.default_tokens)
@@ -202,11 +209,15 @@ class TextEndpoint:
         return request
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """Read a request up to its prompts. Raises as `Endpoint.parse` does."""
+        """Return a request with its fields and prompts; its settings are still missing. Raises as
+        `parse` does.
+        """
         raise NotImplementedError
 
     def read_fields(self, request: ParsedRequest) -> None:
-        """Let handlers read their fields; most have none in a request. Raises `ApiError`."""
+        """Let each field handler read its fields of the request. Raises `ApiError` for what cannot be
+        served.
+        """
         names = request.fields.keys()
         for handler in self.handlers:
             if handler.always or not names.isdisjoint(handler.fields.__struct_fields__):
@@ -222,7 +233,7 @@ class CompletionEndpoint(TextEndpoint):
     formatter = ResponseFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint`."""
+        """Return a request with its fields and prompts: text or token ids, one or several."""
         request = self.model.begin(fields, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
@@ -239,7 +250,7 @@ class ChatEndpoint(TextEndpoint):
     formatter = ChatFormatter
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
-        """See `TextEndpoint`."""
+        """Return a request with its fields, and the prompt that the chat template makes of its messages."""
         request = self.model.begin(fields, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
@@ -262,7 +273,10 @@ class ChatEndpoint(TextEndpoint):
         return request
 
     def _render(self, request: ParsedRequest) -> None:
-        """Make the prompt. Turns of one role are joined where the template does not take them in a row."""
+        """Apply the chat template to the request's messages and tokenize the prompt.
+
+        Messages of one role are joined if the template does not take them in a row.
+        """
         tokenizer, messages = self.model.tokenizer, request.messages
         try:
             ids = tokenizer.chat(messages, **request.variables)

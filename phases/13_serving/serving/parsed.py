@@ -20,21 +20,26 @@ Delta = dict[str, Any]
 
 
 class ReasoningSplitter(Protocol):
-    """Parts the text of a completion, as it comes, into reasoning and the answer, which alone has stops."""
+    """Interface of what splits a completion's text, as it comes, into reasoning and answer.
+
+    Stop strings are looked for in the answer alone.
+    """
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens so far of which some text is reasoning."""
+        """Return how many tokens so far belong to the reasoning, at least in part."""
 
     def read(self, text: str, last: bool) -> str:
-        """Take in the text of the next token, or the end; return what of it belongs to the answer."""
+        """Add the text of the next token; return what of it belongs to the answer. last: the completion
+        has ended.
+        """
 
     def take_reasoning(self) -> str:
         """Return the reasoning that has come since the last call."""
 
 
 class CallSplitter(Protocol):
-    """Finds calls of tools in the answer.
+    """Interface of what finds tool calls in an answer's text, as it comes.
 
     calls: those that an answer has.
     complete: calls were made, and the answer has ended behind a whole one.
@@ -44,11 +49,13 @@ class CallSplitter(Protocol):
     complete: bool
 
     def read(self, text: str, last: bool) -> list[Delta]:
-        """Take in what comes next, and whether it is the last of it."""
+        """Add the next text of the answer; return what it adds to the message: text and calls. last: it
+        is the end.
+        """
 
 
 class Formatter(Protocol):
-    """Writes the answer to one request.
+    """Interface of what formats the response to one request.
 
     headers: of a stream.
     """
@@ -56,32 +63,33 @@ class Formatter(Protocol):
     headers: list[tuple[bytes, bytes]]
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """Return the events of a piece of a stream."""
+        """Return the bytes of the events for a piece of a stream. last: the completion has ended."""
 
     def end(self, group: ChoiceGroup) -> bytes:
-        """Return what comes after the last chunk."""
+        """Return the bytes after the last chunk of a stream."""
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """Return the answer to a request that is not streamed."""
+        """Return the whole response, for a request that is not streamed."""
 
 
 @dataclass
 class ParsedRequest:
-    """One HTTP request for tokens.
+    """One HTTP request for tokens, parsed.
 
-    Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`, `messages`
-    and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
+    Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`,
+    `messages` and `variables` are what the chat template sees, `on_prompt` is called once the prompts are
+    token ids.
 
     fields, generation: all fields as the client has sent them, and those that every request may have.
     names: what the client calls a setting or `grammar`, where that differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
     prompts: token ids, and `params` those of all of them.
-    headers: of the answer.
+    headers: of the response.
     shown: special tokens that belong to the text.
     wanted: kinds of notes about completions that are read; see `serving.messages`.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
-    reasoning, calls: make what parts the text of each completion.
+    reasoning, calls: make what splits the text of each completion.
     details: functions that give fields beside the text of a piece.
     """
 
@@ -108,7 +116,7 @@ class ParsedRequest:
     formatter: Formatter = field(init=False)
 
     def refusal(self, message: str) -> ApiError:
-        """Return the error of what cannot be served, in the client's words.
+        """Return the error of a request that cannot be served, with the field's name as the client calls it.
 
         message: about a setting, whose name it begins with, or about a prompt.
         """
@@ -128,7 +136,7 @@ class ParsedRequest:
 
 
 class FieldHandler(Protocol):
-    """Reads some fields of requests, and adds their part of the responses.
+    """Interface of what reads some fields of requests, and adds their part to the responses.
 
     always: whether it also reads requests that have none of its fields.
     """
@@ -137,7 +145,9 @@ class FieldHandler(Protocol):
 
     @property
     def fields(self) -> type[Struct]:
-        """The struct that declares them; all may be left out."""
+        """Return the struct that declares the fields; all may be left out."""
 
     def read(self, given: Any, request: ParsedRequest) -> None:
-        """Take in the fields before the prompt is made. Raises `ApiError` for what cannot be served."""
+        """Read the fields into `request`, before the prompt is made. Raises `ApiError` for what cannot
+        be served.
+        """

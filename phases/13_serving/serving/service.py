@@ -20,7 +20,7 @@ LONG_ANSWER = 250
 
 
 class Service:
-    """Serves requests for tokens.
+    """Serves HTTP requests for tokens, from admission to the last byte.
 
     draining: no new ones are taken; those that run go on.
     """
@@ -33,11 +33,15 @@ class Service:
 
     @property
     def state(self) -> str:
-        """Return what the engine is, or "draining"."""
+        """Return the engine's state, such as "ready", or "draining"."""
         return "draining" if self.draining else self.engine.state
 
     def ready(self) -> Ready:
-        """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
+        """Return what is known of the engine, if it takes requests now.
+
+        Raises:
+            ApiError: it does not.
+        """
         if self.engine.ready is None or self.state != "ready":
             what = (
                 "server is shutting down"
@@ -48,9 +52,10 @@ class Service:
         return self.engine.ready
 
     async def serve(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
-        """The life of a request for tokens, from its admission to its last byte.
+        """Admit a request for tokens, generate, and send the response.
 
-        However this function is left, the engine drops what is not finished.
+        ready: what is known of the engine. However this function is left, the engine drops what is not
+            finished.
         """
         self._admit(request, ready)
         group = ChoiceGroup(self.engine, self.tokenizer, request, self.limits.max_unsent)
@@ -73,7 +78,7 @@ class Service:
     async def _answer(
         self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
     ) -> None:
-        """Send a whole answer when all of it has come."""
+        """Send the whole response when all completions have ended."""
         while group.left and group.failure is None:
             await group.wait_for_updates()
         if group.failure is not None:
@@ -87,7 +92,7 @@ class Service:
     async def _stream(
         self, http: HttpRequest, group: ChoiceGroup, formatter: Formatter
     ) -> None:
-        """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
+        """Send events as text comes. Nothing is sent before the first token, so that errors have a status."""
         waiting = group.choices
         while waiting:
             await group.wait_for_updates()
@@ -111,7 +116,9 @@ class Service:
     def _error(
         self, kind: str, message: str, request: ParsedRequest
     ) -> ApiError | ClientDisconnected:
-        """Return the error that a failed group ends with."""
+        """Return the error with which a failed request ends. kind: of the failure. message: a sentence
+        about it.
+        """
         if kind in ("left", "slow"):
             return ClientDisconnected()
         if kind == "refused":
@@ -121,7 +128,7 @@ class Service:
         )
 
     def _admit(self, request: ParsedRequest, ready: Ready) -> None:
-        """Raise `ApiError` where the completions of one more request are too many."""
+        """Raise `ApiError` if one more request would make too many completions in flight."""
         priority, more = request.generation.priority, len(request.prompts) * request.params.n
         if priority and ready.policy != "priority":
             words = (
@@ -140,7 +147,7 @@ class Service:
             raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
 
     def _seconds(self, request: ParsedRequest, started: float) -> float:
-        """Seconds that are left: the client's count from the beginning of the request."""
+        """Return the seconds that a request has left; the client's limit counts from its beginning."""
         deadline = request.generation.deadline_ms
         if deadline is None:
             return self.limits.max_seconds

@@ -53,7 +53,7 @@ REASON = re.compile(r"\b(UserError|StartupError): (.+)")
 
 
 class Cluster:
-    """Ray, its proxy, and the replicas.
+    """A server of several engines: Ray, its HTTP proxy, and the replicas.
 
     signalled: set by the first SIGTERM or SIGINT.
 
@@ -85,7 +85,7 @@ class Cluster:
             self.port = int(found.getsockname()[1])
 
     def serve(self, on_ready: Callable[[], object]) -> int:
-        """Start all, serve until a signal, and end all; returns the exit code.
+        """Start Ray and all replicas, serve until a signal, and end all; return the exit code.
 
         The first signal lets streams finish, within the grace period; the second does not wait.
 

@@ -45,20 +45,20 @@ TRIES = 3
 
 
 class Gate:
-    """ASGI middleware around an application that sends requests to replicas."""
+    """ASGI middleware in the proxy around Ray's application, which sends each request to a replica."""
 
     def __init__(self, app: Any, limits: Limits | None = None) -> None:
         self.app, self.limits = app, limits or Limits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever becomes of its replica."""
+        """Respond to one HTTP request, whatever becomes of its replica."""
         if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own
             await self.app(scope, receive, send)
             return
         http, leaving = HttpRequest(scope, receive, send, self.limits), Leaving(receive)
 
         async def timed(message: MutableMapping[str, Any]) -> None:
-            """Send a message; a reader that is too slow for it has left."""
+            """Send an ASGI message; a reader that is too slow for it counts as disconnected."""
             try:
                 async with asyncio.timeout(self.limits.slow_seconds):
                     await send(message)
@@ -121,32 +121,32 @@ class Gate:
 
 
 def head_bytes(scope: Scope) -> int:
-    """Bytes of a request's address and headers."""
+    """Return the bytes of a request's address and headers."""
     address = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     return address + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 class Leaving:
-    """`receive`, which remembers that the client has left."""
+    """An ASGI `receive` that records when the client has disconnected."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self.disconnected = receive, False
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the next message."""
+        """Return the next ASGI message."""
         message = await self._receive()
         self.disconnected |= message["type"] == "http.disconnect"
         return message
 
 
 class RelayedAnswer:
-    """The answer of one replica, on its way out.
+    """The response of one replica, on its way to the client.
 
     status: of what has begun to go out, or 0.
     complete: whether all of it has.
     events: whether it is a stream of events, to which an error can be added.
     foreign: the status of what Ray says itself; it is swallowed, and said in our form.
-    lost_replica: the replica that would not answer.
+    lost_replica: the replica that would not respond.
     """
 
     def __init__(self, send: Send) -> None:
@@ -156,7 +156,7 @@ class RelayedAnswer:
         self.lost_replica = ""
 
     async def of(self, app: Any, scope: Scope, receive: Receive) -> None:
-        """Let `app` answer. That a replica dies is no exception here."""
+        """Let the application `app` respond into this object. That a replica dies is no exception here."""
         try:
             await app(scope, receive, self.send)
         except Exception as error:
@@ -193,7 +193,7 @@ class RelayedAnswer:
             self.complete = not message.get("more_body", False)
 
     def error(self) -> ApiError:
-        """Why there is no (whole) answer."""
+        """Return the error that says why there is no response, or no whole one."""
         if self.foreign == 408:
             return ApiError(504, "the request was not done in time", code="deadline")
         if (

@@ -34,12 +34,12 @@ class Qwen2MoeBlock(Qwen3MoeBlock):
 
 
 class Qwen2Moe(Llama):
-    """A Llama of `Qwen2MoeBlock`s, whose mixtures have a shared expert."""
+    """Qwen2's and Qwen1.5's mixtures of experts: a Llama of `Qwen2MoeBlock`s with shared experts."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen2MoeBlock
 
 
 class Qwen3Moe(Llama):
-    """A Llama of `Qwen3MoeBlock`s."""
+    """Qwen3's mixtures of experts: a Llama of `Qwen3MoeBlock`s."""
 
     block_class: ClassVar[type[LlamaBlock]] = Qwen3MoeBlock

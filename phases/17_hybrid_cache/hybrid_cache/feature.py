@@ -28,7 +28,9 @@ class Hybrid(Feature):
     phase: ClassVar[int] = 17
 
     def install(self, builder: EngineBuilder) -> None:
-        """Put in the pool, the cache and attention over groups, unless all layers have full attention."""
+        """Replace pool, cache and attention by those over groups of layers, unless all layers have full
+        attention.
+        """
         layout = LayerGroups.of(builder.model.config)
         if layout.full_attention_only:
             return

@@ -17,19 +17,19 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class CustomAllReduce(Feature):
-    """Small sums over ranks are made over shared memory; NCCL makes the others."""
+    """Custom all-reduce: sum small tensors over ranks in memory that all GPUs share; NCCL sums the others."""
 
     name: ClassVar[str] = "own_sums"
     phase: ClassVar[int] = 14
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """In ranks, with kernels on GPUs."""
+        """Return True if the engine has several ranks on GPUs, and the Triton kernels of phase 06."""
         here = find(others, Parallel) is not None and find(others, Kernels) is not None
         return here and device.type == "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
-        """Give the ranks their way to add up; one rank adds nothing up."""
+        """Give the ranks their all-reduce over shared memory; a single rank sums nothing."""
         split = builder.feature(Split)
         if split is None:
             return

@@ -63,7 +63,9 @@ class Document:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """The document: of each route for tokens one schema, of all structs that declare its fields."""
+        """Return the OpenAPI document: for each route for tokens one schema, of all structs that
+        declare its fields.
+        """
         responses = {
             "default": {
                 "description": "the answer, or an object with what is wrong as `error`"

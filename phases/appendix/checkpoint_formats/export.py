@@ -106,8 +106,9 @@ def export(model: Model, source: Path, folder: Path) -> None:
 
 
 def tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return all of a model's tensors by their names in a checkpoint; those that are not
-    quantized in `dtype`.
+    """Return all of a model's tensors by their names in a checkpoint.
+
+    dtype: of the tensors that are not quantized.
     """
     found: dict[str, Tensor] = {}
     tied = model.TIED if model.config.tie_word_embeddings else {}

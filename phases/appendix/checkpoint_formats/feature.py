@@ -20,12 +20,12 @@ from quant.loading import Quantize, plain_layers
 
 
 class ReadFormats(Quantize):
-    """`Quantize` that keeps the layers that the checkpoint has quantized; `Quantize` may
-    quantize the others.
-    """
+    """A loader that keeps the layers that the checkpoint has quantized, and may quantize the others."""
 
     def expect(self, model: Model) -> None:
-        """See `WeightLoader.expect`."""
+        """Replace modules of a model on `meta` by ones with the tensors of the checkpoint's quantized
+        layers.
+        """
         stored_as = model.config.quantization
         if stored_as is None or stored_as["quant_method"] == METHOD:
             super().expect(model)
@@ -45,7 +45,7 @@ class ReadFormats(Quantize):
                 model.set_submodule(name, StoredLinear(layer, layout, name))
 
     def finish(self, model: Model) -> Model:
-        """See `WeightLoader.finish`."""
+        """Convert the loaded tensors to quantized layers, and return the model."""
         for name in [
             name for name, layer in model.named_modules() if isinstance(layer, StoredLinear)
         ]:
@@ -64,7 +64,7 @@ class CheckpointFormats(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On with quantized layers."""
+        """Return True if the engine can have quantized layers (phase 10 is on)."""
         return find(others, Quant) is not None
 
     def configure_load(self, builder: EngineBuilder) -> None:
@@ -78,4 +78,4 @@ class CheckpointFormats(Feature):
         builder.weight_loader.decorate(self, lambda plain: read)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Do nothing more: the layers are loaded."""
+        """Do nothing: `configure_load` has set up all that is needed."""

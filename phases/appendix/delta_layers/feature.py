@@ -25,16 +25,16 @@ class DeltaLayers(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if all layers are the kernels', and states have their cache."""
+        """Return True if the engine uses phase 06's Triton kernels and phase 17's hybrid cache."""
         return find(others, Hybrid) is not None and find(others, Kernels) is not None
 
     def configure_load(self, builder: EngineBuilder) -> None:
-        """Replace layers as soon as the model is loaded: other features look for products later."""
+        """Replace layers as soon as the model is loaded, since other features replace products later."""
         if builder.feature(Kernels) is not None:
             builder.surgeries.append(_fuse)
 
     def install(self, builder: EngineBuilder) -> None:
-        """Begin steps in one kernel."""
+        """Let one kernel look up the blocks and state slots at the start of each step."""
         if builder.model.config.delta is None:
             return
         if builder.feature(Hybrid) is None or builder.feature(Kernels) is None:

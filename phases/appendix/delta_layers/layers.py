@@ -36,7 +36,7 @@ from triton_paged_attention.linear import join
 
 
 class FusedGatedAttention(FusedAttention):
-    """`GatedAttention` as phase 06's attention, with the gate as further outputs of the projection.
+    """Qwen3.5's `GatedAttention` by phase 06's kernels; the QKV projection also computes the gate.
 
     Phase 06 rotates pairs of numbers that are half a head apart. The numbers of a head may stand in any
     order, if queries and keys have the same order. So the pairs that rotate are moved half a head apart
@@ -75,7 +75,7 @@ class FusedGatedAttention(FusedAttention):
 
     @property
     def norms(self) -> HeadNorms:
-        """See `FusedAttention.norms`."""
+        """Return the norms of query and key heads, their weights in this layer's order of numbers."""
         return self.head_norms
 
     def forward(
@@ -87,7 +87,11 @@ class FusedGatedAttention(FusedAttention):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See `GatedAttention.forward` and `FusedLinear.forward`."""
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
+        one.
+
+        norm: of the input; None: it is normalized already. cos_sin: RoPE's cosines and sines.
+        """
         made = self.qkv_proj(x, norm=norm)
         out = self.spec.num_heads * self.spec.head_dim
         qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
@@ -105,8 +109,9 @@ class FusedGatedAttention(FusedAttention):
     def single_request(
         self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton
     ) -> Tensor:
-        """Return attention's output `[1, H D]` for one request's token, computed in one kernel from the
-        projection's output.
+        """Return attention's output `[1, H D]` for one request's token, computed in one kernel.
+
+        qkv: the projection's output for the token. cos_sin: RoPE's cosines and sines.
         """
         cache, slots = attention.place(self.spec)
         batch = attention.batch
@@ -131,7 +136,9 @@ class FusedGatedAttention(FusedAttention):
 
 
 class FusedDelta(nn.Module):
-    """`GatedDeltaNet` with one projection of its input, and kernels between that and the last one."""
+    """A `GatedDeltaNet` layer with one projection of its input, and fused kernels between that and the
+    last one.
+    """
 
     def __init__(self, old: GatedDeltaNet) -> None:
         super().__init__()
@@ -148,7 +155,11 @@ class FusedDelta(nn.Module):
         norm: NormWeights | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """See `GatedDeltaNet.forward`, and `FusedLinear.forward` for a norm before and a sum behind it."""
+        """Map hidden states `x [T, hidden]` to the layer's output, same shape, plus `residual` if there is
+        one.
+
+        mixer: attention with the states' pool. norm: of the input; None: it is normalized already.
+        """
         assert isinstance(mixer, GroupedTriton) and mixer.pool.states is not None
         x = self.in_proj(x, norm=norm)
         mixed = mix(mixer.pool.states, self.weights, x, mixer.decodes)
@@ -156,8 +167,8 @@ class FusedDelta(nn.Module):
 
 
 class FusedHybridBlock(nn.Module):
-    """A `Qwen35Block` that leaves its last addition to the next norm; with one token the
-    projections add it.
+    """A block of Qwen3.5 that leaves its last addition to the next norm; with one token the projections
+    add.
     """
 
     input_layernorm: FusedRMSNorm
@@ -179,7 +190,11 @@ class FusedHybridBlock(nn.Module):
         attention: Attention,
         mixer: Mixer,
     ) -> Tensor | Stream:
-        """See `Qwen35Block.forward`."""
+        """Map `x [T, hidden]` to the block's output, as a `Stream` whose sum the next norm computes, or as
+        a tensor.
+
+        cos_sin: RoPE's cosines and sines. attention, mixer: the engine's attention, and its Gated DeltaNet.
+        """
         layer: Callable[..., Tensor]
         if self.keeps_state:
             layer = partial(self.linear_attn, mixer=mixer)
@@ -212,7 +227,7 @@ def fuse(model: Qwen35) -> None:
 
 
 def picked(linear: nn.Linear, rows: Tensor) -> nn.Linear:
-    """Return an `nn.Linear` with the outputs `rows` (int64, any shape) of `linear`."""
+    """Return an `nn.Linear` with the outputs `rows` of `linear`, in that order; rows: int64, any shape."""
     made = nn.Linear(linear.in_features, rows.numel(), bias=False, device="meta")
     made.weight = nn.Parameter(linear.weight[rows.flatten()], requires_grad=False)
     if linear.bias is not None:

@@ -32,7 +32,7 @@ KEPT = {"priority", "cache_salt", "deadline_ms"}
 
 
 class EmbeddingFields(Struct, kw_only=True):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = "float"
@@ -41,7 +41,7 @@ class EmbeddingFields(Struct, kw_only=True):
 
 
 class EmbedFields(Struct, kw_only=True):
-    """`POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`: Ollama's."""
+    """Body of Ollama's `POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`."""
 
     model: str | None = None
     input: str | list[str] | None = None
@@ -52,7 +52,7 @@ class EmbedFields(Struct, kw_only=True):
 
 
 class Vectors:
-    """A `Formatter` of the vectors of all prompts, each of length 1."""
+    """Formats the response with the embedding of each prompt, a vector of length 1."""
 
     headers = EVENTS
 
@@ -82,7 +82,7 @@ class Vectors:
         )
 
     def body(self, group: ChoiceGroup) -> bytes:
-        """See `Formatter`."""
+        """Return the whole response as JSON."""
         vectors, tokens = (
             [self.vector(choice) for choice in group.choices],
             group.prompt_tokens,
@@ -102,16 +102,16 @@ class Vectors:
         )
 
     def chunk(self, choice: Choice, piece: Piece, last: bool) -> bytes:
-        """See `Formatter`. Nothing is streamed."""
+        """Return nothing: embeddings are not streamed."""
         raise NotImplementedError
 
     end = body
 
 
 class Embeddings:
-    """An `Endpoint`: a prompt an input.
+    """The route for embeddings; each input is a prompt of its own.
 
-    path: which of the three it is.
+    path: `/v1/embeddings`, `/api/embed` or `/api/embeddings`.
     """
 
     threaded = False
@@ -131,7 +131,9 @@ class Embeddings:
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
     ) -> ParsedRequest:
-        """See `Endpoint`. One token comes of each prompt, and no client sees it."""
+        """Return a request, parsed and checked. One token is generated for each prompt, and no client
+        sees it.
+        """
         given: Any = convert_fields(self.kinds[0], fields)
         kept = {name: value for name, value in fields.items() if name in KEPT}
         if self.ours:

@@ -36,11 +36,11 @@ class Mean:
         self.total = torch.zeros((), device=runner.model.device)
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """Take in the states `[T, D]` of the prompt's tokens from `start` on."""
+        """Add the hidden states `[T, D]` of the prompt's tokens from `start` on."""
         self.total = self.total + hidden.float().sum(0)
 
     def notes(self) -> list[Any]:
-        """Return the values of the note."""
+        """Return the mean as a list of numbers, for a note to the API process."""
         return [normalize(self.total, dim=0).cpu().numpy().tobytes()]
 
 
@@ -54,7 +54,7 @@ class PromptLogprobs:
         self.values = list[Any]()
 
     def add(self, hidden: Tensor, start: int) -> None:
-        """See `Mean`."""
+        """Add the hidden states `[T, D]` of the prompt's tokens from `start` on, as log-probabilities."""
         following = self.prompt[start + 1 : start + 1 + len(hidden)]
         for at in range(0, len(following), ROWS):
             tokens = torch.tensor(following[at : at + ROWS], device=hidden.device)
@@ -64,7 +64,7 @@ class PromptLogprobs:
             self.values += [(one, list(zip(*top, strict=True))) for one, *top in rows]
 
     def notes(self) -> list[Any]:
-        """See `Mean`."""
+        """Return the log-probabilities, for a note to the API process."""
         return self.values
 
 
@@ -72,7 +72,7 @@ READERS: dict[str, type[Mean | PromptLogprobs]] = {MEAN: Mean, PROMPT_LOGPROBS: 
 
 
 class PromptExecutor:
-    """A `StepExecutor` before all others: it lets them run, and reads the hidden states of prompts."""
+    """The first executor of steps: it lets the others run them, and reads the hidden states of prompts."""
 
     order: ClassVar[int] = 0
 
@@ -83,7 +83,7 @@ class PromptExecutor:
         self._counts: dict[Request, int] = {}  # how many tokens are read
 
     def ask(self, request: Request, kind: str) -> None:
-        """Read the prompt of a request for this kind of notes."""
+        """Read the hidden states of a request's prompt. kind: what to compute of them, a kind of notes."""
         request.salt = secrets.token_hex(8)
         self._asked[request] = kind, READERS[kind](self.runner, request)
         self._counts[request] = 0
@@ -131,7 +131,9 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """Reports what was asked for, beside all else. Engines before phase 05 have none of it."""
+    """An observer that adds what was computed of prompts to the reports. Engines before phase 05 have
+    none of it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -141,14 +143,14 @@ class PromptObserver(StepPictures):
             engine.runner.ask_first(self.executor)
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer`."""
+        """Note a command; for requests that it has added, ask for what their notes need."""
         super().hear(command, requests)
         if isinstance(command, AddRequest) and self.executor is not None:
             for kind in READERS.keys() & set(command.wanted):
                 self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport, now: float) -> None:
-        """See `Observer`."""
+        """Add the notes of finished prompts to the report of a step that began at `now`."""
         super().write(step, now)
         if self.executor is not None:
             step.notes += self.executor.finished()

@@ -44,7 +44,7 @@ class Guidance(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if outputs follow grammars."""
+        """Return True if phase 12's grammars are on."""
         return find(others, Structured) is not None
 
     def install(self, builder: EngineBuilder) -> None:
@@ -85,7 +85,13 @@ class Guidance(Feature):
 
 
 def guidance(tokenizer: Tokenizer | None, size: int, eos: tuple[int, ...]) -> Backend:
-    """Make the backend for a model's vocabulary. Raises `UserError` if the library is not installed."""
+    """Return the grammar backend for a model's vocabulary.
+
+    size: number of logits. eos: ids of end tokens.
+
+    Raises:
+        UserError: the library is not installed.
+    """
     assert tokenizer is not None, "grammars of an engine without a tokenizer are refused"
     return library()(Spelling.of(tokenizer, size, eos))
 

@@ -17,7 +17,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Latency(Feature):
-    """Run small decode batches by kernels of their own, which gain inside CUDA graphs."""
+    """Run decode steps of a single request by kernels of their own, which gain inside CUDA graphs."""
 
     name: ClassVar[str] = "latency"
     phase: ClassVar[int] = 9
@@ -25,11 +25,11 @@ class Latency(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Inside graphs, around the kernels' layers."""
+        """Return True if the engine uses CUDA graphs and the Triton kernels of phase 06."""
         return find(others, Graphs) is not None and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add ways to the kernels' layers, and one more kernel to their attention."""
+        """Add latency kernels to the model's fused layers, and one more kernel to its attention."""
         if builder.feature(Kernels) is None:
             raise UserError(
                 "latency is True, but must be False without the kernels' layers and attention"

@@ -39,7 +39,10 @@ from triton_paged_attention.linear import FusedLinear, FusedProjection
 
 
 class LatencyAttention(TritonPagedAttention):
-    """`TritonPagedAttention` with fused kernels for steps of a single request, which `LatencyBlock` calls."""
+    """Attention over the paged KV cache with fused kernels for steps of a single request.
+
+    `LatencyBlock` calls those; every other step is computed by `TritonPagedAttention`.
+    """
 
     def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
         super().__init__(pool, num_heads, **options)
@@ -56,16 +59,21 @@ class LatencyAttention(TritonPagedAttention):
 
     @property
     def alone(self) -> bool:
-        """True if the step has one request, and the cache has no scales."""
+        """Return True if the step has one request, and the KV cache has no scales (is not quantized)."""
         return not self.pool.layers[0].scaled and self._requests == 1
 
     def plan(self) -> None:
-        """Sort the requests as `TritonPagedAttention.plan` does, and count them."""
+        """Sort the step's requests into decode and prefill as `TritonPagedAttention.plan` does, and
+        count them.
+        """
         super().plan()
         self._requests = len(self.batch.context_lens)
 
     def begin_sorted(self, batch: PagedBatch, members: Tensor | None, tiles: Tensor) -> None:
-        """See `TritonPagedAttention.begin_sorted`; the last of the requests that are listed is padding."""
+        """Start a step of a CUDA graph whose requests the caller has sorted.
+
+        Arguments as in `TritonPagedAttention.begin_sorted`; the last of the requests in `members` is padding.
+        """
         super().begin_sorted(batch, members, tiles)
         self._requests = len(batch.context_lens) - (members is not None)
 
@@ -83,13 +91,13 @@ class LatencyAttention(TritonPagedAttention):
         output.
 
         Args:
-            layer: of the model.
-            qkv: `[T, (H + 2 KH) D]`.
-            cos_sin: angles of the tokens.
-            norms: of query and key heads, if the family has them.
+            layer: sizes and scale of the layer.
+            qkv: `[T, (H + 2 KH) D]`, the projection's output.
+            cos_sin: cosines and sines of the tokens' positions, `[T, 1, D]` float32 each.
+            norms: of query and key heads, if the model has them.
             small_batch: True if the request has two to eight tokens, False if it has one.
-            wait_for_all_splits: False leaves the splits in the workspace, for the output projection to
-                combine.
+            wait_for_all_splits: True combines the splits of the keys into an output; False leaves them in
+                the workspace, for the output projection to combine.
         """
         batch, cache = self.batch, self.pool.layers[layer.index]
         where = batch.block_tables, batch.context_lens, batch.slots
@@ -111,10 +119,11 @@ class LatencyAttention(TritonPagedAttention):
 
 
 class LatencyKernel:
-    """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
+    """A `LinearKernel` (faster computation of a linear layer) for one token: norm, product, gate and
+    residual in one.
 
     linear: the layer whose weights it reads.
-    trigger_early: see `FusedOperators`.
+    trigger_early: False if the next kernel reads, before its own wait, what an earlier kernel has written.
     out_dtype: of the result; None: that of the input.
     """
 
@@ -126,11 +135,14 @@ class LatencyKernel:
         self.out_dtype = out_dtype
 
     def supports(self, tokens: int, gate: str | None) -> bool:
-        """Return True for one token; a layer with a bias has no gate."""
+        """Return True for one token, unless the layer has a bias and a gate."""
         return tokens == 1 and (gate is None or self.linear.bias is None)
 
     def __call__(self, x: Tensor, **operators: Any) -> Tensor:
-        """See `FusedLinear.forward`."""
+        """Return the linear layer's output `[1, N]` for one token `x [1, K]`.
+
+        operators: norm, gate and residual, as in `FusedLinear.forward`; None leaves one out.
+        """
         how = {
             **operators,
             "bias": self.linear.bias,
@@ -141,7 +153,8 @@ class LatencyKernel:
 
 
 def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
-    """Add a `LatencyKernel` to a layer that is not quantized, and return it; None for other layers.
+    """Add a `LatencyKernel` to a fused layer that is not quantized, and return it; return None for other
+    layers.
 
     options: `trigger_early` and `out_dtype` of the kernel.
     """
@@ -157,7 +170,7 @@ HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
 
 
 def heads_of(linear: nn.Module) -> HeadCombiner | None:
-    """Return the function that combines attention's splits in this output projection.
+    """Return the function that combines attention's splits inside this output projection.
 
     None: the layer is quantized, or attention combines them faster.
     """
@@ -167,10 +180,9 @@ def heads_of(linear: nn.Module) -> HeadCombiner | None:
 
 
 class LatencyBlock:
-    """A `BlockKernel` that fuses norms and residual additions into the projections, for one token.
+    """A `BlockKernel` (faster computation of a block) that fuses norms and additions into the projections.
 
-    heads: combines attention's splits in the output projection, for one token; None: attention combines
-        them.
+    It computes one token. heads: combines attention's splits in the output projection; None: attention does.
     small_batch: True if the block also takes two to eight tokens; its layers then need kernels for these.
     small_batch_heads: as `heads`, for two to eight tokens.
     """
@@ -182,7 +194,9 @@ class LatencyBlock:
         self.heads = heads
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`."""
+        """Return True for a step of one token, or with `small_batch` of up to eight; attention must be
+        a `LatencyAttention`.
+        """
         if not (isinstance(x, Tensor) and isinstance(attention, LatencyAttention)):
             return False
         if len(x) == 1 and attention.alone:
@@ -196,7 +210,9 @@ class LatencyBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Tensor:
-        """See `LlamaBlock.forward`."""
+        """Return the block's output `[T, hidden]`; arguments as in `LlamaBlock.forward`, after the
+        block itself.
+        """
         attend = block.self_attn
         mlp = block.mlp
         norm = block.post_attention_layernorm
@@ -229,8 +245,8 @@ class LatencyBlock:
 def install(model: Model) -> Model:
     """Add latency kernels to a model's blocks and linear layers, and return the same model.
 
-    Blocks of which some layers are left to torch stay as they are. A `LatencyBlock` runs only with a
-    `LatencyAttention`. Linear layers outside of these blocks get kernels as well: no kernel behind them
+    Blocks of which phase 06 has not replaced every layer stay as they are. A `LatencyBlock` runs only with
+    a `LatencyAttention`. Linear layers outside of these blocks get kernels as well: no kernel behind them
     reads their output early.
     """
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
@@ -257,8 +273,8 @@ def install(model: Model) -> Model:
 
 
 def whole(block: FusedBlock) -> bool:
-    """Return True if all layers of a block are kernels of phase 06, or a mixture of experts
-    replaces the MLP.
+    """Return True if phase 06 has replaced every layer of a block; a mixture of experts may stand for
+    the MLP.
     """
     attend, mlp = block.self_attn, block.mlp
     inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()

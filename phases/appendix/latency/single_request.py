@@ -55,9 +55,11 @@ several heads, to load them at once, and would have to shuffle them before it ca
 def splits_of(
     position, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return the first tile's first key, the tiles of a split, and how many splits have work (at least one).
+    """Return how the keys before `end` are split: first key of the first tile, tiles of a split, splits
+    with work.
 
-    The splits share the keys before `end` that a query at `position` sees; a single split may be empty.
+    The splits share the keys that a query at `position` sees. At least one has work, and it may be empty.
+    WINDOW: tokens that a query sees; 0: all. BLOCK_N: keys of a tile. SPLITS: most splits.
     """
     begin = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
     tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
@@ -69,8 +71,11 @@ def splits_of(
 def norm_and_turn(
     x, y, w_x, w_y, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr
 ):  # fmt: skip
-    """Return heads `x [rows, D_PAD]` normalized (with NORM) and rotated; `y` holds each number's partner in
-    rotation.
+    """Return heads `x [rows, D_PAD]` normalized (with NORM) and rotated by RoPE, in `x`'s dtype.
+
+    y: `[rows, D_PAD]`, each number's partner in the rotation, half a head away. w_x, w_y: the norm's
+        weights for `x` and `y`. cos, sin: `[1, D_PAD]`, the first half of `sin` with a minus sign. eps: of
+        the norm.
     """
     if NORM:
         full = x.to(tl.float32)
@@ -87,7 +92,13 @@ def wait_for_all_splits(
     D_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the `used` splits of the query heads of one key/value head, and write them to `out`."""
+    """Combine the `used` splits of the query heads of one key/value head, and write them to `out [H, D]`.
+
+    Called by the program of the split that ends last. partial: `[splits, H, D_PAD]` float32, outputs by
+    split.
+    lse: `[splits, H]`, log2 of their softmax sums. kv_head: number of the key/value head. GROUP: its query
+        heads.
+    """
     d = tl.arange(0, D_PAD)
     member = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + member
@@ -109,9 +120,16 @@ def single_request_attention_kernel(
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the keys for the query heads of one key/value head; a program for each pair.
+    """Compute one split of the keys for the query heads of one key/value head. One program per head and
+    split.
 
-    WAIT_FOR_SPLITS: the last split combines all; otherwise they stay in the workspace.
+    The last split also normalizes, rotates and stores the new token's key and value.
+    qkv: `[(H + 2 KH) D]`, the projection's output. cos, sin: `[D]`. q_weight, k_weight: `[D]`, read with
+        NORM.
+    k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. context_len, slots: `[1]`; slot -1:
+        do not store. partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of
+        ended splits.
+    WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_len)
@@ -226,23 +244,25 @@ def single_request_attention_kernel(
 
 
 def starts_early(layer: LayerSpec) -> bool:
-    """Return True if attention may start before the QKV projection in front of it has waited.
+    """Return True if attention of a layer may start before the QKV projection in front of it has waited.
 
-    What attention reads before its own wait must be complete then. Behind the first layer it is: the first
-    layer's attention lets no kernel start before it has waited.
+    Attention reads the KV cache and the step's lengths before its own wait, so these must be complete.
+    Behind the first layer they are, since the first layer's attention lets no kernel start before it has
+    waited.
     """
     return layer.index > 0
 
 
 class SingleRequestInputs(NamedTuple):
-    """Inputs of `attend_single_request` and `attend_small_batch`.
+    """Inputs of attention for a step of one request, of `T` tokens.
 
     qkv: `[T, (H + 2 KH) D]`, the projection's output.
-    cos_sin: angles, each `[T, 1, D]` float32.
+    cos_sin: cosines and sines of the tokens' positions, each `[T, 1, D]` float32.
     norms: of query and key heads, or None.
-    layer, cache: the layer, and its blocks.
-    block_tables, context_lens, slots: of the step, see `PagedBatch`.
-    query_starts: `[2]`, for two to eight tokens; None: there is one.
+    layer, cache: the layer's sizes, and its blocks of the KV cache, where new keys and values are stored.
+    block_tables, context_lens, slots: the request's blocks, tokens with the new ones, and slots of the new
+        ones.
+    query_starts: `[2]`, for two to eight tokens: 0 and their number; None: there is one.
     """
 
     qkv: Tensor  # [T, (H + 2 KH) D]
@@ -262,8 +282,8 @@ class SingleRequestSplits(NamedTuple):
     """Attention's output of a single request, combined or in splits.
 
     out: `[T, H D]`; complete only if attention has combined the splits.
-    layer, context_lens, config, query_starts: those of the launch.
-    workspace: otherwise holds the splits; for several tokens in the order split, token, head.
+    workspace: holds the splits otherwise, in the order split, token, head.
+    layer, context_lens, config, query_starts: those of attention's launch, for who combines the splits.
     """
 
     out: Tensor
@@ -281,12 +301,15 @@ def attend_single_request(
     config: SingleRequestConfig,
     wait_for_all_splits: bool,
 ) -> SingleRequestSplits:
-    """Compute attention of one request's one token, new key and value included.
+    """Compute attention of one request's one token; store its key and value in the KV cache.
 
-    Launch it behind a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
+    The projection in front of it must be a `gemv` with `trigger_early=False`, unless
+    `starts_early(layer)`: attention reads the cache and the lengths before it waits for that projection,
+    and only a projection that has itself waited before it lets attention start guarantees that earlier
+    kernels have written them.
 
-    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for
-        `project_heads`.
+    wait_for_all_splits: True: `out` is complete. False: the splits of the keys stay in the workspace, for
+        `project_heads` to combine.
     """
     group = triton.next_power_of_2(given.layer.num_heads // given.layer.num_kv_heads)
     return launch(
@@ -308,7 +331,12 @@ def launch(
     wait_for_all_splits: bool,
     **more: int,
 ) -> SingleRequestSplits:
-    """Launch an attention kernel of a single request. more: constants that only this kernel has."""
+    """Launch an attention kernel for a step of one request, and return its output or its splits.
+
+    kernel: a Triton kernel with the arguments of `single_request_attention_kernel`. config: block sizes.
+    wait_for_all_splits: True: the output is complete; False: splits stay in the workspace.
+    more: constants that only this kernel has.
+    """
     qkv = given.qkv
     layer = given.layer
     cache = given.cache

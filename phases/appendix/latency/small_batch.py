@@ -56,7 +56,14 @@ def small_batch_attention_kernel(
 ):  # fmt: skip
     """Compute one split of the cached keys for one key/value head; the last split takes the new keys, too.
 
-    Row `r` of the tile is new token `r // GROUP` and query head `r % GROUP` of this key/value head.
+    One program per key/value head and split. Row `r` of its tile is new token `r // GROUP`, query head `r
+    % GROUP` of this key/value head.
+    qkv: `[T, (H + 2 KH) D]`. cos, sin: `[T, D]`. q_weight, k_weight: `[D]`, read with NORM. context_len:
+        `[1]`.
+    k_cache, v_cache: the layer's blocks. block_table: `[max_blocks]`. query_starts: `[2]`. slots: `[T]`.
+    partial, lse, arrived: the workspace: outputs, log2 of softmax sums, counters of ended splits.
+    WAIT_FOR_SPLITS: the last split to end combines all into `out`; otherwise they stay in the workspace.
+    TOKENS: most new tokens.
     """
     kv_head, split = tl.program_id(0), tl.program_id(1)
     count = tl.load(query_starts + 1) - tl.load(query_starts)
@@ -168,9 +175,7 @@ def small_batch_attention_kernel(
 
 
 def fits(tokens: int, layer: LayerSpec) -> bool:
-    """Return True if `tokens` tokens of a request, one of them or more, fit this kernel's tile
-    for `layer`.
-    """
+    """Return True if one request's `tokens` new tokens, at least one, fit this kernel's tile for `layer`."""
     rows = triton.next_power_of_2(tokens) * (layer.num_heads // layer.num_kv_heads)
     return tokens <= MAX_SMALL_BATCH and rows <= MOST_ROWS and layer.head_dim <= WIDEST
 
@@ -184,10 +189,11 @@ def attend_small_batch(
 ) -> SingleRequestSplits:
     """Compute attention of two to eight tokens of one request; rows of padding are not written.
 
-    Launch it behind a projection with `trigger_early=False`, unless `starts_early` is True for the layer.
+    The projection in front of it must have `trigger_early=False`, unless `starts_early(layer)`: attention
+    reads the KV cache before it waits for that projection.
 
-    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for a
-        `HeadCombiner`.
+    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace, for the output
+        projection to combine.
     """
     layer, count = given.layer, len(given.qkv)
     assert fits(count, layer), (

@@ -18,8 +18,8 @@ class GemvConfig:
     rows: outputs of a program.
     block_k: inputs that are read at a time.
     num_warps: of a program.
-    trigger_after_read: the next kernel may start when this one has read its matrix, not when it begins to
-        read.
+    trigger_after_read: True: the next kernel may start when this one has read its matrix; False: when it
+        begins.
     """
 
     rows: int
@@ -100,6 +100,6 @@ def small_batch_config(d_pad: int, itemsize: int) -> SingleRequestConfig:
 def fused_heads_are_faster(rows: int, size: int) -> bool:
     """Return True if an output projection `[rows, size]` should combine the splits of attention itself.
 
-    Every program of the projection reads all parts, so there may be neither many programs nor large parts.
+    Every program of the projection reads all splits, so there may be neither many programs nor large splits.
     """
     return size <= 2048 and rows <= 2048

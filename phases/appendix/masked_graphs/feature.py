@@ -27,7 +27,7 @@ class MaskedGraphs(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if the engine has kernels and grammars."""
+        """Return True if the engine has Triton kernels and grammars."""
         return find(others, Structured) is not None and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:

@@ -119,7 +119,8 @@ class MaskedGraph:
 
 
 class MaskedGraphExecutor:
-    """A `GraphExecutor` of decode steps whose samples are masked: phase 09's graph, then two more.
+    """Runs decode steps whose samples are masked: phase 09's decode graph, then one for logits and one for
+    samples.
 
     While the masks of a step are being made, the host copies the inputs of the next step to the device.
 
@@ -136,7 +137,9 @@ class MaskedGraphExecutor:
         self._staged: tuple[Sequence[Work], Ints] | None = None
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all graphs; see `GraphExecutor.capture`."""
+        """Capture all graphs, the largest first. part: called with the next graph's name, to show
+        progress.
+        """
         masks = MaskInputs(self.decodes.sizes[-1], self.runner.model)
         for size in reversed(self.decodes.sizes):
             part(f"{size} requests, logits")
@@ -164,7 +167,7 @@ class MaskedGraphExecutor:
         return smallest(self.decodes.sizes, len(works)) if masked and decodes(works) else None
 
     def run(self, works: Sequence[Work], ticket: int) -> Forwarded:
-        """Launch the first half of a step by the graphs of size `ticket`; see `GraphExecutor.run`."""
+        """Launch the forward pass of a step and its logits by the graphs of size `ticket`."""
         staged, self._staged = self._staged, None
         if staged is not None and staged[0] is works:
             rows = staged[1]

@@ -31,13 +31,12 @@ SHARED = -3
 
 
 def picture(engine: object) -> dict[str, Any]:
-    """Return the owner of each block (a row, or one of the constants above), the running requests, the
-    prefix tree.
+    """Return a picture of an engine as JSON: who owns each block, running requests, prefix tree.
 
     Must be called between two steps, when no table changes. An engine without a paged cache has no blocks.
 
-    Returns: `blocks` (every `stride`-th), `stride`, `rows` (a dictionary for each request), and `tree` or
-    None.
+    Returns: `blocks` (every `stride`-th: a row, or one of the constants above), `stride`, `rows` (a
+        dictionary for each request), and `tree` or None.
     """
     if not isinstance(engine, Engine) or not isinstance(engine.cache, PagedCache):
         return {"blocks": [], "stride": 1, "rows": [], "tree": None}
@@ -88,14 +87,16 @@ def tree(index: RadixIndex) -> dict[str, Any]:
 
 
 class StepPictures:
-    """An `Observer` that adds a picture to the next step's report after a `DrawEngine` command."""
+    """An observer that adds a picture of the engine to the next step's report after a `DrawEngine`
+    command.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """See `Observer`."""
+        """Note a `DrawEngine` command; requests: what a command has added."""
         self._draws |= isinstance(command, DrawEngine)
 
     def due(self) -> bool:
@@ -103,6 +104,6 @@ class StepPictures:
         return self._draws
 
     def write(self, step: StepReport, now: float) -> None:
-        """See `Observer`."""
+        """Add the picture to a step's report, if one was asked for. now: when the step began."""
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

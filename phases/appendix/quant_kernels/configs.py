@@ -27,7 +27,7 @@ class LoopConfig:
 
     rows: outputs of a tile.
     block_k: inputs of a tile.
-    each: most programs of a multiprocessor.
+    each: most programs per multiprocessor.
     num_warps: of a program.
     """
 

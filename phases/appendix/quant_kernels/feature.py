@@ -16,7 +16,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class QuantKernels(Feature):
-    """Kernels for one token times quantized weights; activations stay in eight bits for more tokens."""
+    """Multiply one token with quantized weights by kernels; keep activations of more tokens in eight bits."""
 
     name: ClassVar[str] = "quant_kernels"
     phase: ClassVar[int] = 10
@@ -24,7 +24,7 @@ class QuantKernels(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On a GPU, inside graphs, around the kernels' layers."""
+        """Return True on a GPU if the engine uses CUDA graphs and the Triton kernels of phase 06."""
         inside = find(others, Kernels) is not None and find(others, Graphs) is not None
         return inside and device.type == "cuda"
 

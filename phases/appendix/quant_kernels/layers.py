@@ -41,7 +41,9 @@ MANY = 1024
 
 
 class QuantLatencyKernel(LatencyKernel):
-    """`LatencyKernel` for a layer of 4- or 8-bit weights."""
+    """A `LatencyKernel` (norm, product, gate and residual of one token in one launch) for 4- or 8-bit
+    weights.
+    """
 
     linear: KernelLinear
 
@@ -50,7 +52,10 @@ class QuantLatencyKernel(LatencyKernel):
         return self.linear.order is None and super().supports(tokens, gate)
 
     def __call__(self, x: Tensor, **operators: Any) -> Tensor:
-        """See `FusedLinear.forward`."""
+        """Return the linear layer's output `[1, N]` for one token `x [1, K]`.
+
+        operators: norm, gate and residual, as in `FusedLinear.forward`; None leaves one out.
+        """
         linear = self.linear
         how = {
             **operators,
@@ -64,7 +69,7 @@ class QuantLatencyKernel(LatencyKernel):
 
 
 def heads_of(linear: KernelLinear) -> HeadCombiner | None:
-    """Return the function that combines attention's splits in an output projection of 8-bit weights.
+    """Return the function that combines attention's splits inside an output projection of 8-bit weights.
 
     None: its scales are not by channel, it has act-order, or attention combines the splits faster.
     """
@@ -88,10 +93,12 @@ def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor)
 
 
 class EightBitBlock:
-    """A `BlockKernel` for more than one token whose activations are in eight bits between the projections.
+    """A `BlockKernel` (faster computation of a block) whose activations are in eight bits between
+    projections.
 
-    Norms and activations round their outputs, and multiply their inputs by the pending scales. A single
-    token takes the block's other kernels, each of which rounds and scales by itself.
+    It computes steps of more than one token: a single token takes the block's other kernels, each of which
+    rounds and scales by itself. Norms and activations round their outputs, and multiply their inputs by
+    the pending scales.
 
     kind: the format of the activations.
     """
@@ -100,7 +107,7 @@ class EightBitBlock:
         self.kind = kind
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
-        """See `BlockKernel.supports`."""
+        """Return True if a step has more than one token; attention may be any."""
         return not (isinstance(x, Tensor) and len(x) == 1)
 
     def __call__(
@@ -110,7 +117,10 @@ class EightBitBlock:
         cos_sin: tuple[Tensor, Tensor],
         attention: Attention,
     ) -> Stream:
-        """See `LlamaBlock.forward`."""
+        """Return the block's output as a `Stream` `[T, hidden]` whose addition is still to be done.
+
+        Arguments as in `LlamaBlock.forward`, after the block itself.
+        """
         attend, mlp = block.self_attn, block.mlp
         assert isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)
         total, delta = x if isinstance(x, Stream) else (x, None)
@@ -135,7 +145,8 @@ class EightBitBlock:
 def multiply(
     layer: FusedLinear, x: Rounded | Tensor, dtype: torch.dtype
 ) -> PendingScales | Tensor:
-    """Return `x` times a layer of eight-bit weights; below `MANY` tokens the product's scales are pending.
+    """Return `x [T, K]` times a layer of eight-bit weights, `[T, N]`; below `MANY` tokens with pending
+    scales.
 
     The library multiplies a small batch faster with one scale for all than with a scale for each row and
     column: so it is given scales of 1, and the next kernel multiplies by the true ones.
@@ -150,7 +161,7 @@ def multiply(
 
 
 class PendingScalesNorm(FusedRMSNorm):
-    """The norm behind the last `EightBitBlock`: it applies the pending scales of that block's product."""
+    """The norm behind the last `EightBitBlock`; it multiplies that block's product by its pending scales."""
 
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)
@@ -159,7 +170,10 @@ class PendingScalesNorm(FusedRMSNorm):
         self.one_plus = norm.one_plus
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-        """See `FusedRMSNorm.add_and_normalize`."""
+        """Return the residual stream with its pending addition and scales applied, and the same normalized.
+
+        x: `[..., size]`, or a `Stream`. Both results have this shape.
+        """
         if isinstance(x, Tensor):  # of a single token: nothing is pending
             return super().add_and_normalize(x)
         total, normed = norm_rows(*x, self.weights, None)
@@ -189,7 +203,7 @@ def install(model: Model) -> Model:
 
 
 def add_kernels(block: FusedBlock) -> None:
-    """Set when a block's QKV kernel triggers the next, and let the output projection combine attention's
+    """Set when a block's QKV kernel lets the next kernel start, and let the output projection combine
     splits.
     """
     attend = block.self_attn
@@ -209,8 +223,8 @@ def add_kernels(block: FusedBlock) -> None:
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
-    """Return the format of a block's activations if all its projections multiply eight-bit
-    numbers, else None.
+    """Return the format of a block's activations if all its projections multiply eight-bit numbers,
+    else None.
     """
     attend, mlp = block.self_attn, block.mlp
     if not (isinstance(attend, FusedAttention) and isinstance(mlp, FusedMLP)):

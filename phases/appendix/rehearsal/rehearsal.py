@@ -27,7 +27,7 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class WarmupBatch:
-    """Requests that are added at once.
+    """Made-up requests that are added to a new engine at once, so that it compiles its kernels.
 
     title: shown while the batch runs.
     lengths: of their prompts, in tokens.
@@ -141,7 +141,7 @@ def _step(engine: PagedEngine, batch: WarmupBatch) -> None:
 
 @dataclass(frozen=True)
 class Rehearsal(Feature):
-    """On a GPU, every kernel is compiled at the start, not when it is first met."""
+    """Compile every kernel when the engine is made, not when it is first needed."""
 
     name: ClassVar[str] = "rehearsal"
     phase: ClassVar[int] = 6
@@ -149,11 +149,11 @@ class Rehearsal(Feature):
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On with kernels on a GPU."""
+        """Return True on a GPU, if the engine has Triton kernels."""
         return device.type == "cuda" and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Play made-up requests when the engine is complete."""
+        """Serve made-up requests when the engine is complete, so that its kernels are compiled."""
         if builder.feature(Kernels) is None:
             raise UserError(
                 "rehearsal is for kernels, which are off: switch them on with kernels=True"

@@ -21,16 +21,22 @@ from triton_paged_attention.tiles import attend
 
 @triton.jit
 def value_place(slot, block_stride, slot_stride, P: tl.constexpr):
-    """Return the offset of a token's first value in the cache, and the distance between its values."""
+    """Return a token's offset in the value cache, in numbers, and the distance (1) between its numbers.
+
+    slot: the token's place, block times P plus place in the block. P: tokens of a block.
+    block_stride, slot_stride: numbers from one block or token to the next.
+    """
     return (slot // P) * block_stride + (slot % P) * slot_stride, 1
 
 
 class ValueLayout(NamedTuple):
-    """The layout of values in a block, a seam: device functions, and what a launch does for them.
+    """The layout of values in a block of the cache, and the device functions that read and write them;
+    replaceable.
 
-    attend, place: have the signatures of `tiles.attend` and `value_place`.
-    fit: returns a configuration (of `tables`) in which they can run, from one and the block size.
-    words: returns values in the type that `attend` loads.
+    attend: device function with the signature of `tiles.attend`, which reads keys and values.
+    place: device function with the signature of `value_place`, which says where a token's values are.
+    fit: returns block sizes with which `attend` can run, given block sizes and the tokens of a block.
+    words: returns a view of the values in the dtype that `attend` loads.
     """
 
     attend: Any = attend
@@ -50,9 +56,13 @@ def attention_arguments(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> tuple[tuple[float, ...], dict[str, int]]:
-    """Return the arguments that all attention kernels share: numbers in their order, and constants by name.
+    """Return the arguments that all attention kernels share.
 
     The parameters are those of `decode.paged_decode`.
+
+    Returns:
+        numbers: scale, soft cap (1 if none), stride of the block tables, and strides of block, slot and head.
+        constants: by name, such as `H`, `GROUP`, `D`, `P` and `WINDOW`.
     """
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = cache.k.shape
@@ -70,15 +80,18 @@ def attention_arguments(
 
 
 def layout_of(cache: LayerBlocks | None) -> ValueLayout:
-    """Return the layout of a layer's values."""
+    """Return how a layer's cache arranges its values; None and a cache without a layout have the plain
+    one.
+    """
     return PLAIN if cache is None or cache.layout is None else cache.layout
 
 
 def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
-    """Describe a layer's cache to the TMA: `[N, P, KH * D]` in tiles of `block_n` tokens of a block and head.
+    """Return a TMA descriptor of a layer's cache `[N, P, KH * D]` in tiles of `block_n` tokens of a block
+    and head.
 
-    With the block as an axis of its own, a tile that begins before its block reads zeros, not the block that
-    lies before it in memory.
+    cache: keys or values `[N, P, KH, D]`. The block is an axis of its own: a tile that begins before its
+        block reads zeros, not the block that lies before it in memory.
     """
     blocks, block_size, kv_heads, d = cache.shape
     row = kv_heads * d
@@ -89,9 +102,9 @@ def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
 
 @triton.jit
 def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
-    """Return a tile divided by its scales and rounded to the cache's format, but not converted to its dtype.
+    """Return a tile `x` divided by `scale` and rounded to the cache's format, as float32.
 
-    LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    scale: broadcasts to `x`. LIMIT: largest magnitude of the format. WHOLE: the format has integers.
     """
     x = tl.div_rn(x.to(tl.float32), scale)  # as torch divides
     if WHOLE:
@@ -107,8 +120,13 @@ def kv_store_kernel(
     SCALED: tl.constexpr,
     LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Store part of one token's key and value heads in its slot. One program per token and part
-    of its heads.
+    """Store part of one token's key and value heads in its slot. One program per token and BLOCK numbers.
+
+    k, v: `[T, KH, D]`, KH D = SIZE; k_stride, v_stride: numbers from a token to the next.
+    k_cache, v_cache: the layer's blocks `[N, P, KH, D]`; block_stride, slot_stride in numbers.
+    slots: `[T]` int64, block times P plus place in the block; negative: the token is not stored.
+    k_scale, v_scale: `[KH]`; with SCALED, numbers are stored divided by them, in a format up to LIMIT
+        (integers if WHOLE). PLACE: where values lie, such as `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -133,10 +151,9 @@ def kv_store(
     cache: LayerBlocks,
     slots: Tensor,  # [T] int64; negative: this token is padding and is not stored
 ) -> None:
-    """Write every token's key and value heads, `[T, KH, D]`, to its slot of the layer's cache, in the cache's
-    format.
+    """Write each token's key and value heads to its slot of a layer's cache, in the cache's format.
 
-    slots: `[T]` int64; tokens with slot -1 are not stored.
+    k, v: `[T, KH, D]`. cache: the layer's blocks. slots: `[T]` int64; tokens with slot -1 are not stored.
     """
     tokens, kv_heads, d = k.shape
     k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (k, v))

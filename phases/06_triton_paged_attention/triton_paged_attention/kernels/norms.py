@@ -32,7 +32,12 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADD: tl.constexpr, ONE_PLUS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row a program; with ADD, add `delta` first and write the sum to `total`."""
+    """Normalize one row per program; with ADD, add `delta` first and write the sum to `total`.
+
+    out, x, total, delta: `[rows, SIZE]`, contiguous. weight: `[SIZE]`. eps: added to the mean of squares.
+    SIZE_PAD: SIZE rounded up to a power of two. ONE_PLUS: the factor is `1 + weight` (Gemma 3).
+    PDL: wait for the kernel before by programmatic dependent launch.
+    """
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, SIZE_PAD)
     mask = i < SIZE
@@ -74,10 +79,9 @@ def _launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> Tensor:
-    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, in `x`'s shape and
-    dtype.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in `x`'s shape and dtype.
 
-    weight, eps, one_plus: see `NormWeights`.
+    Computed in float32. x: `[..., size]`. weight: `[size]`. one_plus: the factor is `1 + weight` (Gemma 3).
     """
     return _launch(x, None, weight, eps, one_plus)[1]
 
@@ -85,8 +89,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool = False) -> T
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, one_plus: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype, as by two operators.
+    """Return `(x + delta, rms_norm(x + delta))`; the sum is rounded to `x`'s dtype before it is normalized.
 
-    weight, eps, one_plus: see `NormWeights`.
+    x, delta: `[..., size]`. weight: `[size]`. one_plus: the factor is `1 + weight` (Gemma 3).
     """
     return _launch(x, delta, weight, eps, one_plus)

@@ -23,7 +23,9 @@ HEADS_PER_PROGRAM = 8
 
 
 class HeadNorms(NamedTuple):
-    """Weights `[D]` of the query and key norms, epsilon, and whether weights are distances from 1."""
+    """RMSNorms of query and key heads: weights `[D]`, epsilon, and whether the factor is `1 + weight`
+    (Gemma 3).
+    """
 
     q_weight: Tensor
     k_weight: Tensor
@@ -32,10 +34,10 @@ class HeadNorms(NamedTuple):
 
 
 class ProductScales(NamedTuple):
-    """Scales by which a projection's output is still to be multiplied: `rows [T]`, `columns [N]`, both
+    """Scales by which the next kernel multiplies a projection's output: `rows [T]` and `columns [N]`,
     float32.
 
-    dtype: of the scaled product; the output itself may be in any other.
+    dtype: of the scaled product; the unscaled output may be in another.
     """
 
     rows: Tensor
@@ -45,13 +47,17 @@ class ProductScales(NamedTuple):
 
 @triton.jit
 def norm_scale(squares, eps, D: tl.constexpr):
-    """Return the factor of the RMSNorm of a head of `D` numbers, from the sum of their squares."""
+    """Return the RMSNorm's factor `1 / sqrt(squares / D + eps)`; squares: the sum of squares of a
+    head's D numbers.
+    """
     return tl.rsqrt(squares / D + eps)
 
 
 @triton.jit
 def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
-    """Return `x` times the norm's `scale` and weight, rounded as by a norm of its own."""
+    """Return `x * scale * weight` in `x`'s dtype, computed in float32. ONE_PLUS: the factor is `1 +
+    weight`.
+    """
     weight = weight.to(tl.float32)
     if ONE_PLUS:
         weight += 1.0
@@ -60,8 +66,9 @@ def apply_norm_weight(x, scale, weight, ONE_PLUS: tl.constexpr):
 
 @triton.jit
 def rotate(x, y, cos, sin):
-    """Return one half `x` of rotated pairs, given the other half `y`. The minus sign is in the first half's
-    `sin`.
+    """Return one half of rotated pairs, `x cos + y sin`, in `x`'s dtype; `y` is the pairs' other half.
+
+    For the pair's first number, the caller passes `sin` with a minus sign.
     """
     return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(x.dtype)
 
@@ -70,7 +77,10 @@ def rotate(x, y, cos, sin):
 def store_head(
     out, at, x, scale, mask, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Write half of each of a token's heads to `out + at`, in the cache's format."""
+    """Write half of each of a token's heads, `x`, to `out + at` where `mask`, in the cache's format.
+
+    SCALED: divide by `scale` first. LIMIT: largest magnitude of the format. WHOLE: it has integers.
+    """
     if SCALED:
         x = encode(x, scale, LIMIT, WHOLE)
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
@@ -87,12 +97,16 @@ def norm_rope_kernel(
     PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate and store up to HEADS heads of one token: first the queries, then the keys, then the
-    values.
+    """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
 
-    One program per token and group of heads. A thread has both numbers of a rotated pair, so nothing is
-    read twice. PENDING: the projection's output is still to be multiplied by `rows` and `columns`. SCALED:
-    keys and values are stored divided by their scales.
+    One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
+    once.
+    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_out, v_out: `[T, KH, D]`, or with STORE the layer's
+        blocks, at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
+        with NORM.
+    PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
+    SCALED: divide what is stored by `k_scale` and `v_scale [KH]`. HALF: D / 2.
+    LIMIT, WHOLE: largest magnitude of the cache's format; whether it has integers. PLACE: see `value_place`.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     D: tl.constexpr = 2 * HALF
@@ -173,12 +187,12 @@ def norm_rope(
     slots: Tensor | None = None,  # [T] int64
     pending: ProductScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[T, H, D]`, keys and values `[T, KH, D]`, the first two normalized and rotated.
+    """Return queries `[T, H, D]`, keys and values `[T, KH, D]`; queries and keys are normalized and rotated.
 
     qkv: `[T, (H + 2 KH) D]`, the projection's output. cos, sin: `[T, D]` float32.
-    spec: the layer. norms: of query and key heads; None: the family has none.
-    cache, slots: if given, keys and values are stored there, in the cache's format, and the caches are
-        returned for them.
+    spec: the layer's sizes. norms: of query and key heads; None: the model has none.
+    cache, slots: if given, keys and values are stored in these blocks, in the cache's format, and the
+        blocks are returned in place of keys and values.
     pending: scales by which `qkv` is to be multiplied first.
     """
     tokens = len(qkv)
@@ -222,7 +236,11 @@ def norm_rope(
 def angles_kernel(
     cos, sin, positions, frequencies, HALF: tl.constexpr, HALF_PAD: tl.constexpr
 ):
-    """Write one token's cosines and sines. One program per token."""
+    """Write one token's cosines and sines of its RoPE angles. One program per token.
+
+    cos, sin: output `[T, 2 HALF]` float32, both halves equal but for the sign of `sin`.
+    positions: `[T]`. frequencies: `[HALF]`, in radians per position.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HALF_PAD)
     angle = tl.load(positions + token).to(tl.float32) * tl.load(
@@ -237,7 +255,7 @@ def angles_kernel(
 
 
 class FusedRope(nn.Module):
-    """Computes the cosines and sines of positions in one kernel; `forward.rope.Rope` takes eight."""
+    """RoPE whose cosines and sines come from one kernel; phase 01's `Rope` takes eight."""
 
     inverse_frequencies: Tensor
 
@@ -246,7 +264,7 @@ class FusedRope(nn.Module):
         self.register_buffer("inverse_frequencies", rope.inverse_frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rope.forward`."""
+        """Return cosines and sines `[T, D]` float32 of `positions [T]`."""
         half = len(self.inverse_frequencies)
         shape = (*positions.shape, 1, 2 * half)
         cos, sin = (

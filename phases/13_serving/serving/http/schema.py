@@ -15,7 +15,10 @@ from common.sampling.params import MAX_INT
 
 
 class StreamOptions(Struct):
-    """include_usage: one more chunk with the usage; continuous_usage_stats: usage in each chunk."""
+    """The field `stream_options`.
+
+    include_usage: one more chunk with the usage; continuous_usage_stats: usage in each chunk.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -55,7 +58,7 @@ class GenerationFields(Struct, kw_only=True):
 
 
 class CompletionFields(Struct, kw_only=True):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     best_of: Literal[1] | None = None
@@ -63,7 +66,7 @@ class CompletionFields(Struct, kw_only=True):
 
 
 class ChatFields(Struct, kw_only=True):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
