@@ -1,10 +1,9 @@
-"""Kernels for decode steps of 1 to 8 tokens, as a feature of an engine."""
+"""Kernels for decode steps of one token, as a feature of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from triton_paged_attention import Kernels
 
 @dataclass(frozen=True)
 class Latency(Feature):
-    """Run small decode batches by kernels of their own, which gain inside CUDA graphs."""
+    """Run steps of one token by kernels of their own, which gain inside CUDA graphs."""
 
     name: ClassVar[str] = "latency"
     phase: ClassVar[int] = 9
@@ -29,13 +28,11 @@ class Latency(Feature):
         return find(others, Graphs) is not None and find(others, Kernels) is not None
 
     def install(self, builder: EngineBuilder) -> None:
-        """Add ways to the kernels' layers, and one more kernel to their attention."""
+        """Add kernels to the layers of phase 06, and one more to its blocks."""
         if builder.feature(Kernels) is None:
             raise UserError(
                 "latency is True, but must be False without the kernels' layers and attention"
             )
-        from phases.appendix.latency.layers import LatencyAttention, install
+        from phases.appendix.latency.layers import install
 
-        model = install(builder.own_model())
-        made = partial(LatencyAttention, num_heads=model.config.num_heads)
-        builder.attention.decorate(self, lambda plain: made)
+        install(builder.own_model())
