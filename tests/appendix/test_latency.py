@@ -20,7 +20,7 @@ from forward.shapes import SHAPES
 from paged_cache import LayerBlocks, PagedEngine
 from phases import phase_named, registry
 from phases.appendix.latency.gemv import gemv
-from phases.appendix.latency.layers import LatencyBlock, add_kernel
+from phases.appendix.latency.layers import LatencyBlock, LatencyKernel
 from phases.appendix.latency.layers import install as latency
 from phases.appendix.latency.output_projection import project_heads
 from phases.appendix.latency.single_request import attend_single_request
@@ -240,7 +240,7 @@ def test_a_gate_with_biases_is_applied_behind_them() -> None:
         torch.nn.Parameter(part.to(DEVICE), False) for part in (weight, bias)
     )
     layer = FusedLinear(plain)
-    assert add_kernel(layer) is not None
+    layer.kernels.append(LatencyKernel(plain))
     out = F.linear(x, weight, bias)
     got = layer(x.to(DEVICE), gate="silu").cpu()
     assert_near(

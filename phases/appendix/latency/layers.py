@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,10 @@ class LatencyKernel:
     linear: the layer whose weights it reads.
     trigger_early: see `FusedOperators`.
     out_dtype: of the result; None: that of the input.
+    reads: the layers whose weights it can read.
     """
+
+    reads: ClassVar[type[nn.Module]] = nn.Linear
 
     def __init__(
         self, linear: Any, *, trigger_early: bool = True, out_dtype: torch.dtype | None = None
@@ -56,16 +59,30 @@ class LatencyKernel:
         return gemv(x, self.linear.weight, **how)
 
 
-def add_kernel(fused: FusedLinear, **options: Any) -> LatencyKernel | None:
-    """Add a `LatencyKernel` to a layer that is not quantized, and return it; None for other layers.
+def add_kernels(
+    model: Model, kernel: type[LatencyKernel], skip: Collection[nn.Module] = ()
+) -> None:
+    """Add a kernel for one token to the `FusedLinear`s of a model whose layer it reads.
 
-    options: `trigger_early` and `out_dtype` of the kernel.
+    The kernel of a QKV projection triggers the next one as `starts_early` says. That of the output head
+    writes float32: what is sampled is not converted afterwards.
+
+    skip: `FusedLinear`s that stay as they are.
     """
-    if not isinstance(fused.linear, nn.Linear):
-        return None
-    kernel = LatencyKernel(fused.linear, **options)
-    fused.kernels.insert(0, kernel)
-    return kernel
+    early = {
+        block.self_attn.qkv_proj: starts_early(block.self_attn.spec)
+        for block in model.modules()
+        if isinstance(block, FusedBlock) and isinstance(block.self_attn, FusedAttention)
+    }
+    for fused in model.modules():
+        if (
+            isinstance(fused, FusedLinear)
+            and isinstance(fused.linear, kernel.reads)
+            and fused not in skip
+        ):
+            dtype = torch.float32 if fused is model.lm_head else None
+            made = kernel(fused.linear, trigger_early=early.get(fused, True), out_dtype=dtype)
+            fused.kernels.insert(0, made)
 
 
 HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
@@ -142,41 +159,31 @@ def install(model: Model) -> Model:
     kernels as well: no kernel behind them reads their output early.
     """
     blocks = [module for module in model.modules() if isinstance(module, FusedBlock)]
-    inside = {part for block in blocks for part in block.modules()}
+    skip = {part for block in blocks for part in block.modules()}
     workspace: Workspace | None = None
-    for part in model.modules():
-        if isinstance(part, FusedLinear) and part not in inside and part is not model.lm_head:
-            add_kernel(part)
     for block in blocks:
-        if whole(block):
-            attend, mlp = block.self_attn, block.mlp
+        layers = layers_of(block)
+        if layers:
+            attend = block.self_attn
             assert isinstance(attend, FusedAttention)
             workspace = workspace or single_request_workspace(attend.spec, model.device)
-            add_kernel(attend.qkv_proj, trigger_early=starts_early(attend.spec))
-            behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
-            for linear in (attend.o_proj, *behind):
-                add_kernel(linear)
             out = attend.o_proj
             heads = heads_of(out.linear) if out.total is None else None
             block.kernels.insert(0, LatencyBlock(workspace, heads))
-    if isinstance(model.lm_head, FusedLinear):
-        # What is sampled is float32: one row comes so, and no one has to convert it afterwards.
-        add_kernel(model.lm_head, out_dtype=torch.float32)
+            skip -= {*layers}
+    add_kernels(model, LatencyKernel, skip)
     return model
 
 
-def whole(block: FusedBlock) -> bool:
-    """Return True if all layers of a block are kernels of phase 06, or a mixture of experts
-    replaces the MLP.
+def layers_of(block: FusedBlock) -> tuple[FusedLinear, ...]:
+    """Return the linear layers of a block, without those of a mixture of experts.
+
+    None of them if some layer of the block is left to torch, or attention has sinks.
     """
     attend, mlp = block.self_attn, block.mlp
-    inside = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
-    return (
-        isinstance(attend, FusedAttention)
-        and attend.spec.sinks is None
-        and (bool(inside) or not isinstance(mlp, FusedMLP | GatedMLP))
-        and not any(
-            isinstance(fused.linear, FusedProjection)
-            for fused in (attend.qkv_proj, attend.o_proj, *inside)
-        )
-    )
+    if isinstance(mlp, GatedMLP) or not isinstance(attend, FusedAttention):
+        return ()
+    behind = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, FusedMLP) else ()
+    layers = (attend.qkv_proj, attend.o_proj, *behind)
+    torch_only = any(isinstance(fused.linear, FusedProjection) for fused in layers)
+    return () if torch_only or attend.spec.sinks is not None else layers

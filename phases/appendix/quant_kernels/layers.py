@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 from forward.attention import Attention
 from forward.model import Model
-from phases.appendix.latency.layers import HeadCombiner, LatencyBlock, LatencyKernel
+from phases.appendix.latency.layers import (
+    HeadCombiner,
+    LatencyBlock,
+    LatencyKernel,
+    add_kernels,
+)
 from phases.appendix.latency.output_projection import Rounding, project_heads
-from phases.appendix.latency.single_request import SingleRequestSplits, starts_early
+from phases.appendix.latency.single_request import SingleRequestSplits
 from phases.appendix.latency.tables import fused_heads_are_faster
 from phases.appendix.quant_kernels.gemv import gemv8
 from phases.appendix.quant_kernels.gemv4 import gemv4
@@ -43,6 +48,7 @@ MANY = 1024
 class QuantLatencyKernel(LatencyKernel):
     """`LatencyKernel` for a layer of 4- or 8-bit weights."""
 
+    reads = KernelLinear
     linear: KernelLinear
 
     def supports(self, tokens: int, gate: str | None) -> bool:
@@ -169,43 +175,27 @@ class PendingScalesNorm(FusedRMSNorm):
 
 def install(model: Model) -> Model:
     """Add kernels to a model's quantized layers and blocks, and return the same model."""
-    for fused in model.modules():
-        if isinstance(fused, FusedLinear) and isinstance(fused.linear, KernelLinear):
-            fused.kernels.insert(0, QuantLatencyKernel(fused.linear))
+    add_kernels(model, QuantLatencyKernel)
     blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
+    for block in blocks:
+        let_projection_combine(block)
     kinds = {eight_bits(block) for block in blocks}
     kind = kinds.pop() if len(kinds) == 1 else None
-    for block in blocks:
-        add_kernels(block)
     if kind is not None and isinstance(model.norm, FusedRMSNorm):
         for block in blocks:
             block.kernels.insert(0, EightBitBlock(kind))
         model.norm = PendingScalesNorm(model.norm)
-    if isinstance(model.lm_head, FusedLinear):
-        for kernel in model.lm_head.kernels:
-            if isinstance(kernel, QuantLatencyKernel):
-                kernel.out_dtype = torch.float32  # what is sampled
     return model
 
 
-def add_kernels(block: FusedBlock) -> None:
-    """Set when a block's QKV kernel triggers the next, and let the output projection combine attention's
-    splits.
-    """
+def let_projection_combine(block: FusedBlock) -> None:
+    """Let a block's quantized output projection combine the splits of attention, where that is faster."""
     attend = block.self_attn
-    if not isinstance(attend, FusedAttention):
-        return
-    for kernel in attend.qkv_proj.kernels:
-        if isinstance(kernel, QuantLatencyKernel):
-            kernel.trigger_early = starts_early(attend.spec)
-    out = attend.o_proj
     for direct in block.kernels:
-        if (
-            isinstance(direct, LatencyBlock)
-            and isinstance(out.linear, KernelLinear)
-            and out.total is None
-        ):
-            direct.heads = heads_of(out.linear)
+        if isinstance(direct, LatencyBlock) and isinstance(attend, FusedAttention):
+            out = attend.o_proj
+            if isinstance(out.linear, KernelLinear) and out.total is None:
+                direct.heads = heads_of(out.linear)
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:
