@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.cpu_step.feature import (
     SIDE,
     CpuStep,
@@ -48,13 +46,9 @@ class BlockProduct:
 class CpuBlocks(Feature):
     """Layers with a GGUF file's blocks multiply by them in compiled C++."""
 
-    name: ClassVar[str] = "cpu_blocks"
-    phase: ClassVar[int] = 10
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """On with `CpuStep`, whose library has these products."""
-        return find(others, CpuStep) is not None
+    name = "cpu_blocks"
+    phase = 10
+    on_with = (CpuStep,)
 
     def install(self, builder: EngineBuilder) -> None:
         """Give each such layer its product, where the model has any and there is a compiler."""

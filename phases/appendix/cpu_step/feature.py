@@ -291,8 +291,8 @@ class OneCall:
 class CpuStep(Feature):
     """Run decode steps of at most 16 requests as one call of compiled C++."""
 
-    name: ClassVar[str] = "cpu_step"
-    phase: ClassVar[int] = 9
+    name = "cpu_step"
+    phase = 9
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 
 from common.errors import UserError
 from cuda_graphs import Graphs
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from triton_paged_attention import Kernels
 
 
@@ -18,14 +14,10 @@ from triton_paged_attention import Kernels
 class Latency(Feature):
     """Run steps of one token by kernels of their own, which gain inside CUDA graphs."""
 
-    name: ClassVar[str] = "latency"
-    phase: ClassVar[int] = 9
-    for_draft_models: ClassVar[bool] = True
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Inside graphs, around the kernels' layers."""
-        return find(others, Graphs) is not None and find(others, Kernels) is not None
+    name = "latency"
+    phase = 9
+    for_draft_models = True
+    on_with = (Graphs, Kernels)
 
     def install(self, builder: EngineBuilder) -> None:
         """Add kernels to the layers of phase 06, and one more to its blocks."""
