@@ -96,9 +96,7 @@ class PromptExecutor:
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by an executor that supports it. A preempted request is read on where it was."""
-        asked = ((other, other.supports(works, ticket)) for other in self.others)
-        found = next(((other, own) for other, own in asked if own is not None), None)
-        step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
+        step = self.runner.run_by(self.others, works, ticket)
         after = 0
         for work in step.works:
             at, after = after, after + work.count
