@@ -158,17 +158,13 @@ class Runner:
 
         masked: the second half will be given masks. (A graph that does both halves at once must know.)
         """
-        self.last = self.run_by(self.executors, works, masked)
-        return self.last
-
-    def run_by(
-        self, executors: Sequence[StepExecutor], works: Sequence[Work], masked: bool
-    ) -> Forwarded:
-        """Run the first half by the first of these executors that supports it, or by `eager`."""
-        for executor in executors:
+        for executor in self.executors:
             if (ticket := executor.supports(works, masked)) is not None:
-                return executor.run(works, ticket)
-        return self.eager(works)
+                self.last = executor.run(works, ticket)
+                break
+        else:
+            self.last = self.eager(works)
+        return self.last
 
     def eager(self, works: Sequence[Work]) -> Forwarded:
         """Run the first half of any step, one operation after the other."""
