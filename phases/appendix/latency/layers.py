@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, 
 from triton_paged_attention.linear import FusedLinear, FusedProjection
 
 
+@dataclass(eq=False)
 class LatencyKernel:
     """A `LinearKernel` for one token: norm, product, gate and residual in one launch.
 
@@ -35,14 +37,10 @@ class LatencyKernel:
     reads: the layers whose weights it can read.
     """
 
+    linear: Any
+    trigger_early: bool = True
+    out_dtype: torch.dtype | None = None
     reads: ClassVar[type[nn.Module]] = nn.Linear
-
-    def __init__(
-        self, linear: Any, *, trigger_early: bool = True, out_dtype: torch.dtype | None = None
-    ) -> None:
-        self.linear = linear
-        self.trigger_early = trigger_early
-        self.out_dtype = out_dtype
 
     def supports(self, tokens: int, gate: str | None) -> bool:
         """Return True for one token; a layer with a bias has no gate."""
@@ -50,13 +48,17 @@ class LatencyKernel:
 
     def __call__(self, x: Tensor, **operators: Any) -> Tensor:
         """See `FusedLinear.forward`."""
-        how = {
+        return self.multiply(
+            x,
             **operators,
-            "bias": self.linear.bias,
-            "trigger_early": self.trigger_early,
-            "out_dtype": self.out_dtype,
-        }
-        return gemv(x, self.linear.weight, **how)
+            bias=self.linear.bias,
+            trigger_early=self.trigger_early,
+            out_dtype=self.out_dtype,
+        )
+
+    def multiply(self, x: Tensor, **operators: Any) -> Tensor:
+        """Return `gemv` with the layer's weight."""
+        return gemv(x, self.linear.weight, **operators)
 
 
 def add_kernels(
@@ -99,6 +101,7 @@ def heads_of(linear: nn.Module) -> HeadCombiner | None:
     return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts)
 
 
+@dataclass(eq=False)
 class LatencyBlock:
     """A `BlockKernel` that fuses norms and residual additions into the projections, for one token.
 
@@ -106,9 +109,8 @@ class LatencyBlock:
     heads: combines the splits in the output projection; None: attention combines them.
     """
 
-    def __init__(self, workspace: Workspace, heads: HeadCombiner | None = None) -> None:
-        self.workspace = workspace
-        self.heads = heads
+    workspace: Workspace
+    heads: HeadCombiner | None = None
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
         """See `BlockKernel.supports`. The step has one request, and the cache no scales."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,18 +56,12 @@ class QuantLatencyKernel(LatencyKernel):
         """Return True for one token, unless the layer has a bias and a gate, or act-order (`desc_act`)."""
         return self.linear.order is None and super().supports(tokens, gate)
 
-    def __call__(self, x: Tensor, **operators: Any) -> Tensor:
-        """See `FusedLinear.forward`."""
+    def multiply(self, x: Tensor, **operators: Any) -> Tensor:
+        """Return `gemv4` or `gemv8` with the layer's weight."""
         linear = self.linear
-        how = {
-            **operators,
-            "bias": linear.bias,
-            "trigger_early": self.trigger_early,
-            "out_dtype": self.out_dtype,
-        }
         if linear.scheme.weights == "int4":
-            return gemv4(x, linear.stored, linear.shape[1], **how)
-        return gemv8(x, linear.stored, **how)
+            return gemv4(x, linear.stored, linear.shape[1], **operators)
+        return gemv8(x, linear.stored, **operators)
 
 
 def heads_of(linear: KernelLinear) -> HeadCombiner | None:
@@ -93,6 +88,7 @@ def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor)
     )  # fmt: skip
 
 
+@dataclass(eq=False)
 class EightBitBlock:
     """A `BlockKernel` for more than one token whose activations are in eight bits between the projections.
 
@@ -102,8 +98,7 @@ class EightBitBlock:
     kind: the format of the activations.
     """
 
-    def __init__(self, kind: Activations) -> None:
-        self.kind = kind
+    kind: Activations
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
         """See `BlockKernel.supports`."""
