@@ -74,14 +74,8 @@ LOADING = {
 HELP_ALL = "--help-all"
 EPILOG = f"{HELP_ALL} shows all options; behind a phase, those of that phase."
 SHORT_HELP = {
-    "run": (
-        *("model", "prompt", "prompts_file", "chat", "max_tokens", "temperature", "seed"),
-        *("device", "as_json", "verbose", "help"),
-    ),
-    "serve": (
-        *("host", "port", "api_key", "name", "phase", "max_len", "cache_bytes", "access_log"),
-        *("device", "dtype", "help"),
-    ),
+    "run": "model prompt prompts_file chat max_tokens temperature seed device as_json verbose help",
+    "serve": "host port api_key name phase max_len cache_bytes access_log device dtype help",
 }
 """Command -> its options that `--help` shows."""
 
@@ -390,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _hidden(command: str, given: Sequence[str], options: Sequence[str]) -> set[str]:
     """Return the options that the help does not show: those beyond `SHORT_HELP`, or those of later phases."""
     if HELP_ALL not in given:
-        return set(options) - set(SHORT_HELP[command])
+        return set(options) - set(SHORT_HELP[command].split())
     phase = next(filter(None, map(find_phase, given)), None)
     return {flag.name for flag in flags() if phase is not None and flag.first > phase.number}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -156,9 +155,3 @@ def assert_attention(
         )
         + f"; {wrong} of {apart.numel()} heads are wrong"
     )
-
-
-def combined(partial: Tensor, logs: Tensor, used: int) -> Tensor:
-    """Attention's output `[T, H, D]` from splits `[splits, T, H, D]` and logarithms `[splits, T, H]`."""
-    weights = torch.softmax(logs[:used].float() * math.log(2), 0)
-    return (partial[:used].float() * weights[..., None]).sum(0)

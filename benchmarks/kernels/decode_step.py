@@ -32,7 +32,8 @@ from forward.model import Model
 from forward.surgery import clone
 from paged_cache import BlockPool, PagedBatch
 from paged_cache.memory import weight_bytes
-from phases.appendix.latency.layers import LatencyAttention, install
+from phases.appendix.latency.layers import install
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.layers import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
@@ -72,7 +73,7 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
     blocks = -(-max(CONTEXTS) // BLOCK)
     pool = BlockPool(config, blocks, BLOCK, device=options.device, dtype=options.dtype)
     pool.data.normal_()
-    attention = LatencyAttention(pool, config.num_heads)
+    attention = TritonPagedAttention(pool, config.num_heads)
 
     def step(model: Model, batch: PagedBatch) -> Tensor:
         attention.begin(batch)

@@ -10,36 +10,34 @@ Only int64, int32 and float32 are used, since Apple GPUs have no float64. Intege
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import torch
 from torch import Tensor
 
-WEIGHT_BITS: Final = 40
+WEIGHT_BITS = 40
 """A token's weight is exp((logit - largest) / temperature) as a multiple of 2**-40, so at most 2**40."""
 
-FRACTION_BITS: Final = 31
+FRACTION_BITS = 31
 """top_p is a multiple of 2**-31."""
 
-HASH_1: Final = 0x7FEB352D
-HASH_2: Final = 0x846CA68B - (1 << 32)
+HASH_1 = 0x7FEB352D
+HASH_2 = 0x846CA68B - (1 << 32)
 """The multipliers of `noise_bits`, as int32: those of lowbias32, https://github.com/skeeto/hash-prospector."""
 
-NOISE_UNIT: Final = 2.0**-31 * (1 - 2.0**-24)
+NOISE_UNIT = 2.0**-31 * (1 - 2.0**-24)
 """The float32 just below 2**-31, so that even the largest of the noise's 31 bits stay below 1."""
 
-NAN_TOKEN: Final = -1
+NAN_TOKEN = -1
 """In place of a token whose logit is NaN."""
 
-_GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
-_MIX_1: Final = 0xBF58476D1CE4E5B9
-_MIX_2: Final = 0x94D049BB133111EB
-_MASK: Final = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 
-_ONE: Final = 0x3F800000  # the bits of float32 1.0
-_NOT_SIGN: Final = 0x7FFFFFFF
-DIGIT_BITS: Final = 15  # a key is below 2**30: two digits
+_ONE = 0x3F800000  # the bits of float32 1.0
+_NOT_SIGN = 0x7FFFFFFF
+DIGIT_BITS = 15  # a key is below 2**30: two digits
 
 
 def _signed(value: int) -> int:

@@ -6,7 +6,7 @@ import enum
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from common.errors import UserError
 from common.sampling import ops
 from common.sampling.params import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
-MAX_VOCAB: Final = 1 << 21  # so that the integer weights of a row add up to less than 2**62
+MAX_VOCAB = 1 << 21  # so that the integer weights of a row add up to less than 2**62
 
 # The columns of the two tables of settings, `floats` and `ints`.
 TEMPERATURE, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(5)
 KEY, TOP_K, TOP_P = range(3)
 
-_FOREVER: Final = (1 << 63) - 1
+_FOREVER = (1 << 63) - 1
 
 
 class SamplingFlags(enum.IntFlag):
@@ -37,9 +37,9 @@ class SamplingFlags(enum.IntFlag):
     TOP_P = enum.auto()
 
 
-RADIX: Final = SamplingFlags.TOP_K | SamplingFlags.TOP_P
+RADIX = SamplingFlags.TOP_K | SamplingFlags.TOP_P
 """Settings that need a selection by radix."""
-TRUNCATION: Final = RADIX | SamplingFlags.MIN_P
+TRUNCATION = RADIX | SamplingFlags.MIN_P
 """Settings that exclude tokens before the draw."""
 
 Positions = slice | Tensor

@@ -65,8 +65,8 @@ def whole_app(
     ):
         entry.install(app)
     add_protocols(app)
-    for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
-        app.add(path, Embeddings(app.model, path))
+    app.add("/v1/embeddings", Embeddings(app.model, ours=True))
+    app.add("/api/embed", Embeddings(app.model, ours=False))
     Document(app, version)
     return app
 

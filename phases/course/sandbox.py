@@ -31,15 +31,19 @@ TOO_MANY_PROCESSES = 120
 """The exit status of a run that was killed because it started more."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 READABLE = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/sys"),
-    *(
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        "/etc/hosts",
-        "/etc/passwd",
-        "/etc/group",
-        "/etc/nsswitch.conf",
-    ),
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/proc",
+    "/sys",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/hosts",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/nsswitch.conf",
 )
 """Files and folders that Python and its libraries need beside their own."""
 

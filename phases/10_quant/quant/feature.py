@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -41,8 +40,8 @@ def head_for(scheme: str, device: torch.device) -> str:
 class Quant(Feature):
     """Quantize weights, keys and values to 8 or 4 bits."""
 
-    name: ClassVar[str] = "quant"
-    phase: ClassVar[int] = 10
+    name = "quant"
+    phase = 10
 
     quantization: str | None = option(
         None,

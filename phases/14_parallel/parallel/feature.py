@@ -37,8 +37,8 @@ MOST_RANKS = 64
 class Parallel(Feature):
     """Tensor parallelism: shard a model over GPUs of one host, or over processes of a CPU."""
 
-    name: ClassVar[str] = "parallel"
-    phase: ClassVar[int] = 14
+    name = "parallel"
+    phase = 14
     removed: ClassVar[Sequence[str]] = ("rank_check",)
 
     tensor_parallel: int = option(
@@ -157,8 +157,8 @@ class Split(Feature):
     ranks: this rank among all. workers: the other ranks, on rank 0; None on all others.
     """
 
-    name: ClassVar[str] = "parallel"
-    phase: ClassVar[int] = 14
+    name = "parallel"
+    phase = 14
 
     ranks: Ranks
     workers: WorkerGroup | None = None

@@ -29,14 +29,13 @@ from quant.linear import QuantLinear
 from quant.weights import QuantizedWeight, unpack_nibbles
 
 _KEPT = (
-    *(
-        "generation_config.json",
-        "tokenizer*.*",
-        "special_tokens_map.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("chat_template.j*", "additional_chat_templates/*.jinja"),
+    "generation_config.json",
+    "tokenizer*.*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.j*",
+    "additional_chat_templates/*.jinja",
 )
 
 

@@ -50,9 +50,9 @@ WIDTH = 16
 SIDE = 4
 BLOCK = 64
 TASKS = 32
-INT4, Q8_0, Q4_0, Q4_1, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 13)
+INT4, Q8_0, Q4_1, ADD, NORM, SILU, GELU, TURN, ATTEND = range(3, 12)
 PRODUCTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-BLOCKS = {"q8_0": Q8_0, "q4_0": Q4_0, "q4_1": Q4_1}
+BLOCKS = {"q8_0": Q8_0, "q4_1": Q4_1}
 ACTIVATIONS = {"silu": SILU, "gelu_new": GELU, "gelu_pytorch_tanh": GELU}
 NUMBERS = "code x y added outputs inputs group tasks heads kv_heads window block_size rope "
 POINTERS = "weight scale minimum bias q_norm k_norm keys values"
@@ -317,8 +317,8 @@ class OneCall:
 class CpuStep(Feature):
     """Run decode steps of at most 16 requests as one call of compiled C++."""
 
-    name: ClassVar[str] = "cpu_step"
-    phase: ClassVar[int] = 9
+    name = "cpu_step"
+    phase = 9
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:

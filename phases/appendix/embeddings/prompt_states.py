@@ -17,13 +17,10 @@ from torch.nn.functional import normalize
 
 from common.request import Request
 from common.sampling.ops import raw_logprobs
-from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from paged_cache import PagedRunner
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
-from phases.appendix.observability.observer import StepPictures
-from serving.messages import AddRequest, Command, StepReport
 
 ROWS = 256
 """Logits that are made at a time: each has a number for every token of the vocabulary."""
@@ -76,7 +73,7 @@ class PromptExecutor:
 
     order: ClassVar[int] = 0
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: PagedRunner) -> None:
         self.runner = runner
         self.others = runner.executors
         self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}
@@ -96,9 +93,7 @@ class PromptExecutor:
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by an executor that supports it. A preempted request is read on where it was."""
-        asked = ((other, other.supports(works, ticket)) for other in self.others)
-        found = next(((other, own) for other, own in asked if own is not None), None)
-        step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
+        step = self.runner.run_by(self.others, works, ticket)
         after = 0
         for work in step.works:
             at, after = after, after + work.count
@@ -128,29 +123,3 @@ class PromptExecutor:
             del self._asked[request]
             self._counts.pop(request, None)
         return found
-
-
-class PromptObserver(StepPictures):
-    """An observer that adds what was computed of prompts to the reports. Engines before phase 05 have
-    none of it.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.executor: PromptExecutor | None = None
-        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
-            self.executor = PromptExecutor(engine.runner)
-            engine.runner.ask_first(self.executor)
-
-    def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Note a command; for requests that it has added, ask for what their notes need."""
-        super().hear(command, requests)
-        if isinstance(command, AddRequest) and self.executor is not None:
-            for kind in READERS.keys() & set(command.wanted):
-                self.executor.ask(requests[0], kind)
-
-    def write(self, step: StepReport, now: float) -> None:
-        """Add the notes of finished prompts to the report of a step that began at `now`."""
-        super().write(step, now)
-        if self.executor is not None:
-            step.notes += self.executor.finished()

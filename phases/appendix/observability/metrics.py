@@ -11,32 +11,15 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from serving.app import App
 from serving.http.request import HttpRequest
 from serving.messages import Ready, StepReport
 
 TIMES = (
-    *(
-        0.001,
-        0.0025,
-        0.005,
-        0.01,
-        0.025,
-        0.05,
-        0.075,
-        0.1,
-        0.15,
-        0.2,
-        0.3,
-        0.4,
-        0.5,
-        0.75,
-        1.0,
-    ),
-    *(1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0),
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0,
+    1.5, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -56,8 +39,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        """Return the histogram's lines in Prometheus' text format, in which buckets are cumulative."""
+    def lines(self, name: str, what: str, labels: str) -> Iterator[str]:
+        """Yield the histogram's lines in Prometheus' text format, in which buckets are cumulative."""
+        yield f"# HELP {name} {what}"
+        yield f"# TYPE {name} histogram"
         total = 0
         for bound, count in zip([*self.bounds, "+Inf"], self.counts, strict=True):
             total += count
@@ -173,8 +158,7 @@ class Metrics:
             ),
         }
         for name, (value, what) in values.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            yield from (*_head(name, kind, what), f"{name}{{{model}}} {value}")
+            yield from _lines_of(name, what, {model: value})
         for name, histogram, what in (
             ("vllm:time_to_first_token_seconds", self.first, "From request to first token."),
             (
@@ -186,35 +170,40 @@ class Metrics:
             ("vllm:request_prompt_tokens", self.prompt, "Tokens of a request's prompts."),
             ("vllm:request_generation_tokens", self.output, "Tokens generated for a request."),
         ):
-            yield from (*_head(name, "histogram", what), *histogram.lines(name, model))
-        ended = {
-            ("finished_reason", why): self.finished[why]
-            for why in {"stop", "length", *self.finished}
-        }
-        failures = {("reason", why): count for why, count in self.failures.items()}
-        responses = {
-            ("route", path, "status", code): count
-            for (path, code), count in self.responses.items()
-        }
-        tables: dict[str, tuple[Mapping[Any, int], str]] = {
-            "vllm:request_success_total": (ended, "Completions that ended, by reason."),
-            "ladder:troubles_total": (
-                failures,
+            yield from histogram.lines(name, what, model)
+        ended = {why: self.finished[why] for why in {"stop", "length", *self.finished}}
+        for name, label, counts, what in (
+            (
+                "vllm:request_success_total",
+                "finished_reason",
+                ended,
+                "Completions that ended, by reason.",
+            ),
+            (
+                "ladder:troubles_total",
+                "reason",
+                self.failures,
                 "Requests that could not be answered in full, and why.",
             ),
-            "ladder:http_responses_total": (responses, "Responses by route and status."),
+        ):
+            by_reason = {
+                f'{model},{label}="{_escape(why)}"': count for why, count in counts.items()
+            }
+            yield from _lines_of(name, what, by_reason)
+        responses = {
+            f'{model},route="{_escape(path)}",status="{code}"': count
+            for (path, code), count in self.responses.items()
         }
-        for name, (table, what) in tables.items():
-            yield from _head(name, "counter", what)
-            for labels, count in sorted(table.items(), key=str):
-                pairs = zip(labels[::2], map(str, labels[1::2]), strict=True)
-                others = ",".join(f'{label}="{_escape(value)}"' for label, value in pairs)
-                yield f"{name}{{{model},{others}}} {count}"
+        what = "Responses by route and status."
+        yield from _lines_of("ladder:http_responses_total", what, responses)
 
 
-def _head(name: str, kind: str, what: str) -> tuple[str, str]:
-    """Return a metric's HELP and TYPE lines."""
-    return f"# HELP {name} {what}", f"# TYPE {name} {kind}"
+def _lines_of(name: str, what: str, samples: Mapping[str, float]) -> Iterator[str]:
+    """Yield the lines of a gauge or a counter, whose values are given by their labels."""
+    yield f"# HELP {name} {what}"
+    yield f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
+    for labels, value in sorted(samples.items()):
+        yield f"{name}{{{labels}}} {value}"
 
 
 def _escape(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Draw the blocks, the running requests and the prefix tree of an engine, inside the engine's process."""
+"""Report from the engine's process: pictures of its blocks and prefix tree, and notes about prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from common.request import Request
 from continuous.engine import Engine
-from paged_cache import PagedCache
+from paged_cache import PagedCache, PagedRunner
+from phases.appendix.embeddings.prompt_states import READERS, PromptExecutor
 from prefix_cache.cache import PrefixCache
 from prefix_cache.radix import RadixIndex
-from serving.messages import Command, DrawEngine, StepReport
+from serving.messages import AddRequest, Command, DrawEngine, StepReport
 
 MOST_CELLS = 1024
 """Blocks that are drawn at most; of a larger pool every second, every third, ... block is."""
@@ -86,24 +87,34 @@ def tree(index: RadixIndex) -> dict[str, Any]:
     return {"nodes": nodes, "more": more + len(todo)}
 
 
-class StepPictures:
-    """An observer that adds a picture of the engine to the next step's report after a `DrawEngine`
-    command.
+class StepObserver:
+    """An `Observer` that adds to a step's report what was asked for: a picture, and notes about prompts.
+
+    Engines before phase 05 give no notes.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.executor: PromptExecutor | None = None
         self._draws = False
+        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
+            self.executor = PromptExecutor(engine.runner)
+            engine.runner.ask_first(self.executor)
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Note a `DrawEngine` command; requests: what a command has added."""
+        """See `Observer`."""
         self._draws |= isinstance(command, DrawEngine)
+        if isinstance(command, AddRequest) and self.executor is not None:
+            for kind in READERS.keys() & set(command.wanted):
+                self.executor.ask(requests[0], kind)
 
     def due(self) -> bool:
         """Return True if a picture was asked for, so that a report must be sent."""
         return self._draws
 
     def write(self, step: StepReport, now: float) -> None:
-        """Add the picture to a step's report, if one was asked for. now: when the step began."""
+        """See `Observer`."""
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)
+        if self.executor is not None:
+            step.notes += self.executor.finished()
