@@ -45,9 +45,14 @@ _NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _FFN_NORM = {"llama": "post_attention_layernorm", "gemma3": "pre_feedforward_layernorm"}
-BLOCKS = {GGMLQuantizationType.Q4_1: "q4_1", GGMLQuantizationType.Q8_0: "q8_0"}
+BLOCKS = {
+    GGMLQuantizationType.Q4_0: "q4_0",
+    GGMLQuantizationType.Q4_1: "q4_1",
+    GGMLQuantizationType.Q8_0: "q8_0",
+}
 """The types of which a quantized copy is kept, with their names in its `quantization_config`."""
 _BLOCK_TYPES = {
+    "q4_0": np.dtype([("scale", "f2"), ("data", "u1", 16)]),
     "q4_1": np.dtype([("scale", "f2"), ("minimum", "f2"), ("data", "u1", 16)]),
     "q8_0": np.dtype([("scale", "f2"), ("data", "i1", 32)]),
 }
@@ -112,7 +117,7 @@ def block_parts(rows: npt.NDArray[np.uint8], kind: str) -> dict[str, npt.NDArray
         kind: a value of `BLOCKS`.
 
     Returns:
-        `data`: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds number i in
+        `data`: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a block's 16 holds number i in
         its low and number i + 16 in its high half. `scale`, and of q4_1 `minimum`: float16 `[N, K / 32]`.
     """
     blocks = np.ascontiguousarray(rows).view(_BLOCK_TYPES[kind])  # [N, K / 32]

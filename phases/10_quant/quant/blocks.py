@@ -19,7 +19,7 @@ from forward.model import Model
 
 METHOD = "gguf"
 """The `quant_method` of a checkpoint that `common.models.gguf_import` has written."""
-KINDS = ("q4_1", "q8_0")
+KINDS = ("q4_0", "q4_1", "q8_0")
 GROUP = 32
 """Inputs that share a scale."""
 
@@ -27,10 +27,10 @@ GROUP = 32
 class BlockWeight(nn.Module):
     """A weight `[N, K]` in groups of `GROUP` inputs.
 
-    data: q8_0 int8 `[N, K]`; q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in its low
+    data: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in its low
         and input i + 16 in its high half.
     scale: float16 `[N, K / 32]`.
-    minimum: float16 `[N, K / 32]` of q4_1, otherwise None.
+    minimum: float16 `[N, K / 32]` of q4_1, otherwise None; q4_0 has its zero at 8.
 
     Raises:
         UserError: the kind is none of `KINDS`.
@@ -62,6 +62,8 @@ class BlockWeight(nn.Module):
         else:
             pairs = data.view(*scale.shape, GROUP // 2)
             numbers = torch.cat([pairs & 15, pairs >> 4], dim=-1).float()
+        if self.kind == "q4_0":
+            numbers -= 8
         weight = numbers.mul_(scale[..., None])
         if self.minimum is not None:
             weight += self.minimum[rows].float()[..., None]
