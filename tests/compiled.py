@@ -40,7 +40,7 @@ HOPPER, ADA = 90, 89
 TYPES = {
     "block_table": "*i32", "context_len": "*i32", "query_starts": "*i32", "arrived": "*i32", "slots": "*i64",
     "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "lse": "*fp32",
-    "eps": "fp32", "scale": "fp32", "soft_cap": "fp32",
+    "eps": "fp32", "scale": "fp32",
     "block_stride": "i32", "slot_stride": "i32", "head_stride": "i32", "tokens": "i32", "N": "i32",
     "scale_stride": "i32", "weight_scale": "*fp32", "zero": "*u8",
 }  # fmt: skip
@@ -112,17 +112,17 @@ def main() -> None:
 def few_tokens(capability: int) -> Iterator[Kernel]:
     """Attention of a few tokens of one request."""
     early = capability >= HOPPER
-    for heads, kv_heads, d, tokens, window, cap, wait_for_all_splits in (
-        (9, 3, 64, 8, 0, False, False),
-        (32, 8, 128, 8, 0, False, True),
-        (4, 1, 128, 4, 512, True, True),
-        (16, 8, 128, 8, 0, False, False),
+    for heads, kv_heads, d, tokens, window, wait_for_all_splits in (
+        (9, 3, 64, 8, 0, False),
+        (32, 8, 128, 8, 0, True),
+        (4, 1, 128, 4, 512, True),
+        (16, 8, 128, 8, 0, False),
     ):
         config = small_batch_config(d, 2)
         group = heads // kv_heads
         constants = {
             "H": heads, "KH": kv_heads, "GROUP": group, "D": d, "D_PAD": d, "P": 16, "WINDOW": window,
-            "SOFT_CAP": cap, "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
+            "NORM": d == 128, "ONE_PLUS": False, "TOKENS": tokens,
             "BLOCK_M": max(16, triton.next_power_of_2(tokens * group)), "BLOCK_N": config.block_n,
             "SPLITS": config.splits, "WAIT_FOR_SPLITS": wait_for_all_splits, "PDL": early,
         }  # fmt: skip

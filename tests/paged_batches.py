@@ -25,7 +25,6 @@ GARBAGE = 2**30  # a block id that no pool has
 FEATURES: dict[str, dict[str, float]] = {
     "plain": {},
     "window": {"sliding_window": 20},
-    "cap": {"soft_cap": 4.0},
 }
 
 

@@ -101,7 +101,7 @@ def test_rope_stores_in_the_caches_format(paired: bool, rng: torch.Generator) ->
     kv_heads = 2
     d = 24
     size = 4
-    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5, None, None)
+    spec = LayerSpec(0, heads, kv_heads, d, d**-0.5)
     columns = (heads + 2 * kv_heads) * d
     values = torch.randn(tokens, columns, device=DEVICE, generator=rng).to(DTYPE)
     rows, each = (torch.rand(n, device=DEVICE, generator=rng) + 0.5 for n in (tokens, columns))

@@ -66,11 +66,7 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
     ("feature", "heads", "context"),
     [
         *(("plain", (6, 2), context) for context in (0, 1, 15, 16, 17, 101)),
-        *(
-            (feature, (6, 2), context)
-            for feature in ("window", "cap")
-            for context in (17, 101)
-        ),
+        *(("window", (6, 2), context) for context in (17, 101)),
         *(("plain", (3, 3), context) for context in (16, 101)),
     ],
 )
@@ -84,8 +80,8 @@ def test_attention_of_a_lone_token(
     if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
         batch.context_lens[0] = 0
         batch.tables[:] = GARBAGE
-    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
-    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    window = FEATURES[feature].get("sliding_window")
+    layer = LayerSpec(0, *heads, d, 0.2, window)  # type: ignore[arg-type]
     qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
     cos, sin = angles(1, d)
     norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
@@ -215,7 +211,7 @@ ALL = (
     ("feature", "heads", "context", "tokens", "padding"),
     [
         *(("plain", (6, 2), *case) for case in ALL),
-        *((feature, (6, 2), *case) for feature in ("window", "cap") for case in ALL[-3:]),
+        *(("window", (6, 2), *case) for case in ALL[-3:]),
         *(("plain", (3, 3), *case) for case in ALL[-3:]),
     ],
 )
@@ -235,8 +231,8 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     if context == 0:  # a graph's padding: no keys, slots below 0, a table of garbage
         batch.context_lens[0] = 0
         batch.tables[:] = GARBAGE
-    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
-    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    window = FEATURES[feature].get("sliding_window")
+    layer = LayerSpec(0, *heads, d, 0.2, window)  # type: ignore[arg-type]
     every = tokens + padding
     qkv = torch.randn(every, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
     cos, sin = angles(every, d)

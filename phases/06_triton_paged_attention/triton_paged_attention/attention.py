@@ -106,7 +106,6 @@ class TritonPagedAttention(PagedAttention):
         scores: dict[str, Any] = {
             "scale": layer.scale,
             "sliding_window": layer.sliding_window,
-            "soft_cap": layer.soft_cap,
             "sinks": layer.sinks,
         }
         out = torch.empty_like(q)

@@ -69,10 +69,10 @@ def decode_kernel(
     k_cache, v_cache, block_tables, context_lens, query_starts, requests, partial, lse,
     arrived,
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
-    scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
+    scale, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
+    WINDOW: tl.constexpr, QUERIES: tl.constexpr, RAGGED: tl.constexpr,
     SUBSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS_PAD: tl.constexpr, MIN_TILES: tl.constexpr,
     SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
@@ -124,10 +124,9 @@ def decode_kernel(
         scale = scale * tl.load(k_scale + kv_head)
     m, total, acc = ATTEND(
         query, position, m, total, acc, k_cache, v_cache, table, kv_head, low, high, high,
-        scale,
-        soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
         BLOCK_N=BLOCK_N,
-        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+        MASK="all", CAUSAL=QUERIES > 1, WINDOW=WINDOW, TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(
@@ -180,7 +179,6 @@ def paged_decode(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [H], see `LayerSpec`
     query_starts: Tensor | None = None,  # [B + 1] int32; None: one token per request, T == B
     max_queries: int = 1,
@@ -196,7 +194,7 @@ def paged_decode(
         cache: the layer's blocks.
         block_tables: `[B, max_blocks]` int32.
         context_lens: `[B]` int32. A request with context 0 (a padding row of a graph) gets zeros.
-        scale, sliding_window, soft_cap, sinks: see `LayerSpec`.
+        scale, sliding_window, sinks: see `LayerSpec`.
         query_starts: `[B + 1]` int32; None: each request has one token.
         max_queries: most query tokens of a request.
         requests: int32, which requests to compute; None: all. Rows of the others are not written.
@@ -209,9 +207,7 @@ def paged_decode(
     out = torch.empty_like(q) if out is None else out
     if items == 0:
         return out
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
     d_pad = constants["D_PAD"]
     queries = triton.next_power_of_2(max_queries)
     if config is None:

@@ -31,7 +31,6 @@ def decode_v1_kernel(
     block_tables,  # [B, max_blocks]
     context_lens,  # [B]
     scale,
-    soft_cap,
     table_stride,
     block_stride,
     slot_stride,
@@ -43,7 +42,6 @@ def decode_v1_kernel(
     P: tl.constexpr,
     P_PAD: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    SOFT_CAP: tl.constexpr,
 ):
     """Compute attention of one request's query head, block by block. One program per request
     and query head.
@@ -74,8 +72,6 @@ def decode_v1_kernel(
             tl.float32
         )
         score = tl.sum(keys * query[None, :], axis=1)  # [P]
-        if SOFT_CAP:
-            score = soft_cap * (2 * tl.sigmoid(2 * score / soft_cap) - 1)  # tanh
         score = tl.where(visible, score, float("-inf"))
         new_m = tl.maximum(m, tl.max(score, axis=0))
         shrink = tl.exp(m - new_m)
@@ -99,17 +95,14 @@ def paged_decode_v1(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
     q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    scale: factor of the scores. sliding_window: tokens, or None.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
     out = torch.empty_like(q)
     decode_v1_kernel[q.shape[:2]](
         out, q, cache.k, cache.v, block_tables, context_lens, *numbers,

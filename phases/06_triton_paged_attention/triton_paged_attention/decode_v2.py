@@ -17,16 +17,16 @@ from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
-from triton_paged_attention.tiles import fold, no_keys, raw_scores, unit
+from triton_paged_attention.tiles import LOG2_E, fold, no_keys, raw_scores
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_v2_kernel(
-    out, q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
+    out, q, k_cache, v_cache, block_tables, context_lens, scale,
     table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of all query heads of one key/value head. One program per request and
     key/value head.
@@ -56,9 +56,9 @@ def decode_v2_kernel(
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys)
         s = tl.where(visible[None, :], s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+        m, total, acc = fold(s, values, m, total, acc, scale * LOG2_E)
     tl.store(out + at_q, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_is_real)
 
 
@@ -70,19 +70,16 @@ def paged_decode_v2(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
     block_n: int = 64,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
     q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    scale: factor of the scores. sliding_window: tokens, or None.
     block_n: tokens of a tile.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
     out = torch.empty_like(q)
     decode_v2_kernel[(len(q), cache.k.shape[2])](
         out, q, cache.k, cache.v, block_tables, context_lens, *numbers,

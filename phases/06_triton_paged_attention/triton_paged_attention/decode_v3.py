@@ -20,18 +20,18 @@ from torch import Tensor
 
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
-from triton_paged_attention.tiles import fold, no_keys, raw_scores, unit
+from triton_paged_attention.tiles import LOG2_E, fold, no_keys, raw_scores
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_v3_kernel(
     partial,  # [B, H, SPLITS, D] float32
     lse,  # [B, H, SPLITS] float32
-    q, k_cache, v_cache, block_tables, context_lens, scale, soft_cap,
+    q, k_cache, v_cache, block_tables, context_lens, scale,
     table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a request's keys. One program per request, key/value head and split."""
@@ -69,9 +69,9 @@ def decode_v3_kernel(
         mask = visible[:, None] & (d < D)[None, :]
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-        s = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys)
         s = tl.where(visible[None, :], s, float("-inf"))
-        m, total, acc = fold(s, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+        m, total, acc = fold(s, values, m, total, acc, scale * LOG2_E)
 
     # An empty split has total = 0 and m = -1e30: in the mix its weight is 2**-1e30 = 0.
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -109,7 +109,6 @@ def paged_decode_v3(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
     splits: int = 8,
     block_n: int = 64,
 ) -> Tensor:
@@ -117,12 +116,10 @@ def paged_decode_v3(
 
     q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None. soft_cap: see `LayerSpec`.
+    scale: factor of the scores. sliding_window: tokens, or None.
     splits: programs that share the keys of a request and head. block_n: tokens of a tile.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
     batch, heads, d = q.shape
     out = torch.empty_like(q)
     partial = torch.empty(batch, heads, splits, d, dtype=torch.float32, device=q.device)

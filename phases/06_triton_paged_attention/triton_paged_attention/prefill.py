@@ -32,10 +32,10 @@ def prefill_kernel(
     k_cache, v_cache, block_tables,
     tiles,  # [number of tiles, 4], see query_tiles
     k_scale, v_scale, sinks,  # [KH], [KH], [H]
-    scale, soft_cap, table_stride, block_stride, slot_stride, head_stride,
+    scale, table_stride, block_stride, slot_stride, head_stride,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     P: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one query tile. One program per query tile and key/value head."""
@@ -75,25 +75,22 @@ def prefill_kernel(
     ):  # one loop: its tiles need no mask against what lies behind the last key
         m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, end,
-            whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            whole, scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
             BLOCK_N=BLOCK_N,
-            MASK="edge", CAUSAL=True, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
+            MASK="edge", CAUSAL=True, WINDOW=0, TMA=TMA,
         )  # fmt: skip
     else:
         m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, begin, whole,
-            whole, scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            whole, scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
             BLOCK_N=BLOCK_N,
-            MASK="none", CAUSAL=False, WINDOW=0, SOFT_CAP=SOFT_CAP, TMA=TMA,
+            MASK="none", CAUSAL=False, WINDOW=0, TMA=TMA,
         )  # fmt: skip
         m, total, acc = ATTEND(
             query, position, m, total, acc, k_cache, v_cache, table, kv_head, whole, end, end,
-            scale,
-            soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+            scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
             BLOCK_N=BLOCK_N,
-            MASK="all", CAUSAL=True, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=TMA,
+            MASK="all", CAUSAL=True, WINDOW=WINDOW, TMA=TMA,
         )  # fmt: skip
     acc = (
         acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
@@ -140,7 +137,6 @@ def paged_prefill(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
@@ -151,9 +147,7 @@ def paged_prefill(
     out: result; allocated if None. config: block sizes; None: the default. Others: see
         `decode.paged_decode`.
     """
-    numbers, constants = attention_arguments(
-        q, cache, block_tables, scale, sliding_window, soft_cap
-    )
+    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
     d_pad, block_size = constants["D_PAD"], constants["P"]
     config = config or prefill_default(d_pad, cache.k.element_size(), q.device)
     out = torch.empty_like(q) if out is None else out

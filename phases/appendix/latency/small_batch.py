@@ -23,6 +23,7 @@ from phases.appendix.latency.single_request import (
 from phases.appendix.latency.tables import SingleRequestConfig
 from triton_paged_attention.decode import Workspace, combine_rows
 from triton_paged_attention.tiles import (
+    LOG2_E,
     attend,
     fold,
     hide,
@@ -30,7 +31,6 @@ from triton_paged_attention.tiles import (
     lookup,
     no_keys,
     raw_scores,
-    unit,
 )
 
 MAX_SMALL_BATCH = 8
@@ -47,10 +47,10 @@ def small_batch_attention_kernel(
     out,  # [T, H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len,
     query_starts, slots,
-    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, WAIT_FOR_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,16 +116,16 @@ def small_batch_attention_kernel(
 
     m, total, acc = no_keys(BLOCK_M, D_PAD)
     position = cached + token
-    factor = unit(scale, soft_cap, SOFT_CAP)
-    scores = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
+    factor = scale * LOG2_E
+    scores = raw_scores(query, keys.to(query.dtype))
     scores = hide(scores, key, position, low, high, CAUSAL=False, WINDOW=WINDOW, TMA=False)
     m, total, acc = fold(scores, values.to(query.dtype), m, total, acc, factor)
     m, total, acc = attend(
         query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N,
         high, high,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
         BLOCK_N=BLOCK_N,
-        MASK="all", CAUSAL=False, WINDOW=WINDOW, SOFT_CAP=SOFT_CAP, TMA=False,
+        MASK="all", CAUSAL=False, WINDOW=WINDOW, TMA=False,
     )  # fmt: skip
     if split == used - 1:
         new_keys = norm_and_turn(
@@ -138,7 +138,7 @@ def small_batch_attention_kernel(
         # As later readers of the cache will see them.
         own_keys = new_keys.to(k_cache.dtype.element_ty).to(query.dtype)
         own_values = new_values.to(v_cache.dtype.element_ty).to(query.dtype)
-        own = raw_scores(query, own_keys, scale, soft_cap, SOFT_CAP)
+        own = raw_scores(query, own_keys)
         own = hide(own, new, token, 0, count, CAUSAL=True, WINDOW=WINDOW, TMA=False)
         m, total, acc = fold(own, own_values, m, total, acc, factor)
 

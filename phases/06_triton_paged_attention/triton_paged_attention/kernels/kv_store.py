@@ -48,7 +48,6 @@ def attention_arguments(
     block_tables: Tensor,
     scale: float,
     sliding_window: int | None,
-    soft_cap: float | None,
 ) -> tuple[tuple[float, ...], dict[str, int]]:
     """Return the arguments that all attention kernels share: numbers in their order, and constants by name.
 
@@ -56,7 +55,7 @@ def attention_arguments(
     """
     heads, d = q.shape[1:]
     _, block_size, kv_heads, _ = cache.k.shape
-    numbers = (scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3])
+    numbers = (scale, block_tables.stride(0), *cache.k.stride()[:3])
     constants = {
         "H": heads,
         "GROUP": heads // kv_heads,
@@ -64,7 +63,6 @@ def attention_arguments(
         "D_PAD": max(16, triton.next_power_of_2(d)),
         "P": block_size,
         "WINDOW": sliding_window or 0,
-        "SOFT_CAP": soft_cap is not None,
     }
     return numbers, constants
 
