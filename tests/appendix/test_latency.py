@@ -94,8 +94,8 @@ def test_attention_of_a_lone_token(
     )
     bias = torch.randn(size, device=DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
-    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
-    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
+    q = norm_rope(layer, qkv, (cos, sin), batch.cache, slots, norms)
+    attended = paged_decode(layer, q, *batch.arguments[1:])
     wanted = attended.flatten(1) @ weight.t() + bias + residual
     workspace = Workspace(400, d, DEVICE)
     config = SingleRequestConfig(block_n=16, splits=4)
@@ -246,7 +246,7 @@ def test_attention_of_a_few_tokens_of_a_lone_request(
     for part in caches:  # nobody has written there yet
         part.flatten(0, 1)[slots[:tokens]] = float("nan")
     cache = LayerBlocks(*caches)
-    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
+    q = norm_rope(layer, qkv, (cos, sin), batch.cache, slots, norms)
     batch.q = q[:tokens]
     workspace = Workspace(400, d, DEVICE)
     workspace.partial.fill_(float("nan"))

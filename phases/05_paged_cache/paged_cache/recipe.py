@@ -57,16 +57,12 @@ class Feature(ABC):
     phase: the number of the phase that brings it; features are installed in this order.
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
-    renamed: old options for which the switch, with the same value, stands now.
-    removed: old options that nothing stands for; they are ignored with a warning.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
     """
 
     name: ClassVar[str]
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
-    renamed: ClassVar[Sequence[str]] = ()
-    removed: ClassVar[Sequence[str]] = ()
     for_draft_models: ClassVar[bool] = False
 
     def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading

@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def decode_v1_kernel(
     out,  # [B, H, D]
     q,  # [B, H, D]
@@ -88,24 +89,22 @@ def decode_v1_kernel(
 
 
 def paged_decode_v1(
+    layer: LayerSpec,
     q: Tensor,  # [B, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
-    *,
-    scale: float,
-    sliding_window: int | None = None,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    layer: its scale and window count. q: `[B, H, D]`.
+    cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None.
     """
-    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
+    shared = attention_arguments(layer, cache, block_tables)
     out = torch.empty_like(q)
     decode_v1_kernel[q.shape[:2]](
-        out, q, cache.k, cache.v, block_tables, context_lens, *numbers,
-        P_PAD=triton.next_power_of_2(constants["P"]), **constants,
+        out, q, cache.k, cache.v, block_tables, context_lens,
+        P_PAD=triton.next_power_of_2(shared["P"]), **shared,
     )  # fmt: skip
     return out

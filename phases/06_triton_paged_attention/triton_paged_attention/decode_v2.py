@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
 from triton_paged_attention.kernels.kv_store import attention_arguments
 from triton_paged_attention.tiles import LOG2_E, fold, no_keys, raw_scores
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def decode_v2_kernel(
     out, q, k_cache, v_cache, block_tables, context_lens, scale,
     table_stride, block_stride, slot_stride, head_stride,
@@ -63,27 +64,26 @@ def decode_v2_kernel(
 
 
 def paged_decode_v2(
+    layer: LayerSpec,
     q: Tensor,  # [B, H, D]
     cache: LayerBlocks,  # [N, P, KH, D]; numbers of the model's dtype, without scales
     block_tables: Tensor,  # [B, max_blocks] int32
     context_lens: Tensor,  # [B] int32
     *,
-    scale: float,
-    sliding_window: int | None = None,
     block_n: int = 64,
 ) -> Tensor:
     """Return attention of one new token per request over the paged cache: `[B, H, D]`.
 
-    q: `[B, H, D]`. cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
+    layer: its scale and window count. q: `[B, H, D]`.
+    cache: the layer's blocks, `[N, P, KH, D]` each for keys and values.
     block_tables: `[B, max_blocks]` int32. context_lens: `[B]` int32, the new token included.
-    scale: factor of the scores. sliding_window: tokens, or None.
     block_n: tokens of a tile.
     """
-    numbers, constants = attention_arguments(q, cache, block_tables, scale, sliding_window)
+    shared = attention_arguments(layer, cache, block_tables)
     out = torch.empty_like(q)
-    decode_v2_kernel[(len(q), cache.k.shape[2])](
-        out, q, cache.k, cache.v, block_tables, context_lens, *numbers,
-        BLOCK_M=max(16, triton.next_power_of_2(constants["GROUP"])), BLOCK_N=block_n,
-        **constants, num_warps=4, num_stages=3,
+    decode_v2_kernel[(len(q), layer.num_kv_heads)](
+        out, q, cache.k, cache.v, block_tables, context_lens,
+        BLOCK_M=max(16, triton.next_power_of_2(shared["GROUP"])), BLOCK_N=block_n,
+        **shared, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -90,13 +90,12 @@ def load_tile(
     else:
         at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
     at = at[:, None] + kv_head * head_stride + d[None, :]
+    mask = (d < D)[None, :]
     if BOUNDED:
-        mask = (key < high)[:, None] & (d < D)[None, :]
+        mask = (key < high)[:, None] & mask
+    if BOUNDED or D != D_PAD:
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-    elif D != D_PAD:
-        keys = tl.load(k_cache + at, mask=(d < D)[None, :], other=0.0)
-        values = tl.load(v_cache + at, mask=(d < D)[None, :], other=0.0)
     else:
         keys, values = tl.load(k_cache + at), tl.load(v_cache + at)
     return keys, values
@@ -109,7 +108,7 @@ def attend(
     m, total, acc,
     k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see `describe`
     table, kv_head, low, high, whole, scale, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +142,7 @@ def attend(
             keys, values = load_tile(
                 k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride,
                 head_stride,
-                D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
+                D=D, D_PAD=acc.shape[1], P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
             )  # fmt: skip
         s = raw_scores(query, keys.to(query.dtype))
         if MASK == "edge":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -39,7 +38,6 @@ class Parallel(Feature):
 
     name: ClassVar[str] = "parallel"
     phase: ClassVar[int] = 14
-    removed: ClassVar[Sequence[str]] = ("rank_check",)
 
     tensor_parallel: int = option(
         1, "GPUs (or processes) that share the model's heads, MLP and vocabulary"

@@ -66,17 +66,12 @@ class FusedGatedAttention(FusedAttention):
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
-        self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
+        self.norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         width = max(16, triton.next_power_of_2(size))
         self.single_request_config = single_request_default(
             keys, width, old.v_proj.weight.element_size(), device
         )
         self.workspace = Workspace(heads * self.single_request_config.splits, width, device)
-
-    @property
-    def norms(self) -> HeadNorms:
-        """See `FusedAttention.norms`."""
-        return self.head_norms
 
     def forward(
         self,

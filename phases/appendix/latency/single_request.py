@@ -197,7 +197,7 @@ def single_request_attention_kernel(
     m, total, acc = attend(
         query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low,
         last, last,
-        scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P,
         BLOCK_N=BLOCK_N,
         MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW,
         TMA=False,

@@ -123,7 +123,7 @@ def small_batch_attention_kernel(
     m, total, acc = attend(
         query, position, m, total, acc, k_cache, v_cache, block_table, kv_head, low + BLOCK_N,
         high, high,
-        scale, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P,
         BLOCK_N=BLOCK_N,
         MASK="all", CAUSAL=False, WINDOW=WINDOW, TMA=False,
     )  # fmt: skip

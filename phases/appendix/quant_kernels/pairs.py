@@ -52,7 +52,7 @@ def attend_pairs(
     k_cache,  # pointer to [N, P, KH, D], e4m3
     v_cache,  # pointer to [N, P / 2, KH, D], words
     table, kv_head, low, high, whole, scale, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def attend_pairs(
     PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32
     pair = 2 * tl.arange(0, BLOCK_N // 2)
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, acc.shape[1])
     inside = (d < D)[None, :]
     factor = scale * LOG2_E
     query = query.to(PRODUCT)
