@@ -28,11 +28,6 @@ def all_flags() -> list[Flag]:
         what = (inspect.getdoc(kind) or "").split("\n")[0]
         made.append(Flag(kind.name, "bool", what, panel, first=kind.phase))
         made += _of(kind, panel, kind.phase)
-        old = f"now part of --{kind.name}: torch switches that off"
-        made += [Flag(name, "str", old, panel, kind.phase) for name in kind.renamed]
-        made += [
-            Flag(name, "str", "removed; ignored", panel, kind.phase) for name in kind.removed
-        ]
     return made
 
 

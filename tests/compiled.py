@@ -38,7 +38,7 @@ HOPPER, ADA = 90, 89
 TYPES = {
     "block_table": "*i32", "context_len": "*i32", "query_starts": "*i32", "arrived": "*i32", "slots": "*i64",
     "cos": "*fp32", "sin": "*fp32", "partial": "*fp32", "lse": "*fp32",
-    "eps": "fp32", "scale": "fp32", "soft_cap": "fp32",
+    "eps": "fp32", "scale": "fp32",
     "block_stride": "i32", "slot_stride": "i32", "head_stride": "i32", "tokens": "i32", "N": "i32",
     "scale_stride": "i32", "weight_scale": "*fp32", "zero": "*u8",
 }  # fmt: skip

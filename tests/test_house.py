@@ -26,7 +26,6 @@ LARGER = {
 """Packages with more to teach."""
 OVER = {
     "continuous": 10_370,
-    "triton_paged_attention": 15_245,
     "speculative": 10_740,
     "structured": 11_550,
     "serving": 13_860,

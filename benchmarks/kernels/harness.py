@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forward.attention import LayerSpec
+
 L2_BYTES = 60e6
 
 
@@ -33,6 +35,12 @@ class Case:
     def scale(self) -> float:
         """1 / sqrt(D)."""
         return float(self.q.shape[-1] ** -0.5)
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The layer that the problem is of."""
+        heads, d = self.q.shape[1:]
+        return LayerSpec(0, heads, self.k_cache.shape[2], d, self.scale)
 
     @property
     def kv_bytes(self) -> int:

@@ -32,7 +32,6 @@ from common.errors import UserError
 from common.roofline import Ceilings
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
-from forward.attention import LayerSpec
 from paged_cache import LayerBlocks, TorchPagedAttention
 from paged_cache.reference import gather
 from triton_paged_attention.decode import Workspace, paged_decode
@@ -234,24 +233,24 @@ def oracle(case: Case) -> Tensor:
 
 def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     """The kernels; at block size 16 their ancestors, and for one case the two gathers in torch."""
-    _, _, kv_heads, d = case.k_cache.shape
+    kv_heads, d = case.k_cache.shape[2:]
     workspace = Workspace(2**14, d, case.q.device)
     q = case.q
     lens = case.context_lens
-    scale = case.scale
+    layer = case.layer
     cache = LayerBlocks(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
-        return paged_decode(q, cache, table, lens, scale=scale, workspace=workspace)
+        return paged_decode(layer, q, cache, table, lens, workspace=workspace)
 
     if block != 16:
         return {"decode_v4": latest}
     splits = max(1, min(32, 264 // (len(case.contexts) * kv_heads)))
     variants: dict[str, Call] = {
-        "decode_v1": lambda table: paged_decode_v1(q, cache, table, lens, scale=scale),
-        "decode_v2": lambda table: paged_decode_v2(q, cache, table, lens, scale=scale),
+        "decode_v1": lambda table: paged_decode_v1(layer, q, cache, table, lens),
+        "decode_v2": lambda table: paged_decode_v2(layer, q, cache, table, lens),
         "decode_v3": lambda table: paged_decode_v3(
-            q, cache, table, lens, scale=scale, splits=splits
+            layer, q, cache, table, lens, splits=splits
         ),
         "decode_v4": latest,
     }
@@ -270,9 +269,7 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(
         zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros
     )
-    heads = case.q.shape[1]
-    kv_heads, d = case.k_cache.shape[2:]
-    layer = LayerSpec(0, heads, kv_heads, d, case.scale)
+    layer = case.layer
     cache = LayerBlocks(case.k_cache, case.v_cache)
     pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)
     attentions = {}
@@ -358,14 +355,8 @@ def prefill_call(case: Case) -> Call:
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(
         case.q.device
     )
-    return lambda table: paged_prefill(
-        case.q,
-        LayerBlocks(case.k_cache, case.v_cache),
-        table,
-        tiles,
-        scale=case.scale,
-        config=config,
-    )
+    cache = LayerBlocks(case.k_cache, case.v_cache)
+    return lambda table: paged_prefill(case.layer, case.q, cache, table, tiles, config)
 
 
 def contiguous_calls(case: Case) -> dict[str, Call]:

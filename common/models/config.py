@@ -153,7 +153,6 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
     attention_bias: bool = False
     mlp_bias: bool = False
-    attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
     scale_by_layer: bool = False
     delta: DeltaConfig | None = None

@@ -62,11 +62,7 @@ def engine_of(model: Model, **options: Any) -> PagedEngine:
     ("feature", "heads", "context"),
     [
         *(("plain", (6, 2), context) for context in (0, 1, 15, 16, 17, 101)),
-        *(
-            (feature, (6, 2), context)
-            for feature in ("window", "cap")
-            for context in (17, 101)
-        ),
+        *(("window", (6, 2), context) for context in (17, 101)),
         *(("plain", (3, 3), context) for context in (16, 101)),
     ],
 )
@@ -80,8 +76,8 @@ def test_attention_of_a_lone_token(
     if context == 0:  # a graph's padding: no keys, a slot below 0, a table of garbage
         batch.context_lens[0] = 0
         batch.tables[:] = GARBAGE
-    window, cap = FEATURES[feature].get("sliding_window"), FEATURES[feature].get("soft_cap")
-    layer = LayerSpec(0, *heads, d, 0.2, window, cap)  # type: ignore[arg-type]
+    window = FEATURES[feature].get("sliding_window")
+    layer = LayerSpec(0, *heads, d, 0.2, window)  # type: ignore[arg-type]
     qkv = torch.randn(1, (heads[0] + 2 * heads[1]) * d, device=DEVICE)
     cos, sin = angles(1, d)
     norms = HeadNorms(*torch.randn(2, d, device=DEVICE), 1e-6, True)
@@ -94,8 +90,8 @@ def test_attention_of_a_lone_token(
     )
     bias = torch.randn(size, device=DEVICE)
     cache = LayerBlocks(batch.cache.k.clone(), batch.cache.v.clone())
-    q, _, _ = norm_rope(qkv, cos, sin, layer, norms=norms, cache=batch.cache, slots=slots)
-    attended = paged_decode(q, *batch.arguments[1:], scale=0.2, **FEATURES[feature])
+    q = norm_rope(layer, qkv, (cos, sin), batch.cache, slots, norms)
+    attended = paged_decode(layer, q, *batch.arguments[1:])
     wanted = attended.flatten(1) @ weight.t() + bias + residual
     workspace = Workspace(400, d, DEVICE)
     config = SingleRequestConfig(block_n=16, splits=4)

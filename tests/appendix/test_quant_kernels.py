@@ -171,7 +171,7 @@ def test_the_output_projection_combines_splits(
     splits = 4
     size = 48
     layer = KernelLinear(layer_of(scheme, size, heads * d, rng))
-    spec = LayerSpec(0, heads, 2, d, 1.0, None, None)
+    spec = LayerSpec(0, heads, 2, d, 1.0)
     d_pad = max(16, 1 << (d - 1).bit_length())
     workspace = Workspace(heads * splits * 2, d_pad, DEVICE)
     parts = torch.randn(splits, heads, d, device=DEVICE, generator=rng).to(DTYPE)

@@ -59,8 +59,6 @@ class Feature(ABC):
     phase: the number of the phase that brings it; features are installed in this order.
     without: options that say in its own words what an engine does that lacks it. Giving one of these values
         asks for nothing.
-    renamed: old options for which the switch, with the same value, stands now.
-    removed: old options that nothing stands for; they are ignored with a warning.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
     on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or
         "cuda"; None: on any).
@@ -69,8 +67,6 @@ class Feature(ABC):
     name: ClassVar[str]
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
-    renamed: ClassVar[Sequence[str]] = ()
-    removed: ClassVar[Sequence[str]] = ()
     for_draft_models: ClassVar[bool] = False
     on_with: ClassVar[Sequence[type[Feature]]] = ()
     on_device: ClassVar[str | None] = None

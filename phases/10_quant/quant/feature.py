@@ -31,9 +31,9 @@ def head_for(scheme: str, device: torch.device) -> str:
         return scheme
     if device.type != "cuda":
         return "int8"
-    from triton_paged_attention.hardware import ADA, at_least  # Triton comes with it
+    from quant.products import hardware_rounds  # Triton comes with it
 
-    return "fp8" if at_least(device, ADA) else "int8"
+    return "fp8" if hardware_rounds(device) else "int8"
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -39,7 +37,6 @@ class Parallel(Feature):
 
     name = "parallel"
     phase = 14
-    removed: ClassVar[Sequence[str]] = ("rank_check",)
 
     tensor_parallel: int = option(
         1, "GPUs (or processes) that share the model's heads, MLP and vocabulary"

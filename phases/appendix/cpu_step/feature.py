@@ -134,7 +134,7 @@ class OneCall:
         exact = (
             config.activation in ACTIVATIONS and model.dtype in PRODUCTS and self.pool.exact
         )
-        refused = config.experts or config.attention_soft_cap or config.final_soft_cap
+        refused = config.experts or config.final_soft_cap
         if not named or not exact or refused or config.head_dim % WIDTH:
             raise NotImplementedError
         self.gemma = config.family == "gemma3"

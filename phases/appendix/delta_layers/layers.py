@@ -63,13 +63,8 @@ class FusedGatedAttention(FusedAttention):
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
-        self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
+        self.norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
         self.workspace = single_request_workspace(spec, device)
-
-    @property
-    def norms(self) -> HeadNorms:
-        """Return the norms of query and key heads, their weights in this layer's order of numbers."""
-        return self.head_norms
 
     def forward(
         self,

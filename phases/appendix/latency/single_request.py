@@ -36,6 +36,7 @@ from triton_paged_attention.kernels.rope import (
     rotate,
 )
 from triton_paged_attention.tiles import (
+    LOG2_E,
     attend,
     combine,
     fold,
@@ -43,7 +44,6 @@ from triton_paged_attention.tiles import (
     lookup,
     no_keys,
     raw_scores,
-    unit,
 )
 
 LOG_STEP = tl.constexpr(2)
@@ -114,10 +114,10 @@ def wait_for_all_splits(
 def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
-    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -206,20 +206,20 @@ def single_request_attention_kernel(
     new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)
     keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))
     values = tl.where((key == newest)[:, None], new_value, values.to(query.dtype))
-    scores = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+    scores = raw_scores(query, keys)
     visible = key < high
     if WINDOW > 0:
         visible = visible & (key > newest - WINDOW)
     scores = tl.where(visible[None, :], scores, float("-inf"))
-    m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+    m, total, acc = fold(scores, values, m, total, acc, scale * LOG2_E)
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
         query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low,
         last, last,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P,
         BLOCK_N=BLOCK_N,
         MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW,
-        SOFT_CAP=SOFT_CAP, TMA=False,
+        TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -341,10 +341,9 @@ def attend_single_request(
         out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens,
         slots,
         partial, workspace.lse, workspace.arrived,
-        eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
+        eps, layer.scale, *cache.k.stride()[:3],
         H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        SOFT_CAP=layer.soft_cap is not None,
         NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, group), GROUP_PAD=group,
         BLOCK_N=config.block_n, SPLITS=config.splits,
         WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=4, num_stages=1,

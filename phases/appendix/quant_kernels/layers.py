@@ -164,8 +164,7 @@ class PendingScalesNorm(FusedRMSNorm):
     def __init__(self, norm: FusedRMSNorm) -> None:
         nn.Module.__init__(self)
         self.weight = norm.weight
-        self.eps = norm.eps
-        self.one_plus = norm.one_plus
+        self.weights = norm.weights
 
     def add_and_normalize(self, x: Tensor | Stream) -> tuple[Tensor, Tensor]:
         """Return the residual stream with its pending addition and scales applied, and the same normalized.
