@@ -100,8 +100,8 @@ def norm_rope_kernel(
 
     One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
     once.
-    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`, written
-        at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
+    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`,
+        written at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
         with NORM.
     PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
     SCALED: divide what is stored by `k_scale` and `v_scale [KH]`. HALF: D / 2.
