@@ -103,9 +103,6 @@ EXPERTS = {
     },
 }
 """Family with experts -> field of `ExpertConfig` -> the `Field` of ``config.json`` that it is read from."""
-SPARSE_STEP = Field("decoder_sparse_step", int, 1, 1 << 10, 1)
-DENSE_LAYERS = Field("mlp_only_layers", list, default=[])
-DENSE_LAYER = Field("mlp_only_layers", int, 0, 1 << 10)
 SCALE_WEIGHTS = Field("scale_attn_weights", bool, default=True)
 NEEDED = {"gpt_oss": ("layer_types", "sliding_window", "rope_theta", "rope_type")}
 """Fields for which `transformers` has defaults of that family's own."""
@@ -162,6 +159,8 @@ ONLY = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
     "use_sliding_window": False,
+    "decoder_sparse_step": 1,  # layers without experts, which no published mixture has
+    "mlp_only_layers": [],
     "mscale": None,
     "mscale_all_dim": None,
     "compression_config": None,  # what quantization_config was called first
