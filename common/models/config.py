@@ -234,9 +234,6 @@ class ModelConfig:
         if family in hf.EXPERTS:
             sizes = {ours: field.read(raw) for ours, field in hf.EXPERTS[family].items()}
             values["experts"] = ExpertConfig(**sizes)
-        values["activation"] = hf.SAME_ACTIVATIONS.get(
-            values["activation"], values["activation"]
-        )
         values["quantization"] = _quantization(raw)
         bos: int = _token_id("bos_token_id", values["vocab_size"]).read(raw)
         values["bos_token_id"] = None if bos < 0 else bos
@@ -303,7 +300,7 @@ def _gpt2(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": values["intermediate_size"] or 4 * hidden,
         "num_kv_heads": heads,
         "head_dim": head_dim,
-        "attention_scale": head_dim**-0.5 if hf.SCALE_WEIGHTS.read(raw) else 1.0,
+        "attention_scale": head_dim**-0.5,
         "attention_bias": True,
         "mlp_bias": True,
     }
