@@ -248,10 +248,6 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "original-length-outside": ("llama", {"original_max_position_embeddings": 32,
         "rope_parameters": {key: value for key,
         value in YARN_ROPE.items() if not key.startswith("original")}}),
-    "swish": ("llama", {"hidden_act": "swish"}),
-    "gelu-fast": ("qwen2", {"hidden_act": "gelu_fast"}),
-    "gelu-python": ("gemma3", {"hidden_activation": "gelu_python"}),
-    "gelu-accurate": ("gpt2", {"activation_function": "gelu_accurate"}),
     "gpt2-in-general-names": ("gpt2", {"n_embd": None, "hidden_size": 36, "n_layer": None,
         "num_hidden_layers": 3}),
 }  # fmt: skip
