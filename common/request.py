@@ -26,9 +26,9 @@ class Request:
     - `len(tokens)`: tokens whose value the host knows: the prompt and the output so far.
     - `placeholders`: tokens that are being sampled on the device and whose value the host has yet to see.
     - `num_computed_tokens`: tokens whose keys and values are in the cache, or will be once the steps that
-    are already scheduled have run. It advances when work is scheduled, so that the next step can be
-    scheduled while this one runs. All a request ever needs is for this count to catch up with the other
-    two.
+      are already scheduled have run. It advances when work is scheduled, so that the next step can be
+      scheduled while this one runs. All a request ever needs is for this count to catch up with the other
+      two.
 
     id: order of arrival.
     tokens: token ids of the prompt and the output so far.

@@ -3,13 +3,13 @@
 What it adds to version 3:
 
 - The block ids of the next tile are loaded while this tile is computed and carried through the loop.
-Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
-like two.
+  Otherwise every load of keys waits for a load of block ids in the same iteration, and three stages buffer
+  like two.
 - When a tile never crosses a block (`P % BLOCK_N == 0`) one block id serves the whole tile.
 - Splits without work return at once, a request that needs one split writes its result directly, and of
-several splits the last to finish combines them: one launch instead of two.
+  several splits the last to finish combines them: one launch instead of two.
 - A request may have several query tokens (a short chunk, or drafts to verify): row `r` of the tile is query
-token `r // GROUP` and query head `r % GROUP` of this key/value head.
+  token `r // GROUP` and query head `r % GROUP` of this key/value head.
 """
 
 from __future__ import annotations
