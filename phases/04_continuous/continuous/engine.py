@@ -24,12 +24,7 @@ from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import (
-    NO_GRAMMAR_MANAGER,
-    SEQUENTIAL_LOOP,
-    GrammarManager,
-    Loop,
-)
+from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
 from continuous.work import Work
@@ -86,9 +81,8 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random()
         self.inbox: deque[Callable[[], None]] = deque()
-        self._waiting_for_grammar: deque[list[Request]] = (
-            deque()
-        )  # their grammars are being compiled
+        # Requests whose grammars are being compiled.
+        self._waiting_for_grammar: deque[list[Request]] = deque()
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()

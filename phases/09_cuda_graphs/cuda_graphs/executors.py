@@ -44,9 +44,7 @@ class DecodeGraphExecutor:
         self._staging = Staging(3 * self.sizes[-1], runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all decode graphs, the largest first. part: called with the next graph's name, to
-        show progress.
-        """
+        """Capture all decode graphs, largest first; call `part` with each one's name, to show progress."""
         for size, features in product(reversed(self.sizes), KINDS):
             part(f"{size} requests")
             given = self._staging.device[: 3 * size].view(3, size)
@@ -125,9 +123,7 @@ class ChunkGraphExecutor:
         self._staging = Staging(largest, runner.model.device)
 
     def capture(self, capturer: Capturer, part: Callable[[str], object]) -> None:
-        """Capture all chunk graphs, the largest first. part: called with the next graph's name, to show
-        progress.
-        """
+        """Capture all chunk graphs, largest first; call `part` with each one's name, to show progress."""
         for (tokens, requests), layout in reversed(self._layouts.items()):
             part(f"{tokens} tokens of {requests} requests")
             given = self._staging.device[: layout.size]
