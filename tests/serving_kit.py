@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 import cuda_graphs
-from common.events import TextStream
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from forward.model import Model
 from paged_cache import PagedEngine

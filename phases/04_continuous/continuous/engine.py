@@ -14,12 +14,13 @@ from typing import Any, final
 
 from common import events
 from common.errors import NotANumber, UserError, integer, text
-from common.events import Completion, FinishReason, Params, TextStream, TokenEvent
+from common.events import Completion, FinishReason, Params, TokenEvent
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token

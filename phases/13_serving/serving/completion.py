@@ -8,7 +8,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
-from common.events import FinishReason, Logprob, TextStream
+from common.events import FinishReason, Logprob
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
 from serving.parsed import Delta, ParsedRequest

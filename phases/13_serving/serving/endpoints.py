@@ -12,8 +12,9 @@ from common.errors import UserError
 from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
+from common.text.chat_template import count_characters
 from common.text.tokenizer import Tokenizer
-from common.text.turns import characters, join_turns
+from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.limits import Limits
@@ -256,7 +257,7 @@ class ChatEndpoint(TextEndpoint):
             request.names["max_tokens"] = "max_completion_tokens"
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        self.model.check_length(characters(given.messages), ready, self.source)
+        self.model.check_length(count_characters(given.messages), ready, self.source)
         self.read_fields(request)
         self._render(request)
         return request
