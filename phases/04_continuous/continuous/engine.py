@@ -211,8 +211,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True if a step would have nothing to do and nothing to report."""
-        empty = not (self.inbox or self._waiting_for_grammar or self.outputs)
-        return empty and self.scheduler.idle and self.loop.idle
+        waits = self.inbox or self._waiting_for_grammar or self.outputs
+        return not waits and self.scheduler.idle and self.loop.idle
 
     # Steps.
 
@@ -233,7 +233,7 @@ class Engine:
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        if (mark := marked(works)) is not None:
+        if mark := marked(works):
             self._marks.enter_context(mark)
         return works
 
@@ -259,9 +259,13 @@ class Engine:
             masked = grammars.needs_mask(step.works)
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
-            for request, why in grammars.pop_failed_requests():  # as if they were aborted now
-                if request.finish_reason is None:
-                    self.end(request, "error", why)
+            if masked:
+                for (
+                    request,
+                    why,
+                ) in grammars.pop_failed_requests():  # as if they were aborted now
+                    if request.finish_reason is None:
+                        self.end(request, "error", why)
             return pending
         return None
 

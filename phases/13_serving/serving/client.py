@@ -46,7 +46,7 @@ class EngineClient:
     state: only "ready" takes completions.
     ready, stats: what the engine has said about itself, and after its last step.
     now: `time.perf_counter()` when the step that is being dealt out has come.
-    on_step: hears of a step when its tokens are dealt out.
+    on_step: hooks that hear of a step when its tokens are dealt out.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class EngineClient:
         self.stats = StepStats()
         self.now = 0.0
         self.restarts = 0
-        self.on_step: Callable[[StepReport], None] = lambda step: None
+        self.on_step: list[Callable[[StepReport], None]] = []
         self._sinks: dict[int, Sink] = {}
         self._next = 0
         self._outbox: list[Command] = []
@@ -132,7 +132,7 @@ class EngineClient:
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
         the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
-        it gets its end. `on_step` comes last.
+        it gets its end. The hooks come last.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:
@@ -150,7 +150,8 @@ class EngineClient:
             sink = sinks.pop(end.number, None)
             if sink is not None:
                 sink.end(end.reason, end.message)
-        self.on_step(step)
+        for hook in self.on_step:
+            hook(step)
 
     def _lose(self) -> None:
         """End all sinks that wait for an engine that is no more."""

@@ -25,23 +25,12 @@ from serving.parsed import FieldHandler, ParsedRequest
 
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
-COPIED = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-)
+COPIED = [
+    name
+    for name in GenerationFields.__struct_fields__
+    if name in SamplingParams.__dataclass_fields__
+]
+"""Fields that are settings of the sampler."""
 MOST_TEMPERATURE = 2.0
 """Of OpenAI's routes; an engine takes more."""
 RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
@@ -92,7 +81,7 @@ class ServedModel:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
 
-    def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
+    def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
         """Read the fields that all requests for tokens may have. source: the field of the prompt."""
         generation = convert_fields(GenerationFields, fields)
         self.check(generation.model)
@@ -108,7 +97,7 @@ class ServedModel:
             if isinstance(value, list | dict) and len(value) > most:
                 raise too_many(name, len(value), most, what)
         said = {name: value for name, value in sampling.items() if value is not None}
-        return ParsedRequest(generation, fields, said, source)
+        return ParsedRequest(generation, fields, said, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
@@ -136,11 +125,12 @@ class ServedModel:
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 
-    def finish(self, request: ParsedRequest, ready: Ready, default_tokens: int | None) -> None:
+    def finish(self, request: ParsedRequest, default_tokens: int | None = None) -> None:
         """Make the settings, once the prompts are known. Raises `ApiError` for what could never be served.
 
         default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
         """
+        ready = request.ready
         for call in request.on_prompt:
             call()
         given: dict[str, Any] = {"temperature": 1.0, **self.defaults, **request.sampling}
@@ -196,7 +186,7 @@ class TextEndpoint:
         """See `Endpoint`."""
         request = self.read(fields, ready)
         check_temperature(request)
-        self.model.finish(request, ready, self.default_tokens)
+        self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.short_id}", self.model.name, request
         )
@@ -208,9 +198,11 @@ class TextEndpoint:
 
     def read_fields(self, request: ParsedRequest) -> None:
         """Let handlers read their fields; most have none in a request. Raises `ApiError`."""
-        names = request.fields.keys()
+        roles = [message.get("role") for message in request.messages]
+        names = {role for role in roles if isinstance(role, str)}
+        names |= names.union(request.fields, *request.messages)
         for handler in self.handlers:
-            if handler.always or not names.isdisjoint(handler.fields.__struct_fields__):
+            if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)
 
 
@@ -224,7 +216,7 @@ class CompletionEndpoint(TextEndpoint):
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """See `TextEndpoint`."""
-        request = self.model.begin(fields, self.source)
+        request = self.model.begin(fields, ready, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
@@ -241,7 +233,7 @@ class ChatEndpoint(TextEndpoint):
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """See `TextEndpoint`."""
-        request = self.model.begin(fields, self.source)
+        request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message

@@ -49,7 +49,7 @@ class GrammarHandler:
     """Makes the grammar that a request asks for."""
 
     fields = GrammarFields
-    always = False
+    names = frozenset(GrammarFields.__struct_fields__)
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

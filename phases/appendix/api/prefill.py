@@ -22,7 +22,7 @@ class Prefill:
     """Takes the last turn off the conversation, and puts its text behind the prompt."""
 
     fields = PrefillFields
-    always = False
+    names = frozenset(PrefillFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -117,6 +117,11 @@ class PromptExecutor:
                 del self._counts[request]
         return step
 
+    @property
+    def reading(self) -> bool:
+        """True while a prompt is asked for whose notes have not been taken."""
+        return bool(self._asked)
+
     def finished(self) -> list[tuple[int, str, list[Any]]]:
         """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
         found = []
@@ -131,24 +136,28 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """Reports what was asked for, beside all else. Engines before phase 05 have none of it."""
+    """Reports what was asked for, beside all else. Engines before phase 05 have none of it.
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.executor: PromptExecutor | None = None
-        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
-            self.executor = PromptExecutor(engine.runner)
-            engine.runner.ask_first(self.executor)
+    executor: reads prompts; there is none until the first one is asked for.
+    """
+
+    executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
         super().hear(command, requests)
-        if isinstance(command, AddRequest) and self.executor is not None:
-            for kind in READERS.keys() & set(command.wanted):
+        kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
+        runner = self.engine.runner if isinstance(self.engine, Engine) else None
+        if kinds and self.executor is None and isinstance(runner, PagedRunner):
+            self.executor = PromptExecutor(runner)
+            runner.ask_first(self.executor)
+        if self.executor is not None:
+            for kind in kinds:
                 self.executor.ask(requests[0], kind)
 
-    def write(self, step: StepReport, now: float) -> None:
+    def write(self, step: StepReport) -> None:
         """See `Observer`."""
-        super().write(step, now)
+        super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()
+            self.due = self.executor.reading

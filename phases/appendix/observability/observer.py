@@ -92,17 +92,15 @@ class StepPictures:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._draws = False
+        self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
+        self.due = True
         self._draws |= isinstance(command, DrawEngine)
 
-    def due(self) -> bool:
-        """Return True if a picture was asked for, so that a report must be sent."""
-        return self._draws
-
-    def write(self, step: StepReport, now: float) -> None:
+    def write(self, step: StepReport) -> None:
         """See `Observer`."""
+        self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

@@ -115,7 +115,7 @@ class Translation:
             raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
         translated, ignored = self.chat_fields(given, fields)
         request = self.chat.read(translated, ready)
-        self.chat.model.finish(request, ready, None)
+        self.chat.model.finish(request)
         request.ignored += ignored
         request.formatter = self.formatter(given, request, http)
         return request

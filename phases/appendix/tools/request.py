@@ -42,7 +42,7 @@ class ToolHandler:
     """Shows a model the tools of a request, lets it call them, and finds its calls."""
 
     fields = ToolFields
-    always = True
+    names = frozenset({*ToolFields.__struct_fields__, "tool_calls", "tool"})
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer = tokenizer
