@@ -94,7 +94,7 @@ class Watch:
         self._heard = time.monotonic()
 
     def silent(self, begun: bool) -> str:
-        """Return the replica that says nothing, empty for none. begun: whether part of a response was sent."""
+        """Return the replica that says nothing, empty for none. begun: a part of a response was sent."""
         replica = ASSIGNMENTS.replicas.get(self.number, "")
         if self._heard is None and replica:
             self._heard = time.monotonic()
