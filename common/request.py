@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from common.events import FinishReason, TextStream
+from common.events import FinishReason
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 
 NO_ROW = -1
 """The row of a request that is not running."""

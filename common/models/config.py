@@ -18,7 +18,7 @@ import torch
 from common.errors import UserError, brief
 from common.models import hf_fields as hf
 from common.models.fields import Field, read_object
-from common.text.tokenizer import eos_of_tokenizer
+from common.text.tokenizer_files import eos_of_tokenizer
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def whole_app(
     """Make the application that `ladder serve` runs.
 
     Args:
-        hosts: names that the server is reached by; see `policy.names_of`.
-        allowed_origins: whose web pages may read responses; see `policy.origins`.
+        hosts: names that the server is reached by; see `options.names_of`.
+        allowed_origins: whose web pages may read responses; see `options.origins`.
         keys: of which a client needs one; none: every request is taken.
         access_log: a path, "-" for standard error, or "none".
         limits: on what a client may send.

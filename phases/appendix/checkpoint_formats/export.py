@@ -21,7 +21,7 @@ from common.device import pick_dtype
 from common.errors import UserError
 from common.files import read_bytes
 from common.models.fields import read_object
-from common.text.tokenizer import MOST_TOKENIZER_BYTES
+from common.text.tokenizer_files import MOST_TOKENIZER_BYTES
 from forward.model import Model
 from phases.appendix.checkpoint_formats.layouts import pack_words
 from quant.formats import BLOCK, Scheme

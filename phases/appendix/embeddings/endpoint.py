@@ -138,7 +138,7 @@ class Embeddings:
             kept["model"] = fields.get("model")
         else:
             check_model(self.model, given.model)
-        request = self.model.begin(kept, self.source)
+        request = self.model.begin(kept, ready, self.source)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
         if given.input is None:
@@ -147,7 +147,7 @@ class Embeddings:
         request.wanted.append(MEAN)
         request.prompt_only = True
         request.sampling = {"max_tokens": 1, "temperature": 0.0}
-        self.model.finish(request, ready, 1)
+        self.model.finish(request)
         coded = self.ours and given.encoding_format == "base64"
         request.formatter = Vectors(self.model.name, self.ours, given.dimensions, coded)
         return request

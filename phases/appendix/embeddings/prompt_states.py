@@ -17,10 +17,13 @@ from torch.nn.functional import normalize
 
 from common.request import Request
 from common.sampling.ops import raw_logprobs
+from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from paged_cache import PagedRunner
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
+from phases.appendix.observability.observer import StepPictures
+from serving.messages import AddRequest, Command, StepReport
 
 ROWS = 256
 """Logits that are made at a time: each has a number for every token of the vocabulary."""
@@ -112,6 +115,11 @@ class PromptExecutor:
                 del self._counts[request]
         return step
 
+    @property
+    def reading(self) -> bool:
+        """True while a prompt is asked for whose notes have not been taken."""
+        return bool(self._asked)
+
     def finished(self) -> list[tuple[int, str, list[Any]]]:
         """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
         found = []
@@ -123,3 +131,31 @@ class PromptExecutor:
             del self._asked[request]
             self._counts.pop(request, None)
         return found
+
+
+class PromptObserver(StepPictures):
+    """Reports what was asked for, beside all else. Engines before phase 05 have none of it.
+
+    executor: reads prompts; there is none until the first one is asked for.
+    """
+
+    executor: PromptExecutor | None = None
+
+    def hear(self, command: Command, requests: Sequence[Request]) -> None:
+        """See `Observer`."""
+        super().hear(command, requests)
+        kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
+        runner = self.engine.runner if isinstance(self.engine, Engine) else None
+        if kinds and self.executor is None and isinstance(runner, PagedRunner):
+            self.executor = PromptExecutor(runner)
+            runner.ask_first(self.executor)
+        if self.executor is not None:
+            for kind in kinds:
+                self.executor.ask(requests[0], kind)
+
+    def write(self, step: StepReport) -> None:
+        """See `Observer`."""
+        super().write(step)
+        if self.executor is not None:
+            step.notes += self.executor.finished()
+            self.due = self.executor.reading

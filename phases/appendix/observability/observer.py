@@ -11,8 +11,8 @@ import numpy as np
 
 from common.request import Request
 from continuous.engine import Engine
-from paged_cache import PagedCache, PagedRunner
-from phases.appendix.embeddings.prompt_states import READERS, PromptExecutor
+from paged_cache import PagedCache
+from phases.appendix.embeddings.prompt_states import READERS
 from prefix_cache.cache import PrefixCache
 from prefix_cache.radix import RadixIndex
 from serving.messages import AddRequest, Command, DrawEngine, StepReport
@@ -95,25 +95,19 @@ class StepObserver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.executor: PromptExecutor | None = None
-        self._draws = False
-        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
-            self.executor = PromptExecutor(engine.runner)
-            engine.runner.ask_first(self.executor)
+        self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
         """See `Observer`."""
+        self.due = True
         self._draws |= isinstance(command, DrawEngine)
         if isinstance(command, AddRequest) and self.executor is not None:
             for kind in READERS.keys() & set(command.wanted):
                 self.executor.ask(requests[0], kind)
 
-    def due(self) -> bool:
-        """Return True if a picture was asked for, so that a report must be sent."""
-        return self._draws
-
-    def write(self, step: StepReport, now: float) -> None:
+    def write(self, step: StepReport) -> None:
         """See `Observer`."""
+        self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)
         if self.executor is not None:
