@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Run, collect
-from benchmarks.measure import Sample, alternate, summarize, time_generation
-from benchmarks.neighbours import neighbours
+from benchmarks.measure import Sample, alternate, neighbours, summarize, time_generation
 from benchmarks.plotting import bars, panels, save
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.targets import load_target

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,6 +237,20 @@ def timer(
 ) -> Callable[[int], Sample]:
     """A variant for `alternate`: times `workload` cold, other tokens each call."""
     return lambda number: time_generation(engine, workload.cold(number), device)
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Run so many processes beside the block that count and do nothing else."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    started = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        time.sleep(0.2 * bool(count))  # until they do
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def request_metrics(completions: Sequence[Completion], seconds: float) -> Sample:

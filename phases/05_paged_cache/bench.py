@@ -307,7 +307,7 @@ class Bench:
         torch.set_num_threads(1)
         for context in contexts:
             for running in counts:
-                engine = scheduling_cost.build(PHASE, running, context)
+                engine = scheduling_cost.build(running, context)
 
                 def sample(repeat: int, engine: Engine = engine) -> Sample:
                     cost = scheduling_cost.cost(engine, 20 if self.options.quick else 100)
