@@ -1,4 +1,4 @@
-"""Phase 12 against phase 09: what masks cost, what forced tokens save, and what comes out without them."""
+"""Phase 12 against phase 09: what masks cost, and what forced tokens save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import hostile_grammars
 from benchmarks.engines import engine_of
 from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
 from benchmarks.grammars import (
     BACKENDS,
     ORDERS,
-    PEOPLE,
-    PERSON,
     RECORDS,
     SCHEMAS,
     STRINGS,
@@ -29,7 +26,6 @@ from benchmarks.grammars import (
     fills,
     made_up,
     most_at_once,
-    question,
 )
 from benchmarks.measure import Sample, alternate, request_metrics, summarize
 from benchmarks.plotting import MARKERS, bars, colours, log_axis, panels, save
@@ -60,17 +56,15 @@ LARGE = "random:qwen3-8b"
 
 
 def run(options: BenchOptions) -> Evidence:
-    """Throughput with masks, the cost of one, steps saved, and what parses."""
+    """Throughput with masks, the cost of one, and steps saved."""
     runs = []
     for target in targets(options):
         bench = Bench(target)
-        runs += bench.throughput() + bench.masks() + bench.steps() + bench.hostile(32)
-        if bench.tokenizer is not None:
-            runs += bench.validity()
+        runs += bench.throughput() + bench.masks() + bench.steps()
     if options.device.type == "cuda" and options.model is None and not options.quick:
         del bench  # memory
         large = Bench(replace(options, model=LARGE))
-        runs += large.rates(workload("offline-256"), (ONE, PHASE)) + large.hostile(8)
+        runs += large.rates(workload("offline-256"), (ONE, PHASE))
     return collect(
         PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
     )
@@ -222,18 +216,6 @@ class Bench:
             )
         return runs
 
-    # Hostile grammars.
-
-    def hostile(self, turns: int) -> list[Run]:
-        """What others notice of grammars that are sent to stop an engine."""
-        engine = self.engine(self.sizes(32))
-        tokens, turns = (4, 1) if self.options.quick else (200, 1 if self.on_cpu else turns)
-        found = hostile_grammars.measure(engine, tokens, turns)
-        return [
-            self.fact(f"{PHASE}+{name}", "gaps of others", facts)
-            for name, facts in found.items()
-        ]
-
     # Steps.
 
     def steps(self) -> list[Run]:
@@ -270,37 +252,6 @@ class Bench:
             raise AssertionError("jumping forward has changed the text")
         return runs
 
-    # Validity.
-
-    def validity(self) -> list[Run]:
-        """The share of answers to an extraction prompt that are JSON of the schema, with and without it."""
-        import jsonschema
-
-        assert self.tokenizer is not None
-        people = PEOPLE[:2] if self.options.quick else PEOPLE
-        prompts = [
-            self.tokenizer.chat([{"role": "user", "content": question(*person)}])
-            for person in people
-        ]
-        engine = self.engine(self.sizes(len(prompts)))
-        validator = jsonschema.Draft202012Validator(PERSON)
-        runs = []
-        for label, grammar in (("without", None), ("with", Grammar.json_schema(PERSON))):
-            params = SamplingParams(max_tokens=64, grammar=grammar)
-            done = generate(engine, prompts, params, tokenizer=self.tokenizer)
-            values = [_parsed(completion.text) for completion in done]
-            valid = [value is not None and validator.is_valid(value) for value in values]
-            right = [
-                bool(ok and value == dict(zip(("name", "age", "city"), person, strict=True)))
-                for ok, value, person in zip(valid, values, people, strict=True)
-            ]
-            found = {
-                "valid_fraction": float(np.mean(valid)),
-                "right_fraction": float(np.mean(right)),
-            }
-            runs.append(self.fact(f"{PHASE}+{label} a grammar", "extraction", found))
-        return runs
-
     def fact(
         self,
         variant: str,
@@ -317,7 +268,7 @@ class Bench:
         kind = "random" if self.name.startswith("random:") else "real"
         dtype = str(self.options.dtype).removeprefix("torch.")
         sha = hashlib.sha256(
-            json.dumps([work, SCHEMAS, PEOPLE]).encode()
+            json.dumps([work, SCHEMAS]).encode()
         ).hexdigest()  # what it was made of
         return Run(
             variant,
@@ -329,13 +280,6 @@ class Bench:
             metrics,
             options,
         )
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 # The figure.
