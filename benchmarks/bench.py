@@ -85,7 +85,7 @@ class Bench:
         about: dict[str, Any] = {"model": self.name, "dtype": self.dtype, "options": facts}
         if not roofline_batch:
             return summarize(variant, work, samples, **about)
-        shape = {
+        shape: dict[str, Any] = {
             "config": self.config,
             "top": self.top,
             "batch": roofline_batch,

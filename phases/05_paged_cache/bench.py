@@ -90,7 +90,7 @@ class Bench(benchmarks.bench.Bench):
                 for sample in kept.kept:
                     sample["kv_cache_bytes"] = float(size)
                 batch = round(max(sample["requests_in_flight"] for sample in kept.kept))
-                facts = {"max_len": max_len, "kv_bytes": size, "same": "bytes"}
+                facts: dict[str, Any] = {"max_len": max_len, "kv_bytes": size, "same": "bytes"}
                 runs.append(self.run_of(variant, work, kept, batch, **facts))
         return runs
 
@@ -221,7 +221,11 @@ class Bench(benchmarks.bench.Bench):
                 PHASE: held[count],
                 FIXED: held[MEMORY_BATCHES[-1]],
             }
-            facts = {"requests": count, "max_len": MEMORY_MAX_LEN, "same": "requests"}
+            facts: dict[str, Any] = {
+                "requests": count,
+                "max_len": MEMORY_MAX_LEN,
+                "same": "requests",
+            }
             for variant, size in sizes.items():
                 kept = Samples([{"kv_cache_bytes": float(size)}])
                 part = workload("offline-256").first(count)

@@ -152,7 +152,7 @@ def index_runs(bench: Bench) -> list[Run]:
                 PHASE if kind == "radix" else HASH: partial(index_sample, kind, blocks, work)
                 for kind in INDEXES
             }
-            facts = {"index_blocks": blocks, "known_share": hit}
+            facts: dict[str, Any] = {"index_blocks": blocks, "known_share": hit}
             runs += bench.compare(timed, work, warm={}, **facts)
     return runs
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import alternate_engines, summarize
 from benchmarks.plotting import bars, panels, save, times
 from benchmarks.recorded_peers import beside
-from benchmarks.roofline import ceilings
 from benchmarks.targets import load_target
 from benchmarks.workloads import Workload, uniform, workload
 from forward import Model
@@ -36,9 +36,7 @@ def run(options: BenchOptions) -> Evidence:
             torch.cuda.empty_cache()
     else:
         runs += on_cpu(replace(options, model=options.model or "smollm2"))
-    return collect(
-        PHASE, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+    return evidence_of(PHASE, runs, options)
 
 
 def on_cpu(options: BenchOptions) -> list[Run]:
@@ -103,11 +101,9 @@ def timed(
     for name, found in kept.items():
         for sample in found.kept:
             sample["weight_bytes"] = float(engines[name].memory_plan.weights)
+    about: dict[str, Any] = {"model": options.model or "", "dtype": options.dtype}
     return [
-        summarize(
-            name, work, found, model=options.model or "", dtype=options.dtype, options=facts
-        )
-        for name, found in kept.items()
+        summarize(name, work, found, options=facts, **about) for name, found in kept.items()
     ]
 
 

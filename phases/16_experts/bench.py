@@ -18,8 +18,9 @@ from torch import Tensor
 
 import experts
 import serving
+from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate_engines, summarize
 from benchmarks.plotting import bars, lines, panels, save, times
 from benchmarks.roofline import ceilings, summarize_generation
@@ -55,12 +56,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def run(options: BenchOptions) -> Evidence:
     """Speed first, then what is counted."""
     runs = on_gpu(options) if options.device.type == "cuda" else on_cpu(options)
-    return collect(
-        PHASE,
-        runs + counted(),
-        options.device,
-        ceilings(options.device, options.dtype).to_json(),
-    )
+    return evidence_of(PHASE, runs + counted(), options)
 
 
 def shapes(config: ModelConfig) -> dict[str, ModelConfig]:
@@ -127,11 +123,9 @@ def fact(
 ) -> Run:
     """Something that was counted, with no clock."""
     made = summarize(
-        variant, work, Samples(kept=[numbers]), model=model, dtype=dtype, options=options
+        variant, work, Samples([numbers]), model=model, dtype=dtype, options=options
     )
-    return replace(
-        made, noise=None, metrics={name: Metric((value,)) for name, value in numbers.items()}
-    )
+    return replace(made, noise=None)
 
 
 def different(chosen: Tensor) -> int:
