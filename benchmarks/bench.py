@@ -14,11 +14,12 @@ from common.events import Streams, generate
 from forward.model import Model
 
 
-def evidence_of(phase: str, runs: Sequence[Run], options: BenchOptions) -> Evidence:
-    """Put a bench's runs together with the machine's ceilings."""
-    return collect(
-        phase, runs, options.device, ceilings(options.device, options.dtype).to_json()
-    )
+def evidence_of(
+    phase: str, runs: Sequence[Run], options: BenchOptions, appendix: str = "named"
+) -> Evidence:
+    """Put a bench's runs together with the machine's ceilings. appendix: see `Evidence.appendix`."""
+    top = ceilings(options.device, options.dtype).to_json()
+    return collect(phase, runs, options.device, top, appendix)
 
 
 class Bench:

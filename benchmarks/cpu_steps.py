@@ -16,19 +16,18 @@ import torch
 
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate, neighbours, time_generation
 from benchmarks.plotting import bars, panels, save
 from benchmarks.workloads import Workload, uniform, workload
 from paged_cache import PagedEngine
 
 PHASE, BEFORE = "09_cuda_graphs", "08_prefix_cache"
-PLAIN = f"{PHASE}, no cpu_step"
 MODELS = ("smollm2", "gemma3-270m", "random:llama-160m")
 FORMATS: dict[str, dict[str, str]] = {
-    "": {},
-    ", int8": {"quantization": "int8"},
-    ", int4": {"quantization": "int4", "head": "int4"},
+    PHASE: {},
+    "10_quant int8": {"quantization": "int8"},
+    "10_quant int4": {"quantization": "int4", "head": "int4"},
 }
 MAX_LEN, ROWS = 1024, 16
 TOGETHER, BESIDE = 4, 1
@@ -50,9 +49,8 @@ def measure(bench: Bench, whole: bool) -> list[Run]:
     sizes: dict[str, Any] = {"max_rows": ROWS, "max_len": MAX_LEN, "cache_bytes": 1 << 28}
     engines = {BEFORE: engine_of("08", bench.model, **sizes)} if whole else {}
     for name, kind in FORMATS.items():
-        phase = "10" if kind else "09"
-        engines[PLAIN + name] = engine_of(phase, bench.model, cpu_step=False, **kind, **sizes)
-        engines[PHASE + name] = engine_of(phase, bench.model, **kind, **sizes)
+        for variant in (name, name + APPENDIX):
+            engines[variant] = engine_of(variant, bench.model, **kind, **sizes)
     single = workload("single-512-small")
     together = uniform(f"decode-{TOGETHER}x32", TOGETHER, 32, 64)
     if bench.quick:

@@ -217,12 +217,13 @@ def _peers(evidence: Evidence, root: Path) -> str:
     """Each workload that another engine ran too: the best of each engine, this course's, and the factor."""
     others = beside(evidence, root / RESULTS.relative_to(ROOT))
     columns = list(dict.fromkeys(run.variant.split(" ")[0] for run in others))
-    lines = [["workload", "model", *columns, evidence.phase, "over the best"]]
+    own = evidence.own()
+    lines = [["workload", "model", *columns, *own, "over the best"]]
     for model, workload in dict.fromkeys((run.model, run.workload) for run in others):
         metric = (
             "prompt_tokens_per_s" if workload.startswith("prefill") else "output_tokens_per_s"
         )
-        ours = evidence.one(evidence.phase, workload, model=model).median(metric)
+        ours = [evidence.one(v, workload, model=model).median(metric) for v in own.values()]
         found = {
             run.variant.split(" ")[0]: run
             for run in others
@@ -230,7 +231,8 @@ def _peers(evidence: Evidence, root: Path) -> str:
         }
         theirs = [_rate(found.get(name), metric) for name in columns]
         best = max(run.median(metric) for run in found.values())
-        lines.append([workload, model, *theirs, number(ours), versus(ours, best)])
+        shown = [number(rate) for rate in ours]
+        lines.append([workload, model, *theirs, *shown, versus(ours[-1], best)])
     return _markdown(lines, text_columns=2)
 
 

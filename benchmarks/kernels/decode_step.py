@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.evidence import BenchOptions, Evidence, Run, collect
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run, collect
 from benchmarks.kernels.harness import graph_seconds, read_once
 from benchmarks.plotting import MARKERS, colours, log_axis, panels, reference_line, save, tick
 from benchmarks.roofline import ceilings
@@ -31,6 +31,8 @@ from phases.appendix.latency.layers import LatencyAttention, install
 from triton_paged_attention.layers import optimize
 
 NAME, STEP = "decode_step", "06_triton_paged_attention"
+LATENCY = STEP + APPENDIX
+"""With the appendix's kernels for one token."""
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 CONTEXTS = (100, 356, 612, 4096, 16384)
 MIDDLE = 356
@@ -58,8 +60,8 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
         f"random:{name}", device=str(options.device), dtype=str(options.dtype).split(".")[-1]
     )
     models = {
-        "06_triton_paged_attention": install(optimize(clone(base))),
-        "without kernels for one token": optimize(clone(base)),
+        LATENCY: install(optimize(clone(base))),
+        STEP: optimize(clone(base)),
         "attention only": clone(base),
     }
     config = base.config
@@ -110,7 +112,7 @@ def steps(name: str, options: BenchOptions, top: Ceilings) -> Iterator[Run]:
 def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
     """Requests and keys of each."""
     some = [(count, MIDDLE) for count in FEW_COUNTS]
-    if variant != "06_triton_paged_attention" or quick:
+    if variant != LATENCY or quick:
         return [(1, MIDDLE)]
     return [(1, context) for context in CONTEXTS] + some
 
@@ -118,12 +120,13 @@ def cases(variant: str, quick: bool) -> list[tuple[int, int]]:
 def draw(evidence: Evidence, out: Path) -> None:
     """Steps of one request over the context."""
     figure, (left,) = panels()
-    models = list(dict.fromkeys(run.model for run in evidence.find(STEP, batch=1)))
+    step = LATENCY if evidence.appendix else STEP  # names hid it before 2026-11-29
+    models = list(dict.fromkeys(run.model for run in evidence.find(step, batch=1)))
     shown = colours(models, STEP)
     reached = {}
     for model, marker in zip(models, MARKERS, strict=False):
         runs = sorted(
-            evidence.find(STEP, model=model, batch=1), key=lambda run: run.options["context"]
+            evidence.find(step, model=model, batch=1), key=lambda run: run.options["context"]
         )
         fractions = [run.roofline.fraction for run in runs if run.roofline]
         reached[model] = max(fractions)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks import cpu_steps
 from benchmarks.bench import evidence_of
 from benchmarks.compiled import Compiled
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, time_generation
 from benchmarks.plotting import bars, panels, save
 from benchmarks.recorded_peers import beside, versus
@@ -65,21 +66,25 @@ def run(options: BenchOptions) -> Evidence:
             f"device is {options.device.type!r}, but phase 09 is measured on 'cuda' and 'cpu' only"
         )
     runs: list[Run] = []
-    for name in [options.model] if options.model else MODELS:
-        bench = Bench(replace(options, model=name))
+    names = [options.model] if options.model else MODELS
+    for name, ending in product(names, ("", APPENDIX)):
+        bench = Bench(replace(options, model=name), ending)
         runs += bench.throughput() + bench.overlap() + bench.startup()
         if name == MODELS[0]:
-            runs += bench.serving() + bench.compiled() + bench.without_kernels()
+            runs += bench.serving()
+        if name == MODELS[0] and not ending:
+            runs += bench.compiled() + bench.without_kernels()
         del bench
         torch.cuda.empty_cache()
     return evidence_of(PHASE, runs, options)
 
 
 class Bench(benchmarks.bench.Bench):
-    """One model and the engines around it."""
+    """One model and the engines around it. ending: of all variants' names, `APPENDIX` or nothing."""
 
-    def __init__(self, options: BenchOptions) -> None:
+    def __init__(self, options: BenchOptions, ending: str) -> None:
         super().__init__(options)
+        self.ending = ending
         started = time.perf_counter()
         self.base = self.load()
         self.load_seconds = time.perf_counter() - started
@@ -102,7 +107,9 @@ class Bench(benchmarks.bench.Bench):
             "step_tokens": STEP_TOKENS,
         }
         tokens = self.kv_bytes(CACHE_TOKENS)
-        return engine_of("09", self.model, **{**given, "cache_bytes": tokens, **more})
+        return engine_of(
+            PHASE + self.ending, self.model, **{**given, "cache_bytes": tokens, **more}
+        )
 
     def engine(self, variant: str) -> PagedEngine:
         """A variant over the one scheduler and cache."""
@@ -115,6 +122,17 @@ class Bench(benchmarks.bench.Bench):
         """The workload with tokens that no run has seen: the variants share a prefix cache."""
         self.shift += 1
         return work.cold(self.shift)
+
+    def run_of(
+        self,
+        variant: str,
+        work: Workload,
+        samples: Samples,
+        roofline_batch: int = 0,
+        **facts: Any,
+    ) -> Run:
+        """Evidence of a variant, whose name says whether the appendix is in it."""
+        return super().run_of(variant + self.ending, work, samples, roofline_batch, **facts)
 
     # What is measured.
 

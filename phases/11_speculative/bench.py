@@ -22,7 +22,7 @@ import benchmarks.bench
 from benchmarks.agreement import agreement
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate
 from benchmarks.plotting import BAD, GOOD, GREY, MARKERS, colours, number, panels, save
 from benchmarks.replay import time_replay
@@ -71,7 +71,7 @@ def run(options: BenchOptions) -> Evidence:
     runs: list[Run] = []
     if not name.startswith("random:"):
         own = replace(options, model=name)
-        runs += tasks(own)
+        runs += tasks(own, "") + tasks(own, APPENDIX)
         runs += agreement(PHASE, own)
     swept = "random:qwen3-8b" if cuda and options.model is None else name
     room: dict[str, Any] = {"max_rows": max(sizes), "max_len": 512, "draft_length": LENGTH}
@@ -79,13 +79,13 @@ def run(options: BenchOptions) -> Evidence:
     return evidence_of(PHASE, runs, options)
 
 
-def tasks(options: BenchOptions) -> list[Run]:
+def tasks(options: BenchOptions, ending: str) -> list[Run]:
     """Requests one after the other, with and without guessing; nothing is found in a prefix cache."""
     cuda = options.device.type == "cuda"
     tokenizer = Tokenizer(model_folder(options.model or ""))
     model = load_target(options)
     sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024, "draft_length": 7 if cuda else 15}
-    bench = Bench(options, model, **sizes)
+    bench = Bench(options, model, ending, **sizes)
     ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
     heads: dict[str, dict[str, Any]] = {"head": {}}
@@ -118,18 +118,20 @@ class Bench(benchmarks.bench.Bench):
     """One model and one engine, in which drafters take turns; without one it is phase 09's."""
 
     def __init__(
-        self, options: BenchOptions, model: Model | None = None, **given: Any
+        self, options: BenchOptions, model: Model | None = None, ending: str = "", **given: Any
     ) -> None:
+        """ending: of all variants' names, `APPENDIX` or nothing."""
         gc.collect()
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
         super().__init__(options, model)
+        self.ending = ending
         self.given, self.length = {"prefix_cache": False, **given}, int(given["draft_length"])
-        self.engine = engine_of("11", self.model, **self.given)
+        self.engine = engine_of(PHASE + ending, self.model, **self.given)
 
     def other(self, **settings: Any) -> Contender:
         """Return an engine of its own, whose drafter is part of it."""
-        engine = engine_of("11", self.model, **{**self.given, **settings})
+        engine = engine_of(PHASE + self.ending, self.model, **{**self.given, **settings})
         return engine, engine.scheduler.drafter
 
     def drafter(self, **settings: Any) -> SpeculativeRunner:
@@ -180,7 +182,7 @@ class Bench(benchmarks.bench.Bench):
                 OFF: 0,
             }  # what is synthetic says so
             said: dict[str, Any] = {"synthetic_length": right[name]} if name in right else {}
-            runs.append(self.run_of(name, work, samples, **facts, **said))
+            runs.append(self.run_of(name + self.ending, work, samples, **facts, **said))
         return runs
 
     def warm(self, contender: Contender, work: Workload) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.grammars import (
     BACKENDS,
     ORDERS,
@@ -65,7 +65,7 @@ def run(options: BenchOptions) -> Evidence:
         del bench  # memory
         large = Bench(replace(options, model=LARGE))
         runs += large.rates(workload("offline-256"), (ONE, PHASE))
-    return evidence_of(PHASE, runs, options)
+    return evidence_of(PHASE, runs, options, "all")
 
 
 class Bench(benchmarks.bench.Bench):
@@ -125,7 +125,9 @@ class Bench(benchmarks.bench.Bench):
         sizes = self.sizes(
             count, 512 if max(lengths) <= 512 else 2048, max(2048, most_at_once(work))
         )
-        engines: dict[str, PagedEngine] = {BEFORE: engine_of("09", self.model, **sizes)}
+        engines: dict[str, PagedEngine] = {
+            BEFORE: engine_of(BEFORE + APPENDIX, self.model, **sizes)
+        }
         engine = self.engine(sizes)
         for name in variants:
             engines[name] = self.engine(sizes, jump_rows=count) if name == JUMP else engine
@@ -157,7 +159,9 @@ class Bench(benchmarks.bench.Bench):
     def engine(self, sizes: Mapping[str, Any], **options: Any) -> PagedEngine:
         """This phase's engine with the vocabulary, which a random model has from nowhere else."""
         # Guesses would need a mask for each of their places, and phase 09 guesses nothing either.
-        engine = engine_of("12", self.model, **{"speculate": False, **sizes, **options})
+        engine = engine_of(
+            PHASE + APPENDIX, self.model, **{"speculate": False, **sizes, **options}
+        )
         masks = engine.grammar_manager
         assert isinstance(masks, AutomataGrammarManager)
         masks.refusal = ""

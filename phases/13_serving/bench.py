@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
 from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
 from benchmarks.recorded_peers import beside
@@ -54,7 +54,7 @@ def run(options: BenchOptions) -> Evidence:
     """Users and prompt lengths on a CPU; throughput, latency and arrivals on a GPU."""
     (target,) = targets(options)
     runs = on_cuda(target) if options.device.type == "cuda" else on_cpu(target)
-    return evidence_of(PHASE, runs, options)
+    return evidence_of(PHASE, runs, options, "all")
 
 
 # CPU.
@@ -139,7 +139,7 @@ class OnCuda(Bench):
 
     def __init__(self, options: BenchOptions) -> None:
         super().__init__(options)
-        self.engine = engine_of("09", self.model, **self.engine_options())
+        self.engine = engine_of(f"09{APPENDIX}", self.model, **self.engine_options())
         self.shift = 0
 
     def engine_options(self) -> dict[str, Any]:

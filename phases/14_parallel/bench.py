@@ -35,7 +35,15 @@ from matplotlib.axes import Axes
 import parallel
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect, sample_metrics
+from benchmarks.evidence import (
+    APPENDIX,
+    BenchOptions,
+    Evidence,
+    Metric,
+    Run,
+    collect,
+    sample_metrics,
+)
 from benchmarks.measure import alternate, summarize, timer
 from benchmarks.plotting import MARKERS, colours, over_one, panels, save
 from benchmarks.sums import WAYS, times
@@ -73,7 +81,7 @@ def run(options: BenchOptions) -> Evidence:
         collect(PHASE, runs, options.device).write(path)
 
     runs = measure(options, ranks_here(options.device), keep)
-    return evidence_of(PHASE, runs, options)
+    return evidence_of(PHASE, runs, options, "all")
 
 
 def ranks_here(device: torch.device) -> list[int]:
@@ -348,8 +356,8 @@ class Bench:
         }
         given |= (GPU if self.cuda else CPU) | more
         if ranks == 1:
-            return engine_of("13", model, **given)
-        return engine_of("14", model, tensor_parallel=ranks, **given, **self.more)
+            return engine_of(BEFORE + APPENDIX, model, **given)
+        return engine_of(PHASE + APPENDIX, model, tensor_parallel=ranks, **given, **self.more)
 
 
 def small_work(part: str) -> Workload:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import benchmarks.bench
 from benchmarks.bench import evidence_of
 from benchmarks.engines import engine_of
-from benchmarks.evidence import BenchOptions, Evidence, Run
+from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import (
     Sample,
     Samples,
@@ -100,27 +103,17 @@ class Bench(benchmarks.bench.Bench):
         runs = []
         for count, context, output in shapes:
             work = uniform(f"decode-{count}x{context}+{output}", count, context, output)
-            phases = (
-                {BEFORE: "08", PHASE: "17"}
-                if self.on_cpu
-                else {BEFORE: "08", SERVED: "13", PHASE: "17"}
-            )
+            names = (BEFORE, PHASE) if self.on_cpu else (BEFORE, SERVED, PHASE)
             # On a CPU only groups shall differ; on a GPU phase 13 has graphs and overlap as well.
-            alike: dict[str, Any] = {"drafter": "none"} | (
-                {"overlap": False} if self.on_cpu else {}
-            )
-            size = self.kv_bytes((count + 2) * (context + output + 64))
-            engines = {
-                name: engine_of(
-                    number,
-                    self.model,
-                    max_rows=max(2, count),
-                    max_len=context + output + 16,
-                    cache_bytes=size,
-                    **({} if name == BEFORE else alike),
-                )
-                for name, number in phases.items()
+            alike: dict[str, Any] = {"overlap": False} if self.on_cpu else {}
+            sizes = {
+                "max_rows": max(2, count),
+                "max_len": context + output + 16,
+                "cache_bytes": self.kv_bytes((count + 2) * (context + output + 64)),
             }
+            engines = {BEFORE: engine_of(BEFORE, self.model, **sizes)}
+            for name in names[1:]:
+                engines[name] = engine_of(name, self.model, **sizes, drafter="none", **alike)
             self.warm_up(engines)
             timed = {name: self.timer(engine, work) for name, engine in engines.items()}
             runs += self.compare(timed, work, count, warm={}, requests=count)
@@ -137,27 +130,33 @@ def published(options: BenchOptions) -> list[Run]:
         "drafter": "none",
     }
     name, top = options.model or "", ceilings(options.device, options.dtype)
-    engine = engine_of("17", name, device=str(options.device), dtype="bfloat16", **sizes)
     runs = []
-    for load in ("single-512", "offline-256", "prefill-64x1024"):
-        work = workload(load)
-        if options.quick:
-            work = work.first(8, tokens=8)
-        kept = alternate_engines(
-            {PHASE: engine}, work, device=options.device, repeats=options.repeats
+    for variant in (PHASE, PHASE + APPENDIX):
+        engine = engine_of(
+            variant, name, device=str(options.device), dtype="bfloat16", **sizes
         )
-        runs.append(
-            summarize_generation(
-                PHASE,
+        for load in ("single-512", "offline-256", "prefill-64x1024"):
+            work = workload(load)
+            if options.quick:
+                work = work.first(8, tokens=8)
+            made = {variant: engine}
+            kept = alternate_engines(
+                made, work, device=options.device, repeats=options.repeats
+            )
+            found = summarize_generation(
+                variant,
                 work,
-                kept[PHASE],
+                kept[variant],
                 model=name,
                 config=engine.runner.model.config,
                 dtype=options.dtype,
                 top=top,
                 batch=len(work.items),
             )
-        )
+            runs.append(found)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
     return runs
 
 
