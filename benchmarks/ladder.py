@@ -33,7 +33,11 @@ from triton_paged_attention import Kernels
 
 NAME = "ladder"
 METRIC = "output_tokens_per_s"
-ROWS, BLOCKS, KERNELS, GRAPHS, LAST = 4, 5, 6, 9, 13
+ROWS = 4
+BLOCKS = 5
+KERNELS = 6
+GRAPHS = 9
+LAST = 13
 """First phases with rows of requests, with blocks, with kernels, and with them among their own features; the
 last phase: those above it are about several engines or several devices."""
 SLOW = 2
