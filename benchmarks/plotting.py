@@ -41,6 +41,8 @@ LIBRARIES = ("torch", "cuDNN", "FlashAttention")
 """And those of other people's kernels, measured beside ours."""
 LETTER = 0.092
 """Inches that a letter of a title takes on average."""
+SMALL_LETTER = 0.053
+"""And one of the small print."""
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -347,7 +349,8 @@ def caption(evidence: Evidence, runs: Sequence[Run] = ()) -> str:
 def save(figure: Figure, out: Path, evidence: Evidence | None = None) -> Path:
     """Write the figure as PNG (or SVG, by the name's ending), with the evidence's `caption` below it."""
     if evidence is not None:
-        figure.supxlabel(caption(evidence), x=0.01, ha="left", fontsize=6.5, color=GREY)
+        said = textwrap.fill(caption(evidence), int(figure.get_figwidth() / SMALL_LETTER))
+        figure.supxlabel(said, x=0.01, ha="left", fontsize=6.5, color=GREY)
     _wrap_titles(figure)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Without these the file would name the library and the time, and differ at every drawing.

@@ -68,7 +68,7 @@ def decode_cases() -> dict[str, list[int]]:
     }
 
 
-LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests", "loop over blocks")
+LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests")
 """Variants that are timed outside a graph as well: a loop in Python is slow because it launches so much."""
 PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
 
@@ -257,7 +257,6 @@ def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     if name == "4x2048":
         variants["05_paged_cache"] = gather_call(case)
         variants["loop over requests"] = loop_call(case)
-        variants["loop over blocks"] = block_loop_call(case)
     return variants
 
 
@@ -308,40 +307,6 @@ def loop_call(case: Case) -> Call:
                 ]
             )
         return torch.stack(outs)
-
-    return call
-
-
-def block_loop_call(case: Case) -> Call:
-    """The online softmax in torch: for each request, one block after the other; block ids are on the host.
-
-    As a loop over tokens would be, this is bound by launches.
-    """
-    tables = {table.data_ptr(): table.tolist() for table in case.tables}
-    _, block_size, kv_heads, d = case.k_cache.shape
-    group = case.q.shape[1] // kv_heads
-
-    def call(table: Tensor) -> Tensor:
-        out = torch.empty_like(case.q)
-        for b, context in enumerate(case.contexts):
-            q = case.q[b].view(kv_heads, group, d)
-            top = torch.full(
-                (kv_heads, group, 1), -torch.inf, dtype=torch.float32, device=q.device
-            )
-            total, acc = torch.zeros_like(top), torch.zeros_like(q, dtype=torch.float32)
-            for i, block in enumerate(
-                tables[table.data_ptr()][b][: -(-context // block_size)]
-            ):
-                count = min(block_size, context - i * block_size)
-                k, v = (c[block, :count].transpose(0, 1) for c in (case.k_cache, case.v_cache))
-                scores = (q @ k.transpose(1, 2)).float() * case.scale  # [KH, GROUP, count]
-                new = torch.maximum(top, scores.amax(-1, keepdim=True))
-                weights, shrink = (scores - new).exp(), (top - new).exp()
-                total = total * shrink + weights.sum(-1, keepdim=True)
-                acc = acc * shrink + weights.to(v.dtype) @ v
-                top = new
-            out[b] = (acc / total).view(-1, d)
-        return out
 
     return call
 

@@ -23,8 +23,6 @@ from phases import PHASES, ROOT, Phase, phase_named
 from phases.commands.arguments import EXTRAS
 
 MOST_REPEATS = 1000
-MADE_BY = {"json_schema_bench": "json_schema_suite"}
-"""Evidence whose benchmark has another name: the same script, given a checkout."""
 
 
 def bench(given: SimpleNamespace) -> int:
@@ -210,5 +208,4 @@ def _named(text: str) -> str:
 
 def _module(name: str) -> ModuleType:
     """Import the file with `run` and `draw`: the phase's `bench.py`, or one under `benchmarks`."""
-    name = MADE_BY.get(name, name)
     return import_module(EXTRAS.get(name, f"phases.{name}.bench"))
