@@ -114,6 +114,6 @@ def make_engine(
 
 def make_observer(engine: Engine) -> Observer:
     """Return what watches the engine in its process, and adds notes and pictures to its reports."""
-    from phases.appendix.observability.observer import StepObserver
+    from phases.appendix.embeddings.prompt_states import PromptObserver
 
-    return StepObserver(engine)
+    return PromptObserver(engine)

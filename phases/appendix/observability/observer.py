@@ -1,4 +1,4 @@
-"""Report from the engine's process: pictures of its blocks and prefix tree, and notes about prompts."""
+"""Draw the blocks, the running requests and the prefix tree of an engine, inside the engine's process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 from common.request import Request
 from continuous.engine import Engine
 from paged_cache import PagedCache
-from phases.appendix.embeddings.prompt_states import READERS
 from prefix_cache.cache import PrefixCache
 from prefix_cache.radix import RadixIndex
-from serving.messages import AddRequest, Command, DrawEngine, StepReport
+from serving.messages import Command, DrawEngine, StepReport
 
 MOST_CELLS = 1024
 """Blocks that are drawn at most; of a larger pool every second, every third, ... block is."""
@@ -87,11 +86,8 @@ def tree(index: RadixIndex) -> dict[str, Any]:
     return {"nodes": nodes, "more": more + len(todo)}
 
 
-class StepObserver:
-    """An `Observer` that adds to a step's report what was asked for: a picture, and notes about prompts.
-
-    Engines before phase 05 give no notes.
-    """
+class StepPictures:
+    """An `Observer` that adds a picture to the next step's report after a `DrawEngine` command."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -101,14 +97,9 @@ class StepObserver:
         """See `Observer`."""
         self.due = True
         self._draws |= isinstance(command, DrawEngine)
-        if isinstance(command, AddRequest) and self.executor is not None:
-            for kind in READERS.keys() & set(command.wanted):
-                self.executor.ask(requests[0], kind)
 
     def write(self, step: StepReport) -> None:
         """See `Observer`."""
         self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)
-        if self.executor is not None:
-            step.notes += self.executor.finished()
