@@ -28,7 +28,7 @@ from common.text.made_up import write_tokenizer
 from common.text.tokenizer import Tokenizer
 from continuous.engine import Engine
 from phases import ROOT
-from phases.appendix.observability.observer import StepObserver
+from phases.appendix.embeddings.prompt_states import PromptObserver
 from serving import messages
 from serving.app import App
 from serving.client import EngineClient
@@ -193,7 +193,7 @@ class Loopback(EngineClient):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
-        self.worker = Worker(engine, self, StepObserver(engine))
+        self.worker = Worker(engine, self, PromptObserver(engine))
         self.busy = True
         self._arrived: list[Command] = []
         self._pumping: asyncio.Task[None] | None = None
@@ -225,7 +225,7 @@ class Loopback(EngineClient):
     def die(self) -> None:
         """What happens when the process ends."""
         self._lose()
-        self.worker = Worker(self.engine, self, StepObserver(self.engine))
+        self.worker = Worker(self.engine, self, PromptObserver(self.engine))
         self._arrived = []
         for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
             self.engine.abort(request)
