@@ -19,7 +19,7 @@ SMALL_PIECE = 64
 """Rows below which a rest is left to the fixed product, which is as fast there."""
 MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Most numbers of a result that is compared, by kind of device."""
-PLACES, NUMBERS = 4, 1 << 16
+PLACES, NUMBERS = 4, 1 << 14
 """A size is compared at this many places of a batch, and for this many numbers, at least: where sums have
 another order, only some numbers round differently."""
 

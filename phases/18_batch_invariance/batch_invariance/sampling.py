@@ -15,7 +15,11 @@ LEAST_ROWS = 5
 def padded(x: Tensor) -> Tensor:
     """Return `x [B, ...]` with its last row repeated until there are `LEAST_ROWS`."""
     missing = LEAST_ROWS - len(x)
-    return x if missing <= 0 or not len(x) else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
+    return (
+        x
+        if missing <= 0 or not len(x)
+        else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
+    )
 
 
 class FixedSamplerBackend(TritonSamplerBackend):

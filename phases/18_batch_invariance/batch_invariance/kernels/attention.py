@@ -97,7 +97,9 @@ def chunked_attention_kernel(
         count = tl.load(query_starts + request + 1) - first_token if RAGGED else 1
         first_position = tl.load(context_lens + request) - count
     end = tl.where(count > 0, first_position + count, 0)
-    begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    begin = (
+        tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    )
     first_chunk = begin // CHUNK
     chunks = tl.maximum(tl.cdiv(end, CHUNK) - first_chunk, 0)
     low = begin
@@ -176,9 +178,7 @@ def chunked_attention_kernel(
                 chunk_acc + at[:, None] * D_PAD + d[None, :], mask=real, other=0.0,
                 cache_modifier=".cg",
             )  # fmt: skip
-            all_m, all_total, all_acc = combine_chunk(
-                all_m, all_total, all_acc, m, total, acc
-            )
+            all_m, all_total, all_acc = combine_chunk(all_m, all_total, all_acc, m, total, acc)
     result = all_acc * (1.0 / tl.where(all_total > 0, all_total, 1.0))[:, None]
     if SCALED:
         result = result * tl.load(v_scale + kv_head)
@@ -192,7 +192,7 @@ class Scratch:
     """
 
     def __init__(self, rows: int, d_pad: int, device: torch.device) -> None:
-        self.rows = rows
+        self.rows, self.d_pad = rows, d_pad
         self.acc = torch.empty(rows * d_pad, dtype=torch.float32, device=device)
         self.m, self.total = torch.empty(2, rows, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)

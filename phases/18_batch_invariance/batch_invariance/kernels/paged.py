@@ -20,6 +20,9 @@ from triton_paged_attention.hardware import multiprocessors
 SCRATCH_ROWS = 1 << 16
 """Rows of scratch memory: 32 MiB with heads of 128. A step that would need more is not split."""
 
+PROMPT_LAUNCH = {64: (2, 128), 128: (3, None)}
+"""Padded size of a head -> stages and most registers of a thread, for tiles of prompts."""
+
 
 class ChunkedTriton(TritonPagedAttention):
     """`TritonPagedAttention` with one kernel for decodes and prompts, whose bits the batch cannot change.
@@ -45,10 +48,8 @@ class ChunkedTriton(TritonPagedAttention):
 
     def many_tokens(self) -> Launch:
         """Return the launch for tiles of prompts."""
-        config = self._prefill_config
-        return Launch(
-            config.block_m, config.num_warps, config.num_stages, maxnreg=config.maxnreg
-        )
+        stages, registers = PROMPT_LAUNCH.get(self._scratch.d_pad, (2, None))
+        return Launch(self._prefill_config.block_m, 8, stages, maxnreg=registers)
 
     def attend(
         self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
