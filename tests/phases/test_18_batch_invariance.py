@@ -1,4 +1,4 @@
-"""Phase 18: a request has the same bits in every batch, and every cause of other bits is found when planted."""
+"""Phase 18: a request has the same bits in every batch, and a planted cause of other bits is found."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_comparison_tells_the_two_zeros_apart() -> None:
 
 
 def softmax(largest: float, total: float, weighted: float) -> Softmax:
-    return Softmax(*(torch.tensor(x) for x in (largest, total)), torch.tensor([weighted]))
+    return Softmax(torch.tensor(largest), torch.tensor(total), torch.tensor([weighted]))
 
 
 def test_a_chunk_without_visible_keys_changes_no_bit() -> None:
@@ -237,7 +237,7 @@ def test_what_has_no_fixed_order_is_refused_by_name(
     shape: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(UserError, match="batch_invariant is True, but"):
-        make(f"random:{shape}", device="cpu", **options)  # type: ignore[arg-type]
+        make(f"random:{shape}", device="cpu", **options)
 
 
 # Kernels. In the interpreter products of the same numbers may round by their shapes; here all are exact.
@@ -252,7 +252,8 @@ def kernels() -> Iterator[Any]:
     yield attention
 
 
-LENGTH, KEYS, SCALE = 70, 16, 0.05
+LENGTH, KEYS = 70, 16
+SCALE = 0.05
 
 
 def exact_inputs() -> tuple[Tensor, LayerBlocks, Tensor]:
@@ -303,7 +304,7 @@ def as_decodes(kernels: Any, splits: int = 1, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_one_query_token_and_many_get_the_same_bits(kernels: Any, window: int | None) -> None:
-    options = {"sliding_window": window}
+    options: dict[str, Any] = {"sliding_window": window}
     expected = as_prompt(kernels, **options)
     assert same_bits(as_prompt(kernels, 16, [7, 40], **options), expected)
     for splits in (1, 2, 3):
@@ -324,13 +325,13 @@ def test_the_kernel_computes_attention(kernels: Any) -> None:
 
 
 def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any) -> None:
-    from batch_invariance.kernels.product import Tile, product
+    from batch_invariance.kernels.product import ProductTile, product
 
     torch.manual_seed(0)
     x, weight = torch.randint(-2, 3, (40, 72)).half(), torch.randint(-2, 3, (24, 72)).half()
     bias = torch.randn(24).half()
     expected = x.float() @ weight.float().t() + bias.float()
-    for tile in (Tile(1, 16, 16, 32, 4, 2), Tile(1, 32, 32, 64, 4, 2)):
+    for tile in (ProductTile(1, 16, 16, 32, 4, 2), ProductTile(1, 32, 32, 64, 4, 2)):
         out = torch.empty(40, 24, dtype=torch.float16)
         product(x, weight, bias, out, tile)
         assert same_bits(out, expected.half())

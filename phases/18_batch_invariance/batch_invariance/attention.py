@@ -20,7 +20,7 @@ from hybrid_cache.pool import HybridPool
 from paged_cache import LayerBlocks, TorchPagedAttention
 
 CHUNK = 256
-"""Keys of a chunk. Few chunks are little to combine; many can be computed side by side."""
+"""Keys of a chunk. Long chunks are less to combine; of short ones more can be computed side by side."""
 QUERIES = 16
 """Query tokens of a tile here; fewer are padded."""
 
@@ -91,7 +91,7 @@ class ChunkedTorch(TorchPagedAttention):
     ) -> Tensor:
         """See `PagedAttention.attend`."""
         heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
-        queries = q[self._rows].float().unflatten(2, heads).movedim(1, 3)
+        queries = q[self._rows].float().view(*self._rows.shape, *heads, -1).movedim(1, 3)
         # [n, KH, group, QUERIES, D]
         done = self._nothing(layer, queries)
         for chunk in range(-(-int(self._ends.max(initial=0)) // self.chunk)):
@@ -140,7 +140,7 @@ class ChunkedTorch(TorchPagedAttention):
             values = values * cache.v_scale[:, None, None]
         own = queries[reach]
         rows = own.flatten(2, 3) * layer.scale  # [m, KH, group * QUERIES, D]
-        scores = (rows @ keys.transpose(2, 3)).unflatten(2, own.shape[2:4])
+        scores = (rows @ keys.transpose(2, 3)).view(*own.shape[:-1], -1)
         if layer.soft_cap is not None:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         distance = self._positions[reach][:, :, None] - key  # [m, QUERIES, chunk]
@@ -150,7 +150,7 @@ class ChunkedTorch(TorchPagedAttention):
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
         largest = scores.amax(-1).clamp(min=-1e30)
         weights = torch.exp(scores - largest[..., None])
-        weighted = (weights.flatten(2, 3) @ values).unflatten(2, own.shape[2:4])
+        weighted = (weights.flatten(2, 3) @ values).view(own.shape)
         return Softmax(largest, weights.sum(-1), weighted)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from batch_invariance.activations import fix_activations
@@ -81,7 +80,7 @@ def refuse(reason: str, holds: bool) -> None:
 
 
 def likely_rows(builder: EngineBuilder) -> list[int]:
-    """Return numbers of rows that steps of this engine have: those of graphs, full steps, and some between."""
+    """Return numbers of rows that steps of this engine have: those of graphs, and some up to a full step."""
     most, graphs = builder.step_tokens, builder.feature(Graphs)
     rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(most, 32))
     if graphs is not None and graphs.graph_tokens:

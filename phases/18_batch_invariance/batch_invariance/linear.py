@@ -1,8 +1,8 @@
 """Linear layers whose rows do not depend on each other: one order of sums for every number of rows.
 
 A library chooses a kernel by the number of rows. Some of its kernels cut the sum over K into parts and add
-these at the end, and so round differently. Which sizes are safe is not looked up: when weights are loaded, the
-library's result for each size is compared bit for bit with that of one fixed kernel.
+these at the end, and so round differently. Which sizes are safe stands in no table: when weights are loaded,
+the library's result for each size is compared bit for bit with that of one fixed kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ SMALL_PIECE = 64
 """Rows below which a rest is left to the fixed product, which is as fast there."""
 MOST_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Most numbers of a result that is compared, by kind of device."""
-PLACES, NUMBERS = 4, 1 << 14
-"""A size is compared at this many places of a batch, and for this many numbers, at least: where sums have
+WINDOWS = 4
+NUMBERS = 1 << 14
+"""A size is compared for this many windows of a batch, and for this many numbers, at least: where sums have
 another order, only some numbers round differently."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 """Writes `x W^T + bias` to `out`: takes `x [T, K]`, `W [N, K]`, `bias [N]` or None, and `out [T, N]`."""
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `first .. last - 1` of a batch that one call computes, by the library or by the fixed product."""
 
     first: int
@@ -74,8 +75,8 @@ def agreeing_sizes(
 ) -> tuple[int, ...]:
     """Return the sizes, ascending, for which the library's result has the bits of the fixed product.
 
-    Each size is compared at several places of a batch of random rows: a result that depends on the place of a
-    row would differ, too.
+    Each size is compared for several windows of a batch of random rows: a result that depends on the position
+    of a row would differ, too.
     """
     outputs, inputs = weight.shape
     most = MOST_NUMBERS.get(weight.device.type, 0) // outputs
@@ -83,15 +84,15 @@ def agreeing_sizes(
     if not sizes:
         return ()
     generator = torch.Generator(weight.device).manual_seed(0)
-    count = min(max(PLACES * sizes[-1], NUMBERS // outputs), most)
+    count = min(max(WINDOWS * sizes[-1], NUMBERS // outputs), most)
     x = torch.randn(count, inputs, device=weight.device, generator=generator).to(weight.dtype)
     expected = weight.new_empty(count, outputs)
     fixed(x, weight, bias, expected)
     found = []
     for size in sizes:
         out = weight.new_empty(size, outputs)
-        places = max(PLACES, NUMBERS // (size * outputs))
-        step = max(1, (count - size) // places)
+        windows = max(WINDOWS, NUMBERS // (size * outputs))
+        step = max(1, (count - size) // windows)
         firsts = range(0, count - size + 1, step)
         if all(
             _agrees(x[first : first + size], weight, bias, out, expected[first:])
@@ -108,7 +109,7 @@ def _agrees(
     return same_bits(out, expected[: len(x)])
 
 
-def pieces(rows: int, sizes: Sequence[int]) -> Iterator[Piece]:
+def pieces(rows: int, sizes: Sequence[int]) -> Iterator[RowRange]:
     """Yield the calls that compute a batch of `rows` rows.
 
     sizes: ascending, those that the library may compute. It gets all rows, or the most that leave less than
@@ -120,7 +121,7 @@ def pieces(rows: int, sizes: Sequence[int]) -> Iterator[Piece]:
         size = max((size for size in sizes if size <= left), default=0)
         by_library = size == left or size >= max(SMALL_PIECE, left / 2)
         last = first + size if by_library else rows
-        yield Piece(first, last, by_library)
+        yield RowRange(first, last, by_library)
         first = last
 
 

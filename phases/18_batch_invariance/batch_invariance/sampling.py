@@ -26,7 +26,7 @@ class FixedSamplerBackend(TritonSamplerBackend):
     """`TritonSamplerBackend` for at least `LEAST_ROWS` rows.
 
     A token's weight is rounded relative to the largest logit of its part of the row. With parts of another
-    size two tokens that are all but equal could change places.
+    size two tokens that are all but equal could be swapped.
     """
 
     def choose(

@@ -43,7 +43,7 @@ def sum_weights(p):
 
 @triton.jit
 def fold_tile(s, values, m, total, acc, factor):
-    """Fold raw scores `s [M, N]` and `values [N, D]` into the online softmax (m, total, acc), and return it."""
+    """Return the online softmax (m, total, acc) with raw scores `s [M, N]` and `values [N, D]` in it."""
     new_m = tl.maximum(m, tl.max(s, axis=1) * factor)
     shrink = tl.exp2(m - new_m)
     p = tl.exp2(s * factor - new_m[:, None])
@@ -199,7 +199,7 @@ class Scratch:
 
 
 class Launch(NamedTuple):
-    """What a launch may choose, since no bit depends on it.
+    """Settings of a launch, on which no bit depends.
 
     block_m: rows of a tile. splits: programs that share the chunks of a tile.
     maxnreg: most registers of a thread; None: as many as the compiler wants.
@@ -237,7 +237,7 @@ def chunked_attention(
     Args:
         q, cache, block_tables, scale, sliding_window, soft_cap, sinks: see `decode.paged_decode`.
         chunk, block_n: keys of a chunk and of a tile, which decide the bits.
-        launch: how it is computed. It is not split where the scratch memory has too few rows.
+        launch: how it is computed. It is not split where the scratch memory lacks rows.
         tiles: `[n, 4]` int32, see `triton_paged_attention.prefill.query_tiles`; None: each request, or each
             of `requests`, is one tile of at most `max_queries` tokens, at `query_starts` and `context_lens`.
         scratch: for launches that are split.

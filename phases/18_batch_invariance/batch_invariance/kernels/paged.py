@@ -40,13 +40,13 @@ class ChunkedTriton(TritonPagedAttention):
         self._programs = 2 * multiprocessors(device)
         self._scratch = Scratch(SCRATCH_ROWS, max(16, triton.next_power_of_2(d)), device)
 
-    def few_tokens(self, items: int) -> Launch:
-        """Return the launch for requests of one or few tokens: enough programs to fill the device."""
+    def decode_launch(self, items: int) -> Launch:
+        """Return the launch for requests of one token or a small number: programs that fill the device."""
         splits = max(1, self._programs // (items * self._kv_heads))
         rows = triton.next_power_of_2(self._max_queries) * self._group
         return Launch(max(TILE_ROWS, triton.next_power_of_2(rows)), 4, 3, splits)
 
-    def many_tokens(self) -> Launch:
+    def prompt_launch(self) -> Launch:
         """Return the launch for tiles of prompts."""
         stages, registers = PROMPT_LAUNCH.get(self._scratch.d_pad, (2, None))
         return Launch(self._prefill_config.block_m, 8, stages, maxnreg=registers)
@@ -74,7 +74,7 @@ class ChunkedTriton(TritonPagedAttention):
                 cache,
                 batch.block_tables,
                 **shared,
-                launch=self.few_tokens(len(listed)),
+                launch=self.decode_launch(len(listed)),
                 context_lens=batch.context_lens,
                 query_starts=None if one_each else batch.query_starts,
                 requests=self._only,
@@ -87,7 +87,7 @@ class ChunkedTriton(TritonPagedAttention):
                 cache,
                 batch.block_tables,
                 **shared,
-                launch=self.many_tokens(),
+                launch=self.prompt_launch(),
                 tiles=self._tiles,
             )
         return out

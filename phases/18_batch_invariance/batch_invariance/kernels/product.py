@@ -1,4 +1,4 @@
-"""A matrix product that never cuts the sum over K: a tile's program adds all of it, from the first to the last.
+"""A matrix product that never cuts the sum over K: one program adds all of it, from the first to the last.
 
 How large a tile is does not change the bits of a row (on the GPUs that were measured; each tile is compared
 with the first when weights are loaded). What would change them is a second program for the same tile.
@@ -44,7 +44,7 @@ def product_kernel(
     tl.store(out + i[:, None] * N + j[None, :], acc.to(out.dtype.element_ty), mask=keep)
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """A tile, and the most rows for which it is the best one."""
 
     rows: int
@@ -56,17 +56,19 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(16, 16, 32, 128, 4, 4),
-    Tile(32, 32, 64, 64, 4, 5),
-    Tile(64, 64, 64, 64, 4, 4),
-    Tile(256, 64, 128, 64, 4, 4),
-    Tile(1 << 62, 128, 256, 64, 8, 3),
+    ProductTile(16, 16, 32, 128, 4, 4),
+    ProductTile(32, 32, 64, 64, 4, 5),
+    ProductTile(64, 64, 64, 64, 4, 4),
+    ProductTile(256, 64, 128, 64, 4, 4),
+    ProductTile(1 << 62, 128, 256, 64, 8, 3),
 )
 """Ascending; the first is the one that the others are compared with."""
-FLOAT32_TILES = (Tile(1 << 62, 32, 32, 32, 4, 2),)
+FLOAT32_TILES = (ProductTile(1 << 62, 32, 32, 32, 4, 2),)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile
+) -> None:
     """Write `x W^T + bias` of `x [T, K]`, `weight [N, K]` and `bias [N]` to `out [T, N]`, by tiles."""
     rows, inputs = x.shape
     outputs = len(weight)
@@ -85,7 +87,7 @@ class TritonProduct:
     weight: one of this shape, `[N, K]`.
     """
 
-    def __init__(self, weight: Tensor, tiles: tuple[Tile, ...] | None = None) -> None:
+    def __init__(self, weight: Tensor, tiles: tuple[ProductTile, ...] | None = None) -> None:
         own = FLOAT32_TILES if weight.dtype == torch.float32 else TILES
         first, *others = own if tiles is None else tiles
         generator = torch.Generator(weight.device).manual_seed(1)
@@ -97,7 +99,7 @@ class TritonProduct:
         self.tiles = (first, *agreeing)
 
     @staticmethod
-    def _agrees(tile: Tile, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
+    def _agrees(tile: ProductTile, x: Tensor, weight: Tensor, expected: Tensor) -> bool:
         """Return True if a tile runs on this device, and gives the expected bits."""
         out = torch.empty_like(expected)
         try:
