@@ -169,7 +169,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(model: Model, **options: Any) -> PagedEngine:
+def make(model: Model | str, **options: Any) -> PagedEngine:
     return batch_invariance.load(
         model, **{"max_rows": 8, "max_len": 128, "step_tokens": 64, **options}
     )
@@ -291,7 +291,7 @@ def as_decodes(kernels: Any, splits: int = 1, **options: Any) -> Tensor:
     lens = torch.arange(1, LENGTH + 1, dtype=torch.int32)
     scratch = kernels.Scratch(1 << 10, 16, q.device)
     given = {"chunk": 32, "block_n": KEYS, "scale": SCALE, **options}
-    return kernels.chunked_attention(  # type: ignore[no-any-return]
+    out: Tensor = kernels.chunked_attention(
         q,
         cache,
         table.expand(LENGTH, -1),
@@ -300,6 +300,7 @@ def as_decodes(kernels: Any, splits: int = 1, **options: Any) -> Tensor:
         scratch=scratch,
         **given,
     )
+    return out
 
 
 @pytest.mark.parametrize("window", [None, 20])
