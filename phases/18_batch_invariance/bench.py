@@ -1,4 +1,4 @@
-"""Phase 18 against phase 17: requests whose bits depend on what shares their batch, and what the mode costs."""
+"""Phase 18 against phase 17: requests whose bits depend on their company, and what the mode costs."""
 
 from __future__ import annotations
 

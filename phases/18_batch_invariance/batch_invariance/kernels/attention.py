@@ -63,6 +63,22 @@ def combine_chunk(m, total, acc, chunk_m, chunk_total, chunk_acc):
     return new_m, total, acc * mine[:, None] + chunk_acc * theirs[:, None]
 
 
+@triton.jit
+def share_of_chunks(begin, end, split, splits, CHUNK: tl.constexpr):
+    """Return the keys [low, high) of one of `splits` programs, and how many of the programs have any.
+
+    A program gets whole chunks, which end at multiples of CHUNK wherever `begin` and `end` are. How many it
+    gets depends on `splits`, and so on the batch; no bit does, since each chunk is kept apart.
+    """
+    first_chunk = begin // CHUNK
+    chunks = tl.maximum(tl.cdiv(end, CHUNK) - first_chunk, 0)
+    share = tl.maximum(tl.cdiv(chunks, splits), 1)
+    used = tl.maximum(tl.cdiv(chunks, share), 1)
+    low = tl.maximum((first_chunk + split * share) * CHUNK, begin)
+    high = tl.minimum((first_chunk + (split + 1) * share) * CHUNK, end)
+    return low, high, used
+
+
 @triton.jit(do_not_specialize=["table_stride", "most_chunks"])
 def chunked_attention_kernel(
     out, q,  # [T, H, D]
@@ -107,12 +123,9 @@ def chunked_attention_kernel(
     used = 1
     if SPLIT:
         split = tl.program_id(1)
-        share = tl.maximum(tl.cdiv(chunks, tl.num_programs(1)), 1)
-        used = tl.maximum(tl.cdiv(chunks, share), 1)
+        low, high, used = share_of_chunks(begin, end, split, tl.num_programs(1), CHUNK)
         if split >= used:
             return
-        low = tl.maximum((first_chunk + split * share) * CHUNK, begin)
-        high = tl.minimum((first_chunk + (split + 1) * share) * CHUNK, end)
 
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
