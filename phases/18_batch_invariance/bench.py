@@ -25,6 +25,11 @@ PUBLISHED = ("offline-256", "prefill-64x1024", "single-512")
 VARIANTS = {BEFORE: {"batch_invariant": False}, PHASE: {"batch_invariant": True}}
 SCHEDULES = ("alone again", "all at once", "in reverse", "small chunks", "drafts")
 """How the requests are served again; the first time each is served alone."""
+OTHER_ENGINES: dict[str, dict[str, Any]] = {
+    "small chunks": {"step_tokens": 64, "chunk_tokens": 24},
+    "drafts": {"drafter": "ngram", "draft_adaptive": False},
+}
+"""Options of schedules that have an engine of their own."""
 
 
 def run(options: BenchOptions) -> Evidence:
@@ -49,13 +54,12 @@ def counted(options: BenchOptions, name: str, model: Model) -> list[Run]:
     work = work.first(6 if options.quick else 12 if on_cpu else 128, tokens=16)
     runs = []
     for variant, chosen in VARIANTS.items():
-        alone: list[Completion] = []
-        for schedule in ("alone", *SCHEDULES):
-            engine = make(model, work, schedule, chosen)
+        engine = make(model, work, **chosen)
+        alone = serve(engine, work, "alone")
+        for schedule in SCHEDULES:
+            if schedule in OTHER_ENGINES:
+                engine = make(model, work, **chosen, **OTHER_ENGINES[schedule])
             found = serve(engine, work, schedule)
-            alone = alone or found
-            if schedule == "alone":
-                continue
             sample: Sample = {
                 "requests_with_other_tokens": float(
                     sum(a.token_ids != b.token_ids for a, b in zip(alone, found, strict=True))
@@ -77,17 +81,11 @@ def counted(options: BenchOptions, name: str, model: Model) -> list[Run]:
     return runs
 
 
-def make(model: Model, work: Workload, schedule: str, chosen: dict[str, Any]) -> PagedEngine:
-    """Return the engine of a schedule."""
+def make(model: Model, work: Workload, **options: Any) -> PagedEngine:
+    """Return an engine with rows for all requests of a workload."""
     longest = max(a + b for a, b in zip(work.prompt_lens, work.output_lens, strict=True))
-    sizes: dict[str, Any] = {"max_rows": len(work.items), "max_len": longest + 16}
-    more: dict[str, dict[str, Any]] = {
-        "small chunks": {"step_tokens": 64, "chunk_tokens": 24},
-        "drafts": {"drafter": "ngram", "draft_adaptive": False},
-    }
-    return engine_of(
-        "18", model, **{"drafter": "none", **sizes, **more.get(schedule, {}), **chosen}
-    )
+    sizes = {"max_rows": len(work.items), "max_len": longest + 16}
+    return engine_of("18", model, **{"drafter": "none", **sizes, **options})
 
 
 def serve(engine: PagedEngine, work: Workload, schedule: str) -> list[Completion]:

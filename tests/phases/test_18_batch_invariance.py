@@ -77,6 +77,43 @@ def test_a_library_that_splits_the_sum_for_few_rows_is_not_asked_for_few_rows(
     assert 4 not in found and 8 not in found and 16 in found
 
 
+def test_a_fault_in_one_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = linear.library, list[int]()
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        calls.append(len(x))
+        (split_in_two if calls.count(len(x)) == 3 else plain)(x, weight, bias, out)
+
+    monkeypatch.setattr(linear, "library", library)
+    assert agreeing_sizes(plain, torch.randn(64, 96), None, [16, 32]) == ()
+
+
+def test_a_rare_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of some thousand numbers differs: a size of one row shows 64 numbers a window."""
+    plain, seen = linear.library, [0]
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        plain(x, weight, bias, out)
+        seen[0] += out.numel()
+        if seen[0] > 4000:
+            out[-1, -1] += 1
+
+    monkeypatch.setattr(linear, "library", library)
+    assert agreeing_sizes(plain, torch.randn(64, 96), None, [1]) == ()
+
+
+def test_sizes_are_ascending_and_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear.MOST_NUMBERS, "cpu", 64 * 40)
+    weight = torch.randn(64, 8)
+    assert agreeing_sizes(in_blocks, weight, None, [32, 16, 16, 64]) == (16, 32)
+
+
+def test_a_small_rest_is_left_to_the_fixed_product() -> None:
+    found = [tuple(piece) for piece in pieces(333, (1, 2, 4, 8, 16, 32, 64, 128, 256))]
+    assert found == [(0, 256, True), (256, 320, True), (320, 333, False)]
+    assert [tuple(piece) for piece in pieces(200, (64,))] == [(0, 200, False)]
+
+
 def test_the_comparison_tells_the_two_zeros_apart() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
 
@@ -92,6 +129,23 @@ def test_a_chunk_without_visible_keys_changes_no_bit() -> None:
     some, none = softmax(0.3, 1.7, 0.123), softmax(-1e30, 0.0, 0.0)
     for both in (some.then(none), none.then(some)):
         assert both.total == some.total and torch.equal(both.weighted, some.weighted)
+
+
+def test_two_chunks_are_the_softmax_over_all_keys() -> None:
+    torch.manual_seed(0)
+    scores, values = torch.randn(2, 5, 9) * 3, torch.randn(9, 4)
+
+    def over(keys: slice) -> Softmax:
+        part = scores[..., keys]
+        largest = part.amax(-1)
+        weights = (part - largest[..., None]).exp()
+        return Softmax(largest, weights.sum(-1), weights @ values[keys])
+
+    both = over(slice(0, 4)).then(over(slice(4, 9)))
+    torch.testing.assert_close(both.largest, scores.amax(-1))
+    torch.testing.assert_close(
+        both.weighted / both.total[..., None], scores.softmax(-1) @ values
+    )
 
 
 def test_chunks_combined_in_another_order_round_differently() -> None:
@@ -310,6 +364,28 @@ def test_one_query_token_and_many_get_the_same_bits(kernels: Any, window: int | 
     assert same_bits(as_prompt(kernels, 16, [7, 40], **options), expected)
     for splits in (1, 2, 3):
         assert same_bits(as_decodes(kernels, splits, **options), expected)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 900), (300, 901), (512, 513), (0, 0)])
+def test_shares_are_whole_chunks_and_cover_all_keys(
+    kernels: Any, begin: int, end: int
+) -> None:
+    from tests.chunk_shares import shares
+
+    for splits in (1, 2, 3, 8):
+        found = shares(begin, end, splits, 256)
+        used = found[0][2]
+        assert 1 <= used <= splits and {share[2] for share in found} == {used}
+        keys = [key for low, high, _ in found[:used] for key in range(low, high)]
+        assert keys == list(range(begin, end))
+        assert all(high % 256 == 0 or high == end for _, high, _ in found[:used])
+        assert used == 1 or all(
+            high - low <= 256 * 4 // splits + 256 for low, high, _ in found
+        )
+
+
+def test_a_split_decode_has_the_bits_of_a_prompt(kernels: Any) -> None:
+    assert same_bits(as_decodes(kernels, 3), as_prompt(kernels))
 
 
 def test_other_chunks_give_other_bits(kernels: Any) -> None:
