@@ -132,6 +132,11 @@ _CONTENTS = (
         "Hybrid cache",
         "layers that remember less keep less: windows give blocks back, states are one block",
     ),
+    (
+        "batch_invariance",
+        "Batch invariance",
+        "every sum has one order, so a request gets the same bits whatever shares its batch",
+    ),
 )
 """Package, title and summary of each phase, in order."""
 _MORE: dict[int, dict[str, Any]] = {

@@ -42,8 +42,9 @@ NEEDS_FLOATS = {
     "tensor_parallel",
     "draft_model",
     "active_experts",
+    "batch_invariant",
 }
-"""Options that say how weights are kept, or whose features read an embedding of floats."""
+"""Options that say how weights are kept, and features that read weights or an embedding of floats."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -158,7 +159,7 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     floats = (
         options.phase.number < QUANT
         or dtype not in ("auto", "float32")
-        or not NEEDS_FLOATS.isdisjoint(options.own)
+        or not NEEDS_FLOATS.isdisjoint([*options.own, *_switched_on(options)])
     )
     if options.chosen is None or floats or device.type != "cpu" or not blocks.is_dir():
         return model
@@ -169,6 +170,10 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     kinds = {type(feature) for feature in options.chosen.features}
     compiled = {CpuBlocks, Quant} <= kinds and library() is not None
     return str(blocks) if compiled else model
+
+
+def _switched_on(options: Checked) -> list[str]:
+    return [] if options.chosen is None else [one.name for one in options.chosen.features]
 
 
 def load_engine(
