@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, choice
-from phases import PHASES, ROOT, Phase
+from phases import PHASES, ROOT, Phase, phase_named
 
 FILE = "exercises.toml"
 
@@ -60,7 +60,7 @@ class Exercise:
     @property
     def phase(self) -> Phase:
         """The phase whose lesson it belongs to."""
-        return PHASES[int(self.id[:2]) - 1]
+        return phase_named(self.id[:2])
 
     @property
     def path(self) -> Path:
@@ -90,7 +90,7 @@ class Question:
     @property
     def phase(self) -> Phase:
         """The phase whose lesson it belongs to."""
-        return PHASES[int(self.id[:2]) - 1]
+        return phase_named(self.id[:2])
 
 
 @cache

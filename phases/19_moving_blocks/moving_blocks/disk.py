@@ -11,7 +11,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkstemp
 
@@ -40,22 +39,13 @@ class DamagedFile(Exception):
     """Raised for a file that is not what its name says."""
 
 
-@dataclass
-class DiskStats:
-    """Counts since the start. failed_reads: files that were no hit although they were there."""
-
-    read_blocks: int = 0
-    written_blocks: int = 0
-    failed_reads: int = 0
-    failed_writes: int = 0
-    evicted_blocks: int = 0
-
-
 class BlockFiles:
     """The files of one folder.
 
     Several processes may use a folder at the same time: files appear under their names only when they are
     complete, and each process finds out by looking that one is gone.
+
+    used: bytes of all files. known: digests that were seen. evicted_blocks: files removed for new ones.
 
     Args:
         folder: made if it is not there. It must belong to this user alone, since its files become text.
@@ -70,7 +60,7 @@ class BlockFiles:
         self.folder = folder
         self.budget = budget
         self.block_bytes = block_bytes
-        self.stats = DiskStats()
+        self.evicted_blocks = 0
         self._paused_until = 0.0
         own_folder(folder)
         if budget < block_bytes + 4096:
@@ -103,12 +93,10 @@ class BlockFiles:
             self._read(path, name, target)
         except (OSError, DamagedFile) as error:
             self.known.discard(name.digest)
-            self.stats.failed_reads += 1
             log.warning("a block of the cache is computed again: %s: %s", path.name, error)
             if isinstance(error, DamagedFile):
                 remove(path)
             return False
-        self.stats.read_blocks += 1
         return True
 
     def _read(self, path: Path, name: BlockName, target: memoryview) -> None:
@@ -162,7 +150,6 @@ class BlockFiles:
         except OSError as error:
             if temporary != path:
                 remove(temporary)
-            self.stats.failed_writes += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             log.warning(
                 "blocks are not written for %d seconds: %s: %s",
@@ -173,7 +160,6 @@ class BlockFiles:
             return False
         self.known.add(name.digest)
         self.used += size
-        self.stats.written_blocks += 1
         return True
 
     def scan(self) -> list[tuple[int, int, Path]]:
@@ -215,7 +201,7 @@ class BlockFiles:
             remove(path)
             self.known.discard(bytes.fromhex(path.stem))
             self.used -= bytes_
-            self.stats.evicted_blocks += 1
+            self.evicted_blocks += 1
 
     def _stamp(self, descriptor: int, name: BlockName) -> None:
         """Set when a file was used. Of one sequence the last block counts as older than the first: without

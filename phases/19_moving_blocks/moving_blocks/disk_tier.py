@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from threading import Thread, current_thread
 from time import monotonic
 
 from moving_blocks.disk import BlockFiles
@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 READERS = 2
 """Threads that read. They copy from the file cache and make checksums, both without Python's lock."""
+
+STOP_SECONDS = 5.0
+"""How long the end of an engine waits for files that are still to be written."""
 
 
 class DiskJob:
@@ -52,11 +55,15 @@ class DiskTier:
         self.pending_reads = self.pending_writes = 0
         self._reads: SimpleQueue[DiskJob | None] = SimpleQueue()
         self._writes: SimpleQueue[DiskJob | None] = SimpleQueue()
-        work = [(self._reads, files.read)] * READERS + [(self._writes, files.write)]
-        for queue, action in work:
-            run = (queue, action, self.finished)
-            threading.Thread(target=work_on, args=run, name="disk tier", daemon=True).start()
-        weakref.finalize(self, stop, [queue for queue, _ in work])
+        self._threads: list[tuple[SimpleQueue[DiskJob | None], Thread]] = []
+        for queue, action in [(self._reads, files.read)] * READERS + [
+            (self._writes, files.write)
+        ]:
+            # Python ends without waiting for a disk that does not answer.
+            thread = Thread(target=work_on, args=(queue, action, self.finished), daemon=True)
+            thread.start()
+            self._threads.append((queue, thread))
+        weakref.finalize(self, stop, self._threads)
 
     def read(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
         """Begin to read a block into its slot."""
@@ -95,7 +102,11 @@ def work_on(
         finished.append(job)
 
 
-def stop(queues: list[SimpleQueue[DiskJob | None]]) -> None:
-    """End the thread behind each queue."""
-    for queue in queues:
+def stop(threads: Sequence[tuple[SimpleQueue[DiskJob | None], Thread]]) -> None:
+    """End threads behind the jobs that they still have, or leave them to a disk that does not answer."""
+    for queue, _ in threads:
         queue.put(None)
+    until = monotonic() + STOP_SECONDS
+    for _, thread in threads:
+        if thread is not current_thread():
+            thread.join(max(0.0, until - monotonic()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,9 @@ from moving_blocks.mover import CopyWorker, StreamWorker
 from moving_blocks.names import digest_of, namespace_of
 from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
 from moving_blocks.tiers import TieredConnector
-from paged_cache import EngineBuilder, Feature, PagedEngine
+from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
-from prefix_cache import INDEXES, Prefix
+from prefix_cache import INDEXES, Prefix, PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +85,7 @@ class MovingBlocks(Feature):
         prefix = builder.feature(Prefix)
         assert prefix is not None
         index = INDEXES[prefix.index]
-        builder.cache.decorate(
-            self, lambda plain: lambda *sizes: OffloadingCache(*sizes, index())
-        )
+        builder.cache.decorate(self, lambda plain: partial(_cache, index))
         gate = AdmissionGate(builder.grammar_manager.part)
         builder.grammar_manager.decorate(self, lambda inner: gate)
         loop = ConnectorLoop(builder.loop.part)
@@ -116,8 +115,10 @@ class MovingBlocks(Feature):
 
     def _attach(self, gate: AdmissionGate, loop: ConnectorLoop, engine: PagedEngine) -> None:
         """Make the tiers of a complete engine, and let its parts use them."""
-        cache, pool = engine.cache, engine.runner.attention.pool
+        cache, attention = engine.cache, engine.runner.attention
         assert isinstance(cache, OffloadingCache)
+        assert isinstance(attention, PagedAttention)
+        pool = attention.pool
         block_bytes = pool.data[:, :, 0].numel() * pool.data.element_size()
         device = pool.data.device
         disk = None
@@ -167,3 +168,9 @@ class MovingBlocks(Feature):
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
         return rule
+
+
+def _cache(
+    index: Callable[[], PrefixIndex], rows: int, max_len: int, blocks: int, block_size: int
+) -> OffloadingCache:
+    return OffloadingCache(rows, max_len, blocks, block_size, index())

@@ -103,7 +103,7 @@ class HostTier:
 
     def view(self, block: HostBlock) -> memoryview:
         """Return the bytes of a block's slot."""
-        return memoryview(self.memory[block.slot].numpy())
+        return self.memory[block.slot].numpy().data
 
     def check(self) -> None:
         """Raise `AssertionError` unless every slot is free or of one block, and pins are what is noted."""

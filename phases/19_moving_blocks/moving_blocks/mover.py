@@ -61,7 +61,7 @@ class StreamTransfer(Transfer):
 
     def done(self) -> bool:
         """Return True if the GPU has passed the event."""
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class StreamWorker(ConnectorWorker):
@@ -77,8 +77,8 @@ class StreamWorker(ConnectorWorker):
     def __init__(self, pool: BlockPool, host: Tensor) -> None:
         self.device = pool.data.device
         self.pool, self.host = views(pool, host)
-        self.load_stream = torch.cuda.Stream(self.device)
-        self.save_stream = torch.cuda.Stream(self.device)
+        self.load_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.save_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Load behind the compute stream, whose last steps may read the blocks, and behind all saves, which
@@ -115,7 +115,7 @@ class StreamWorker(ConnectorWorker):
         with torch.cuda.stream(stream):
             index = index_of(blocks, slots, self.device)
             move(self.pool, self.host, index, to_host=to_host)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return StreamTransfer(event, index)
 

@@ -105,6 +105,6 @@ def hash_tensor(tensor: Tensor) -> bytes:
     """Return a digest of a tensor's bytes, wherever it is."""
     state = xxhash.xxh3_128()
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    for part in flat.split(CHUNK_BYTES):
-        state.update(part.cpu().numpy())
+    for start in range(0, len(flat), CHUNK_BYTES):
+        state.update(flat[start : start + CHUNK_BYTES].cpu().numpy().data)
     return bytes(state.digest())

@@ -15,7 +15,7 @@ from common.request import Request
 from continuous.scheduler import Scheduler
 from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorScheduler, ConnectorWorker, Transfer
-from moving_blocks.disk_tier import DiskTier
+from moving_blocks.disk_tier import READERS, DiskTier
 from moving_blocks.host import HostBlock, HostTier
 from moving_blocks.names import BlockName, chain
 from moving_blocks.rule import LoadRule
@@ -187,6 +187,7 @@ class TieredConnector(ConnectorScheduler):
 
     def _begin(self, request: Request) -> WaitingRequest:
         """Look for a request's blocks, and begin to read those that are on a disk, if that pays."""
+        self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
         rank = self.scheduler.policy(request)
@@ -407,6 +408,6 @@ class TieredConnector(ConnectorScheduler):
                 self.host.fail(job.block)
                 self.stats.unread += 1
         if read:
-            self.rule.on_read(len(read), sum(job.seconds for job in read))
+            self.rule.on_read(len(read), sum(job.seconds for job in read) / READERS)
         self.stats.written += sum(job.ok for job in jobs if not job.reading)
         self.host.unpin([job.block for job in jobs])
