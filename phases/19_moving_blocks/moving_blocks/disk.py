@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import mkstemp
 
@@ -28,7 +28,7 @@ TEMPORARY = ".tmp"
 STALE_SECONDS = 3600.0
 """Age of a temporary file that no living process writes any more."""
 PAUSE_SECONDS = 60.0
-"""After a write that failed, such as on a full disk, nothing is written for so long."""
+"""After a write that failed, such as on a full disk, no other is tried for so long."""
 ROOM = 0.9
 """Share of the budget that stays in use when files are evicted: not every write then has to look for one."""
 NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
@@ -82,7 +82,7 @@ class BlockFiles:
         return digest in self.known
 
     def read(self, name: BlockName, target: memoryview) -> bool:
-        """Read a block's keys and values into `target`, and count the file as used.
+        """Read a block's keys and values into `target`.
 
         Returns:
             False if the file is gone or not what its name says; `target` may then hold anything. The log has
@@ -118,7 +118,6 @@ class BlockFiles:
                 at += count
             if checksum_of(header, target) != checksum:
                 raise DamagedFile("its checksum is wrong")
-            self._stamp(descriptor, name)
 
     def write(self, name: BlockName, source: memoryview) -> bool:
         """Write a block's file, unless it is there.
@@ -143,7 +142,8 @@ class BlockFiles:
                 for part in (header, checksum_of(header, source), source):
                     write_all(descriptor, part)
                 os.fsync(descriptor)
-                self._stamp(descriptor, name)
+                now = time.time_ns()  # the file system's own clock is coarse
+                os.utime(descriptor, ns=(now, now))
             finally:
                 os.close(descriptor)
             os.replace(temporary, path)
@@ -203,12 +203,17 @@ class BlockFiles:
             self.used -= bytes_
             self.evicted_blocks += 1
 
-    def _stamp(self, descriptor: int, name: BlockName) -> None:
-        """Set when a file was used. Of one sequence the last block counts as older than the first: without
-        the blocks before it, it is of no use.
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Count the files of one sequence as used just now, the last one first: without the blocks before it,
+        a block is of no use, and so it is evicted before them.
         """
-        now = time.time_ns() - 1000 * name.position
-        os.utime(descriptor, ns=(now, now))
+        now = time.time_ns()
+        for later, digest in enumerate(reversed(digests)):
+            if digest in self.known:
+                try:
+                    os.utime(self.path(digest), ns=(now + later, now + later))
+                except OSError:  # another process has evicted it
+                    self.known.discard(digest)
 
 
 def own_folder(folder: Path) -> None:

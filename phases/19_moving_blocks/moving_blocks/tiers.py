@@ -319,7 +319,7 @@ class TieredConnector(ConnectorScheduler):
 
     def blocks_evicted(self, blocks: Sequence[int]) -> None:
         """See `ConnectorScheduler.blocks_evicted`."""
-        for block in blocks:
+        for block in reversed(blocks):  # from a sequence's beginning on
             name = self._name_of.pop(block, None)
             if name is not None and not self.save_computed:
                 self._to_save[block] = name
@@ -339,7 +339,10 @@ class TieredConnector(ConnectorScheduler):
 
     def request_finished(self, names: Sequence[BlockName]) -> None:
         """See `ConnectorScheduler.request_finished`."""
-        self.host.touch([name.digest for name in names])
+        digests = [name.digest for name in names]
+        self.host.touch(digests)
+        if self.disk is not None and digests:
+            self.disk.touch(digests)
 
     def _start_saves(self) -> None:
         """Copy what is to be saved and is not in another tier yet, in one launch."""
