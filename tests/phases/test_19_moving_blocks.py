@@ -32,6 +32,7 @@ from forward.shapes import SHAPES
 from moving_blocks import MovingBlocks, OffloadingCache, TieredConnector
 from moving_blocks.connector import ConnectorWorker, Transfer
 from moving_blocks.disk import BlockFiles
+from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker
 from moving_blocks.names import BlockName, chain, namespace_of
 from moving_blocks.rule import LoadRule, PrefillCost
@@ -134,9 +135,16 @@ def settle(engine: PagedEngine) -> None:
 
 def check(engine: PagedEngine) -> None:
     engine.cache.check()
-    connector_of(engine).host.check()
+    check_host(connector_of(engine).host)
     if engine.idle and not connector_of(engine).busy:
         assert engine.cache.free == engine.cache.allocator.count, "blocks are lost"
+
+
+def check_host(host: HostTier) -> None:
+    used = [block.slot for block in host._blocks.values()]
+    unpinned = {block.digest for block in host._blocks.values() if not block.pins}
+    assert len({*used, *host._free}) == len(used) + len(host._free), "a slot is used twice"
+    assert unpinned == set(host._unpinned), "blocks without pins are those that may be evicted"
 
 
 def serve(
@@ -571,7 +579,7 @@ def never_reports() -> None:
     for _ in range(20):
         engine.step()
     assert request.output_ids == right(tuple(prompt))
-    assert request.cached_tokens == 0 and connector.stats.late_requests == 1
+    assert request.cached_tokens == 0 and connector.stats.expired_requests == 1
     (load,) = connector.loads
     assert len(engine.cache.connector.held_blocks()) == 9
     worker.hang = load.transfer.hang = False  # type: ignore[attr-defined]
@@ -927,7 +935,7 @@ def test_a_disk_that_never_answers_makes_nobody_wait_for_long(
     assert engine.cache.free == engine.cache.allocator.count
     gate.set()
     settle(engine)
-    connector.host.check()
+    check_host(connector.host)
     engine.cache.forget()
     assert serve(engine, prompt) == [right(tuple(prompt))]
 
@@ -1196,7 +1204,7 @@ def play(seed: int, folder: Path) -> TieredConnector:
     """Serve random requests with tiny tiers, slow copies, damaged files, aborts and a jumping clock."""
     rng = random.Random(seed)
     on_disk = rng.random() < 0.6
-    made = {
+    made: dict[str, Any] = {
         "blocks": rng.randrange(24, 45),
         "host": rng.choice([1, 4, 12, 40]),
         "folder": folder / f"{seed}" if on_disk else None,

@@ -17,19 +17,19 @@ class OffloadingCache(PrefixCache):
     The index pins and finds blocks as before. What is new here is their names: a row's are made when its
     blocks are committed.
 
-    Args: those of `PrefixCache`.
+    Args:
+        index: finds blocks. sizes: the other arguments of `PrefixCache`, in order.
 
     connector: what saves and loads; nothing until one is attached.
     namespace: of all names; see `names.namespace_of`.
     """
 
-    def __init__(
-        self, rows: int, max_len: int, blocks: int, block_size: int, index: PrefixIndex
-    ) -> None:
+    def __init__(self, index: PrefixIndex, *sizes: int) -> None:
+        rows, max_len, blocks, block_size = sizes
         super().__init__(rows, max_len, blocks, block_size, index)
         self.connector: ConnectorScheduler = NO_CONNECTOR
         self.namespace = b""
-        self._names: list[list[BlockName]] = [[] for _ in range(rows)]
+        self._names: list[list[BlockName]] = [[] for _ in self._owned]
 
     def attach(self, connector: ConnectorScheduler, namespace: bytes) -> None:
         """Let a connector save and load from now on; the cache is empty."""

@@ -14,11 +14,12 @@ from common.request import Request
 from moving_blocks.names import BlockName
 
 
-class Transfer(Protocol):
-    """A copy of blocks that has been started."""
+class Transfer:
+    """A copy of blocks that has been started; this one was finished at once."""
 
     def done(self) -> bool:
         """Return True when the last byte has arrived. Never waits."""
+        return True
 
 
 class ConnectorWorker(Protocol):

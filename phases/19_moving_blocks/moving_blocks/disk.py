@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkstemp
 
@@ -43,7 +43,7 @@ class BlockFiles:
     """The files of one folder.
 
     Several processes may use a folder at the same time: files appear under their names only when they are
-    complete, and each process finds out by looking that one is gone.
+    complete, and each process finds out by looking that one was removed.
 
     used: bytes of all files. known: digests that were seen. evicted_blocks: files removed for new ones.
 
@@ -85,8 +85,8 @@ class BlockFiles:
         """Read a block's keys and values into `target`.
 
         Returns:
-            False if the file is gone or not what its name says; `target` may then hold anything. The log has
-            one line about it.
+            False if the file was removed or is not what its name says; `target` may then hold anything. The
+            log has one line about it.
         """
         path = self.path(name.digest)
         try:
@@ -122,7 +122,7 @@ class BlockFiles:
     def write(self, name: BlockName, source: memoryview) -> bool:
         """Write a block's file, unless it is there.
 
-        The bytes go to a temporary name, to the disk, and only then to the file's own name: whoever reads it
+        The bytes go to a temporary name, to the disk, and only then to the file's own name: a reader
         sees all of it or nothing.
 
         Returns:
@@ -170,10 +170,9 @@ class BlockFiles:
         """
         files: list[tuple[int, int, Path]] = []
         names: set[bytes] = set()
-        for entry in self._entries():
-            path = Path(entry.path)
+        for path in list(self.folder.iterdir()):
             try:
-                found = entry.stat(follow_symlinks=False)
+                found = path.lstat()
             except OSError:
                 continue  # another process has just removed it
             old = time.time() - found.st_mtime > STALE_SECONDS
@@ -185,10 +184,6 @@ class BlockFiles:
         self.known = names
         self.used = sum(size for _, size, _ in files)
         return files
-
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        with os.scandir(self.folder) as entries:
-            yield from entries
 
     def _make_room(self, size: int) -> None:
         """Remove the least recently used files until `size` more bytes are within the budget."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from moving_blocks.rule import LoadRule, PrefillCost, measure_rule
 from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
-from prefix_cache import INDEXES, Prefix, PrefixIndex
+from prefix_cache import INDEXES, Prefix
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +83,8 @@ class MovingBlocks(Feature):
             return
         prefix = builder.feature(Prefix)
         assert prefix is not None
-        index = INDEXES[prefix.index]
-        builder.cache.decorate(self, lambda plain: partial(_cache, index))
+        index = INDEXES[prefix.index]()
+        builder.cache.decorate(self, lambda plain: partial(OffloadingCache, index))
         gate = AdmissionGate(builder.grammar_manager.part)
         builder.grammar_manager.decorate(self, lambda inner: gate)
         loop = ConnectorLoop(builder.loop.part)
@@ -168,9 +167,3 @@ class MovingBlocks(Feature):
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
         return rule
-
-
-def _cache(
-    index: Callable[[], PrefixIndex], rows: int, max_len: int, blocks: int, block_size: int
-) -> OffloadingCache:
-    return OffloadingCache(rows, max_len, blocks, block_size, index())

@@ -104,12 +104,3 @@ class HostTier:
     def view(self, block: HostBlock) -> memoryview:
         """Return the bytes of a block's slot."""
         return self.memory[block.slot].numpy().data
-
-    def check(self) -> None:
-        """Raise `AssertionError` unless every slot is free or of one block, and pins are what is noted."""
-        used = [block.slot for block in self._blocks.values()]
-        unpinned = {block.digest for block in self._blocks.values() if not block.pins}
-        if len({*used, *self._free}) != len(used) + len(self._free):
-            raise AssertionError("a slot is used twice")
-        if unpinned != set(self._unpinned):
-            raise AssertionError("the blocks without pins are not those that may be evicted")

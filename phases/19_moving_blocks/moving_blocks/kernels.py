@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -57,8 +55,7 @@ def move(
         to_host: from the pool to the host, or back.
         programs: thread blocks of the launch.
     """
-    wide = pool.shape[2] * pool.element_size() % 8 == 0
-    word = torch.int64 if wide else torch.uint8
+    word = torch.uint8 if pool.shape[2] * pool.element_size() % 8 else torch.int64
     source, target = pool.view(word), host.view(word)
     parts, blocks, width = source.shape
     block = min(WORDS, triton.next_power_of_2(width))
@@ -74,11 +71,3 @@ def move(
         BLOCK=block,
         num_warps=8,
     )
-
-
-def index_of(blocks: Sequence[int], slots: Sequence[int], device: torch.device) -> Tensor:
-    """Return `[2, count]` int64 on a device, copied there on the current stream."""
-    pinned = torch.tensor([list(blocks), list(slots)], dtype=torch.int64)
-    if device.type == "cuda":
-        pinned = pinned.pin_memory()
-    return pinned.to(device, non_blocking=True)

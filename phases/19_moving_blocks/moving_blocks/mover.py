@@ -11,14 +11,6 @@ from moving_blocks.connector import ConnectorWorker, Transfer
 from paged_cache import BlockPool
 
 
-class Done(Transfer):
-    """A copy that was finished when it was started."""
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-
 class CopyWorker(ConnectorWorker):
     """Copies at once, a block at a time: for a pool that is in the host's memory itself.
 
@@ -34,13 +26,13 @@ class CopyWorker(ConnectorWorker):
         """See `ConnectorWorker.start_load`."""
         for block, slot in zip(blocks, slots, strict=True):
             self.pool[:, block] = self.host[slot]
-        return Done()
+        return Transfer()
 
     def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """See `ConnectorWorker.start_save`."""
         for block, slot in zip(blocks, slots, strict=True):
             self.host[slot] = self.pool[:, block]
-        return Done()
+        return Transfer()
 
     def wait_for_load(self, transfer: Transfer) -> None:
         """Nothing is on its way."""
@@ -52,12 +44,11 @@ class CopyWorker(ConnectorWorker):
 class StreamTransfer(Transfer):
     """A copy on a stream of its own.
 
-    event: recorded behind it. index: read by it, and so kept until it is done.
+    event: recorded behind it.
     """
 
-    def __init__(self, event: torch.cuda.Event, index: Tensor) -> None:
+    def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
-        self.index = index
 
     def done(self) -> bool:
         """Return True if the GPU has passed the event."""
@@ -110,14 +101,15 @@ class StreamWorker(ConnectorWorker):
         *,
         to_host: bool,
     ) -> StreamTransfer:
-        from moving_blocks.kernels import index_of, move  # Triton comes with it
+        from moving_blocks.kernels import move  # Triton comes with it
 
         with torch.cuda.stream(stream):
-            index = index_of(blocks, slots, self.device)
+            index = torch.tensor([list(blocks), list(slots)]).pin_memory()
+            index = index.to(self.device, non_blocking=True)
             move(self.pool, self.host, index, to_host=to_host)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-        return StreamTransfer(event, index)
+        return StreamTransfer(event)
 
 
 def views(pool: BlockPool, host: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 26
 
 
 class BlockName(NamedTuple):
-    """What a full block of a sequence is called.
+    """The name of a full block of a sequence.
 
     digest: of the namespace, the salt and all tokens up to the block's end.
     parent: the digest of the block before, or of the namespace and the salt.

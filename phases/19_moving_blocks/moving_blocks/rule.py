@@ -1,4 +1,4 @@
-"""Load or recompute: whether blocks arrive sooner than they are computed.
+"""Load or recompute: do blocks arrive sooner than they are computed?
 
 Two rates decide, which are measured when the engine starts and corrected by every copy: how fast this engine
 computes a prompt, and how fast blocks come in. The lesson draws them.
@@ -64,7 +64,7 @@ class LoadRule:
 
     cost: of a prompt.
     compute_rate: operations a second. host_rate, disk_rate: bytes a second.
-    step_seconds: what a step takes at least, however few tokens it computes.
+    step_seconds: what a step takes at least, also if it computes one token.
     """
 
     def __init__(
@@ -95,19 +95,17 @@ class LoadRule:
             WAIT_SECONDS + blocks * each / self.host_rate + from_disk * each / self.disk_rate
         )
 
-    def saved_seconds(self, start: int, loaded: int, end: int) -> float:
-        """Return how much less there is to compute of a prompt of `end` tokens.
-
-        start: tokens in the cache. loaded: tokens in the cache after a load.
-        """
-        return self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
-
     def should_load(
         self, start: int, loaded: int, end: int, blocks: int, from_disk: int = 0
     ) -> bool:
-        """Return True if loading is faster than computing; see `saved_seconds` and `load_seconds`."""
-        needed = MARGIN * self.load_seconds(blocks, from_disk)
-        return needed < self.saved_seconds(start, loaded, end)
+        """Return True if loading is faster than computing.
+
+        Args:
+            start: tokens of the prompt in the cache. loaded: those after the load. end: all tokens.
+            blocks, from_disk: see `load_seconds`.
+        """
+        saved = self.compute_seconds(start, end) - self.compute_seconds(loaded, end)
+        return MARGIN * self.load_seconds(blocks, from_disk) < saved
 
     def on_read(self, blocks: int, seconds: float) -> None:
         """Correct the disk's rate by blocks that were read in so many seconds."""
@@ -158,11 +156,11 @@ def time_prompt(engine: PagedEngine, tokens: int) -> float:
 
 def time_copy(worker: ConnectorWorker, blocks: int) -> float:
     """Return the seconds of a load of so many blocks, the better of two."""
-    places = range(blocks)
+    numbers = range(blocks)
     times: list[float] = []
     for _ in range(2):
         started = perf_counter()
-        transfer = worker.start_load(places, places)
+        transfer = worker.start_load(numbers, numbers)
         while not transfer.done():
             continue
         times.append(perf_counter() - started)

@@ -24,11 +24,11 @@ from prefix_cache.index import Key
 
 @dataclass
 class TierStats:
-    """Counts since the start, in blocks, but for `late_requests`.
+    """Counts since the start, in blocks, but for `expired_requests`.
 
     saved, loaded: copied to and from host memory. read, unread: that came from files, or could not.
     written: to files. dropped: that found no slot or that the disk was too slow for.
-    late_requests: that stopped waiting because computing would have been as fast.
+    expired_requests: that stopped waiting because computing would have been as fast.
     """
 
     saved: int = 0
@@ -37,7 +37,7 @@ class TierStats:
     unread: int = 0
     written: int = 0
     dropped: int = 0
-    late_requests: int = 0
+    expired_requests: int = 0
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class TieredConnector(ConnectorScheduler):
         scheduler: of the engine; says whether a request would be admitted now.
         worker: copies.
         host: the second tier. disk: the third, if there is one.
-        rule: says when loading pays.
+        rule: says when loading is faster than computing.
         save_computed: save blocks as soon as they are computed, not only when they are evicted.
         clock: in seconds.
     """
@@ -138,7 +138,7 @@ class TieredConnector(ConnectorScheduler):
     # Admission.
 
     def get_num_new_matched_tokens(self, request: Request) -> int:
-        """See `ConnectorScheduler.get_num_new_matched_tokens`; whether it pays is another question."""
+        """See `ConnectorScheduler.get_num_new_matched_tokens`; whether it is faster is another question."""
         found = self._num_cached(request)
         names, _ = self._find_names(request, found)
         return (len(names) - found) * self.cache.block_size
@@ -156,12 +156,12 @@ class TieredConnector(ConnectorScheduler):
         if wait.load is not None:
             if wait.load in self.loads and now < wait.deadline:
                 return False
-            return self._enter_line(wait, late=wait.load in self.loads)
+            return self._enter_line(wait, expired=wait.load in self.loads)
         if wait.reading:
             missing = any(not (block.loadable or block.failed) for block in wait.pinned)
             if missing and now < wait.deadline:
                 return False
-            self.stats.late_requests += missing
+            self.stats.expired_requests += missing
             wait.reading = False
             wait.budget -= now - (wait.deadline - wait.budget)
         if self._need_room and self._need_room[0].rank < wait.rank:
@@ -170,9 +170,9 @@ class TieredConnector(ConnectorScheduler):
         count = self._num_loadable(wait, found)
         if not count:
             return self._enter_line(wait)
-        if self._comes_with_another(wait.names[found]):
-            return False
-        if self.scheduler.waiting or not self._has_room(request):
+        if any(wait.names[found] in load.names for load in self.loads):
+            return False  # it comes with another request's blocks
+        if not self._has_room(request):
             if wait not in self._need_room:
                 insort(self._need_room, wait, key=lambda each: each.rank)
             return False
@@ -186,7 +186,8 @@ class TieredConnector(ConnectorScheduler):
         return self._enter_line(wait)
 
     def _begin(self, request: Request) -> WaitingRequest:
-        """Look for a request's blocks, and begin to read those that are on a disk, if that pays."""
+        """Look for a request's blocks, and begin to read those that are on a disk, if that is
+        faster."""
         self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
@@ -225,9 +226,9 @@ class TieredConnector(ConnectorScheduler):
         self.disk.read(name, block, self.host.view(block))
         return block
 
-    def _enter_line(self, wait: WaitingRequest, *, late: bool = False) -> bool:
+    def _enter_line(self, wait: WaitingRequest, *, expired: bool = False) -> bool:
         """Forget a request that waits no longer. Returns True."""
-        self.stats.late_requests += late
+        self.stats.expired_requests += expired
         self.host.unpin(wait.pinned)
         if wait in self._need_room:
             self._need_room.remove(wait)
@@ -268,16 +269,12 @@ class TieredConnector(ConnectorScheduler):
             count += 1
         size = self.cache.block_size
         loaded, end = (found + count) * size, len(wait.request.tokens)
-        pays = self.rule.should_load(found * size, loaded, end, count)
-        return count if pays else 0
-
-    def _comes_with_another(self, name: BlockName) -> bool:
-        """Return True if a load for another request brings this block."""
-        return any(name in load.names for load in self.loads)
+        return count if self.rule.should_load(found * size, loaded, end, count) else 0
 
     def _has_room(self, request: Request) -> bool:
         """Return True if the request would be admitted now, beside those whose loads are on their way."""
-        return self.scheduler.rows.free > len(self.loads) and self.cache.fits(request)
+        rows = self.scheduler.rows.free > len(self.loads)
+        return rows and not self.scheduler.waiting and self.cache.fits(request)
 
     # Loads.
 
@@ -352,7 +349,7 @@ class TieredConnector(ConnectorScheduler):
         blocks: list[int] = []
         targets: list[HostBlock] = []
         for block, name in self._to_save.items():
-            if self._is_saved(name):
+            if self.host.get(name.digest) is not None or self._is_on_disk(name):
                 continue
             target = self.host.allocate(name.digest)
             if target is None:
@@ -367,10 +364,6 @@ class TieredConnector(ConnectorScheduler):
             self.saves.append(Save(names, blocks, targets, transfer))
             self._saving.update(blocks)
             self.stats.saved += len(blocks)
-
-    def _is_saved(self, name: BlockName) -> bool:
-        on_disk = self.disk is not None and name.digest in self.disk.files.known
-        return on_disk or self.host.get(name.digest) is not None
 
     # What has finished.
 
