@@ -125,9 +125,7 @@ def settle(engine: PagedEngine) -> None:
     """Wait until the disk's threads have done what they were given."""
     connector = connector_of(engine)
     until = time.monotonic() + 20
-    while connector.disk is not None and (
-        connector.disk.pending_reads or connector.disk.pending_writes
-    ):
+    while connector.disk is not None and connector.disk.pending:
         assert time.monotonic() < until, "a file is not finished"
         connector.poll()
         time.sleep(0.001)
@@ -805,10 +803,10 @@ def killed_while_writing(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
 
-    def kill(*args: Any) -> None:
+    def kill(*args: Any, **options: Any) -> None:
         raise Killed
 
-    for call in ("write", "fsync", "replace"):
+    for call in ("fsync", "utime", "replace"):
         with patch.context() as inner:
             inner.setattr(f"moving_blocks.disk.os.{call}", kill)
             with pytest.raises(Killed):
@@ -889,7 +887,7 @@ def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     engine = restarted(tmp_path)
-    monkeypatch.setattr("moving_blocks.disk.os.write", full)
+    monkeypatch.setattr("moving_blocks.disk.os.fsync", full)
     prompt = prompt_of(28)
     assert serve(engine, prompt) == [right(tuple(prompt))]
     assert files_in(tmp_path / "blocks") == []

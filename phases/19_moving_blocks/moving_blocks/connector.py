@@ -37,9 +37,11 @@ class ConnectorWorker(Protocol):
 
     def wait_for_load(self, transfer: Transfer) -> None:
         """Let every later step wait for a load; the host does not wait."""
+        return None
 
     def wait_for_saves(self) -> None:
         """Let every later step wait for all saves so far, since it writes to blocks that they read."""
+        return None
 
 
 class ConnectorScheduler:

@@ -77,7 +77,7 @@ class BlockFiles:
 
     def contains(self, digest: bytes) -> bool:
         """Return True if there is a file of this name, whatever is in it."""
-        if digest not in self.known and self.path(digest).exists():
+        if digest not in self.known and self.path(digest).is_file():
             self.known.add(digest)  # another process wrote it
         return digest in self.known
 
@@ -101,7 +101,7 @@ class BlockFiles:
 
     def _read(self, path: Path, name: BlockName, target: memoryview) -> None:
         descriptor = os.open(path, os.O_RDONLY | NO_LINKS)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
+        with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
             header = header_of(name, len(target))
             size = len(header) + DIGEST_BYTES + len(target)
@@ -110,12 +110,8 @@ class BlockFiles:
             if file.read(len(header)) != header:
                 raise DamagedFile("its header names another block")
             checksum = file.read(DIGEST_BYTES)
-            at = 0
-            while at < len(target):
-                count = file.readinto(target[at:])
-                if not count:
-                    raise DamagedFile(f"it ends after {at} bytes")
-                at += count
+            if file.readinto(target) != len(target):
+                raise DamagedFile("it has become shorter")
             if checksum_of(header, target) != checksum:
                 raise DamagedFile("its checksum is wrong")
 
@@ -138,14 +134,12 @@ class BlockFiles:
             self._make_room(size)
             descriptor, temporary_name = mkstemp(TEMPORARY, dir=self.folder)
             temporary = Path(temporary_name)
-            try:
-                for part in (header, checksum_of(header, source), source):
-                    write_all(descriptor, part)
+            with open(descriptor, "wb") as file:
+                file.writelines((header, checksum_of(header, source), source))
+                file.flush()
                 os.fsync(descriptor)
                 now = time.time_ns()  # the file system's own clock is coarse
                 os.utime(descriptor, ns=(now, now))
-            finally:
-                os.close(descriptor)
             os.replace(temporary, path)
         except OSError as error:
             if temporary != path:
@@ -243,13 +237,6 @@ def checksum_of(header: bytes, content: memoryview) -> bytes:
     state = xxhash.xxh3_128(header)
     state.update(content)
     return bytes(state.digest())
-
-
-def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """Write all bytes to a file."""
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 def digest_in(path: Path) -> bytes | None:

@@ -47,12 +47,12 @@ Call = Callable[[], None]
 class DiskTier:
     """Reads and writes blocks beside the engine's thread.
 
-    pending_reads, pending_writes: jobs that `take_finished` has not returned yet.
+    pending: jobs that `take_finished` has not returned yet.
     """
 
     def __init__(self, files: BlockFiles) -> None:
         self.files = files
-        self.pending_reads = self.pending_writes = 0
+        self.pending = 0
         self._finished: deque[DiskJob] = deque()
         self._reads: SimpleQueue[Call | None] = SimpleQueue()
         self._writes: SimpleQueue[Call | None] = SimpleQueue()
@@ -66,13 +66,13 @@ class DiskTier:
 
     def read(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
         """Begin to read a block into its slot."""
-        self.pending_reads += 1
+        self.pending += 1
         job = DiskJob(block, reading=True)
         self._reads.put(partial(run, job, self.files.read, name, view, self._finished))
 
     def write(self, name: BlockName, block: HostBlock, view: memoryview) -> None:
         """Begin to write a block, whose slot must not change until the job is finished."""
-        self.pending_writes += 1
+        self.pending += 1
         job = DiskJob(block, reading=False)
         self._writes.put(partial(run, job, self.files.write, name, view, self._finished))
 
@@ -85,10 +85,8 @@ class DiskTier:
         """Return the jobs that have finished since the last call."""
         jobs: list[DiskJob] = []
         while self._finished:
-            job = self._finished.popleft()
-            self.pending_reads -= job.reading
-            self.pending_writes -= not job.reading
-            jobs.append(job)
+            jobs.append(self._finished.popleft())
+            self.pending -= 1
         return jobs
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from paged_cache.pool import zeros
 
 
+@dataclass(eq=False, slots=True)
 class HostBlock:
     """A block in host memory.
 
@@ -18,14 +20,11 @@ class HostBlock:
     pins: copies and requests that need it to stay.
     """
 
-    __slots__ = ("digest", "failed", "loadable", "pins", "slot")
-
-    def __init__(self, digest: bytes, slot: int) -> None:
-        self.digest = digest
-        self.slot = slot
-        self.loadable = True
-        self.failed = False
-        self.pins = 0
+    digest: bytes
+    slot: int
+    loadable: bool = True
+    failed: bool = False
+    pins: int = 0
 
 
 class HostTier:
@@ -65,8 +64,7 @@ class HostTier:
             self.evicted_blocks += 1
         else:
             return None
-        block = self._blocks[digest] = HostBlock(digest, slot)
-        block.pins = 1
+        block = self._blocks[digest] = HostBlock(digest, slot, pins=1)
         return block
 
     def pin(self, blocks: Iterable[HostBlock]) -> None:

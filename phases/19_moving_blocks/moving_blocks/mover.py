@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,21 +35,12 @@ class CopyWorker(ConnectorWorker):
             self.host[slot] = self.pool[:, block]
         return Transfer()
 
-    def wait_for_load(self, transfer: Transfer) -> None:
-        """Nothing is on its way."""
 
-    def wait_for_saves(self) -> None:
-        """Nothing is on its way."""
-
-
+@dataclass
 class StreamTransfer(Transfer):
-    """A copy on a stream of its own.
+    """A copy on a stream of its own, and the event behind it."""
 
-    event: recorded behind it.
-    """
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    event: torch.cuda.Event
 
     def done(self) -> bool:
         """Return True if the GPU has passed the event."""

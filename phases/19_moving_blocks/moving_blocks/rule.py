@@ -59,30 +59,21 @@ class PrefillCost:
         return self.per_token * (end - start) + self.per_pair * (end**2 - start**2) / 2
 
 
+@dataclass
 class LoadRule:
     """Decides whether to load blocks or to compute their tokens.
 
-    cost: of a prompt.
+    cost: of a prompt. block_bytes: keys and values of a block.
     compute_rate: operations a second. host_rate, disk_rate: bytes a second.
     step_seconds: what a step takes at least, also if it computes one token.
     """
 
-    def __init__(
-        self,
-        cost: PrefillCost,
-        block_bytes: int,
-        *,
-        compute_rate: float,
-        host_rate: float,
-        disk_rate: float = DISK_RATE,
-        step_seconds: float = 0.0,
-    ) -> None:
-        self.cost = cost
-        self.block_bytes = block_bytes
-        self.compute_rate = compute_rate
-        self.host_rate = host_rate
-        self.disk_rate = disk_rate
-        self.step_seconds = step_seconds
+    cost: PrefillCost
+    block_bytes: int
+    compute_rate: float
+    host_rate: float
+    disk_rate: float = DISK_RATE
+    step_seconds: float = 0.0
 
     def compute_seconds(self, start: int, end: int) -> float:
         """Return how long the tokens `start .. end - 1` of a prompt take to compute."""

@@ -87,48 +87,38 @@ class WaitingRequest:
     load: Load | None = None
 
 
+@dataclass(eq=False)
 class TieredConnector(ConnectorScheduler):
     """Saves blocks to host memory and files, and loads them for requests before they enter the line.
 
-    Args:
-        cache: whose blocks they are.
-        scheduler: of the engine; says whether a request would be admitted now.
-        worker: copies.
-        host: the second tier. disk: the third, if there is one.
-        rule: says when loading is faster than computing.
-        save_computed: save blocks as soon as they are computed, not only when they are evicted.
-        clock: in seconds.
+    cache: whose blocks they are.
+    scheduler: of the engine; says whether a request would be admitted now.
+    worker: copies. host: the second tier. disk: the third, if there is one.
+    rule: says when loading is faster than computing.
+    save_computed: save blocks as soon as they are computed, not only when they are evicted.
+    clock: in seconds.
+    waiting: requests outside of the waiting line. loads, saves: on their way.
     """
 
-    def __init__(
-        self,
-        cache: OffloadingCache,
-        scheduler: Scheduler,
-        worker: ConnectorWorker,
-        host: HostTier,
-        disk: DiskTier | None,
-        rule: LoadRule,
-        *,
-        save_computed: bool = False,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self.cache = cache
-        self.scheduler = scheduler
-        self.worker = worker
-        self.host = host
-        self.disk = disk
-        self.rule = rule
-        self.save_computed = save_computed
-        self.clock = clock
-        self.stats = TierStats()
-        self.waiting: dict[Request, WaitingRequest] = {}
-        self.loads: list[Load] = []
-        self.saves: list[Save] = []
-        self._need_room: list[WaitingRequest] = []  # by rank
-        self._name_of: dict[int, BlockName] = {}  # of blocks in the cache's index
-        self._to_save: dict[int, BlockName] = {}  # evicted or computed since the last step
-        self._saving: set[int] = set()  # blocks that copies read
-        self._overwritten = False  # the next step writes to one of them
+    cache: OffloadingCache
+    scheduler: Scheduler
+    worker: ConnectorWorker
+    host: HostTier
+    disk: DiskTier | None
+    rule: LoadRule
+    save_computed: bool = False
+    clock: Callable[[], float] = monotonic
+    stats: TierStats = field(default_factory=TierStats)
+    waiting: dict[Request, WaitingRequest] = field(default_factory=dict)
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    _need_room: list[WaitingRequest] = field(default_factory=list)  # by rank
+    _name_of: dict[int, BlockName] = field(
+        default_factory=dict
+    )  # of blocks in the cache's index
+    _to_save: dict[int, BlockName] = field(default_factory=dict)  # since the last step
+    _saving: set[int] = field(default_factory=set)  # blocks that copies read
+    _overwritten: bool = False  # the next step writes to one of them
 
     @property
     def busy(self) -> bool:
@@ -386,7 +376,7 @@ class TieredConnector(ConnectorScheduler):
         for name, block in zip(save.names, save.targets, strict=True):
             if self.disk is None:
                 continue
-            if self.disk.pending_writes >= max(1, len(self.host.memory) // 2):
+            if self.disk.pending >= max(1, len(self.host.memory) // 2):
                 self.stats.dropped += 1
                 continue
             self.host.pin([block])
