@@ -395,7 +395,7 @@ def test_the_least_recently_used_end_leaves_host_memory_first() -> None:
     assert all(left[1])
     kept = sum(left[0])
     assert left[0] == [True] * kept + [False] * (len(left[0]) - kept), f"{left[0]}"
-    assert connector.host.evicted_blocks > 0
+    assert 0 < kept < len(left[0])
 
 
 def digests_in(engine: PagedEngine, tokens: Sequence[int], salt: str = "") -> list[bytes]:
@@ -533,7 +533,7 @@ def test_rates_are_measured_at_the_start_and_leave_no_trace() -> None:
     assert 0 < rule.step_seconds < 60 and rule.compute_rate > 0 and rule.host_rate > 0
     assert engine.stats.computed_tokens == 0 and engine.cache.stats.lookup_tokens == 0
     assert engine.cache.allocator.free == engine.cache.allocator.count
-    assert len(connector_of(engine).host) == 0
+    assert not connector_of(engine).host._blocks
 
 
 def test_operations_of_a_prompt_add_up() -> None:
@@ -850,7 +850,6 @@ def test_files_stay_within_their_budget_and_the_oldest_ends_go_first(tmp_path: P
     left = [files.path(name.digest).exists() for name in old]
     assert all(files.path(name.digest).exists() for name in new)
     assert 0 < sum(left) < 5 and left == sorted(left, reverse=True), f"{left}"
-    assert files.evicted_blocks == 5 - sum(left)
 
 
 def test_a_request_that_ends_makes_its_files_young_from_the_last_one_on(

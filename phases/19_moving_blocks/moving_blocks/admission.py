@@ -1,4 +1,4 @@
-"""Where the engine meets the connector: before a request enters the waiting line, and after each step."""
+"""The engine's calls of the connector: before a request enters the waiting line, and after each step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ class AdmissionGate(GrammarManager):
     """Phase 04's admission seam: a request waits outside of the line for its grammar, then for its blocks.
 
     All that is about grammars goes to `inner`.
+
+    connector: asked about blocks, once it is there.
     """
 
     def __init__(self, inner: GrammarManager) -> None:
         self.inner = inner
         self.connector: ConnectorScheduler = NO_CONNECTOR
-
-    def attach(self, connector: ConnectorScheduler) -> None:
-        """Ask a connector about blocks from now on."""
-        self.connector = connector
 
     def ready(self, request: Request) -> bool:
         """Return True if a request has its grammar and its blocks, or need not wait for them.
@@ -69,15 +67,13 @@ class ConnectorLoop(Loop):
     """A `Loop` that polls the connector behind each step of another loop.
 
     While copies are on their way it is not idle: the engine goes on stepping, and nothing is held for ever.
+
+    connector: polled, once it is there.
     """
 
     def __init__(self, inner: Loop) -> None:
         self.inner = inner
         self.connector: ConnectorScheduler = NO_CONNECTOR
-
-    def attach(self, connector: ConnectorScheduler) -> None:
-        """Poll a connector from now on."""
-        self.connector = connector
 
     @property
     def idle(self) -> bool:

@@ -45,7 +45,7 @@ class BlockFiles:
     Several processes may use a folder at the same time: files appear under their names only when they are
     complete, and each process finds out by looking that one was removed.
 
-    used: bytes of all files. known: digests that were seen. evicted_blocks: files removed for new ones.
+    used: bytes of all files. known: digests that were seen.
 
     Args:
         folder: made if it is not there. It must belong to this user alone, since its files become text.
@@ -60,7 +60,6 @@ class BlockFiles:
         self.folder = folder
         self.budget = budget
         self.block_bytes = block_bytes
-        self.evicted_blocks = 0
         self._paused_until = 0.0
         own_folder(folder)
         if budget < block_bytes + 4096:
@@ -190,7 +189,6 @@ class BlockFiles:
             remove(path)
             self.known.discard(bytes.fromhex(path.stem))
             self.used -= bytes_
-            self.evicted_blocks += 1
 
     def touch(self, digests: Sequence[bytes]) -> None:
         """Count the files of one sequence as used just now, the last one first: without the blocks before it,

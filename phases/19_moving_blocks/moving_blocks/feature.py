@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,6 @@ from moving_blocks.tiers import TieredConnector
 from paged_cache import EngineBuilder, Feature, PagedAttention, PagedEngine
 from parallel import Parallel
 from prefix_cache import INDEXES, Prefix
-
-log = logging.getLogger(__name__)
 
 HOST_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28, "mps": 1 << 28}
 """The second tier, unless the caller says otherwise, or a quarter of the free memory is less."""
@@ -110,7 +107,6 @@ class MovingBlocks(Feature):
             value = vars(self)[item.name]
             if value != item.default:
                 raise UserError(f"{item.name} is {value!r}, but blocks cannot be moved: {why}")
-        log.info("moving_blocks does nothing: %s", why)
 
     def _attach(self, gate: AdmissionGate, loop: ConnectorLoop, engine: PagedEngine) -> None:
         """Make the tiers of a complete engine, and let its parts use them."""
@@ -137,8 +133,7 @@ class MovingBlocks(Feature):
         # Host memory ends with this process, which has one model.
         namespace = digest_of() if disk is None else namespace_of(engine.runner.model, pool)
         cache.attach(connector, namespace)
-        gate.attach(connector)
-        loop.attach(connector)
+        gate.connector = loop.connector = connector
 
     def slots(self, block_bytes: int, device: torch.device) -> int:
         """Return how many blocks host memory has room for. Raises `UserError` if it is none."""

@@ -41,10 +41,6 @@ class HostTier:
         self._free = list(range(count - 1, -1, -1))
         self._blocks: dict[bytes, HostBlock] = {}
         self._unpinned: OrderedDict[bytes, HostBlock] = OrderedDict()  # oldest first
-        self.evicted_blocks = 0
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def get(self, digest: bytes) -> HostBlock | None:
         """Return the block of a name, or None."""
@@ -61,7 +57,6 @@ class HostTier:
             oldest, block = self._unpinned.popitem(last=False)
             del self._blocks[oldest]
             slot = block.slot
-            self.evicted_blocks += 1
         else:
             return None
         block = self._blocks[digest] = HostBlock(digest, slot, pins=1)

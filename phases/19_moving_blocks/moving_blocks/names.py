@@ -74,21 +74,14 @@ def namespace_of(model: Model, pool: BlockPool) -> bytes:
     parts = [
         b"moving_blocks 1",
         repr(model.config).encode(),
-        weights_digest(model),
         str((pool.data.dtype, pool.data.shape[:2], pool.data.shape[3:])).encode(),
     ]
-    for layer in pool.layers:
-        parts.append(repr(layer.layout).encode())
-        parts += [hash_tensor(scale) for scale in layer[2:4] if scale is not None]
-    return digest_of(*parts)
-
-
-def weights_digest(model: Model) -> bytes:
-    """Return a digest of all tensors of a model, with their names, shapes and dtypes."""
-    parts: list[bytes] = []
     for name, tensor in tensors_of(model):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         parts.append(hash_tensor(tensor))
+    for layer in pool.layers:
+        parts.append(repr(layer.layout).encode())
+        parts += [hash_tensor(scale) for scale in layer[2:4] if scale is not None]
     return digest_of(*parts)
 
 

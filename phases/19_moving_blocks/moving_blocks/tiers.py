@@ -19,7 +19,6 @@ from moving_blocks.disk_tier import READERS, DiskTier
 from moving_blocks.host import HostBlock, HostTier
 from moving_blocks.names import BlockName, chain
 from moving_blocks.rule import LoadRule
-from prefix_cache.index import Key
 
 
 @dataclass
@@ -44,11 +43,10 @@ class TierStats:
 class Load:
     """Blocks on their way from host memory into the cache.
 
-    cursor: behind the cached blocks before them, which it pins. keys, names, blocks, sources: of each block.
+    cursor: behind the cached blocks before them, which it pins. names, blocks, sources: of each block.
     """
 
     cursor: object
-    keys: list[Key]
     names: list[BlockName]
     blocks: list[int]
     sources: list[HostBlock]
@@ -69,7 +67,7 @@ class Save:
 class WaitingRequest:
     """A request outside of the waiting line.
 
-    keys: of its full blocks. names: of those that are in some tier, from the first on.
+    names: of its full blocks, from the first on, as far as they are in some tier.
     rank: what its place in the line will be.
     pinned: its blocks in host memory, those that are still being read included.
     budget: seconds that it may still wait for blocks; computing them would take as long.
@@ -77,7 +75,6 @@ class WaitingRequest:
     """
 
     request: Request
-    keys: list[Key]
     names: list[BlockName]
     rank: tuple[float, ...]
     pinned: list[HostBlock] = field(default_factory=list)
@@ -139,9 +136,7 @@ class TieredConnector(ConnectorScheduler):
         A request waits for its blocks no longer than they would take to compute. Then it enters the line, and
         what has not come is computed.
         """
-        wait = self.waiting.get(request)
-        if wait is None:
-            wait = self._begin(request)
+        wait = self.waiting.get(request) or self._begin(request)
         now = self.clock()
         if wait.load is not None:
             if wait.load in self.loads and now < wait.deadline:
@@ -182,7 +177,7 @@ class TieredConnector(ConnectorScheduler):
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
         rank = self.scheduler.policy(request)
-        wait = WaitingRequest(request, self.cache.keys_of(request), names, rank)
+        wait = WaitingRequest(request, names, rank)
         self.waiting[request] = wait
         size, end = self.cache.block_size, len(request.tokens)
         count = len(names) - found
@@ -194,27 +189,18 @@ class TieredConnector(ConnectorScheduler):
             block = self.host.get(name.digest)
             if block is not None:
                 self.host.pin([block])
+            elif self.disk is not None and (block := self.host.allocate(name.digest)):
+                block.loadable = False
+                self.host.pin(
+                    [block]
+                )  # for the thread that writes to it, whatever happens to the request
+                self.disk.read(name, block, self.host.view(block))
             else:
-                block = self._start_read(name)
-                if block is None:
-                    break
+                break
             wait.pinned.append(block)
         wait.reading = True
         wait.deadline = self.clock() + wait.budget
         return wait
-
-    def _start_read(self, name: BlockName) -> HostBlock | None:
-        """Begin to read a block from a disk; None if no slot is free for it."""
-        assert self.disk is not None
-        block = self.host.allocate(name.digest)
-        if block is None:
-            return None
-        block.loadable = False
-        self.host.pin(
-            [block]
-        )  # for the thread that writes to it, whatever becomes of the request
-        self.disk.read(name, block, self.host.view(block))
-        return block
 
     def _enter_line(self, wait: WaitingRequest, *, expired: bool = False) -> bool:
         """Forget a request that waits no longer. Returns True."""
