@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from hybrid_cache import PRESET as BELOW
 from moving_blocks.cache import OffloadingCache
-from moving_blocks.connector import ConnectorScheduler, ConnectorWorker
 from moving_blocks.feature import MovingBlocks
 from moving_blocks.tiers import TieredConnector
 
 __all__ = [
     "LLM",
     "PRESET",
-    "ConnectorScheduler",
-    "ConnectorWorker",
     "MovingBlocks",
     "OffloadingCache",
     "TieredConnector",

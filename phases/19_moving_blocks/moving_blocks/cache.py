@@ -94,23 +94,21 @@ class OffloadingCache(PrefixCache):
 
     # For loads.
 
-    def begin_load(
-        self, keys: list[Key], salt: str, found: int, count: int
-    ) -> tuple[object, list[int]]:
-        """Pin the first `found` blocks of a sequence, which are cached, and take `count` blocks behind them.
+    def begin_load(self, keys: list[Key], salt: str, count: int) -> tuple[object, list[int]]:
+        """Pin the blocks of `keys`, which are cached, and take `count` blocks that follow them.
 
         Returns:
             A cursor at the end of the cached blocks, and the blocks to load into, with the caller as their
             one user.
         """
-        cursor = self.index.attach(keys[:found], salt)
+        cursor = self.index.attach(keys, salt)
         blocks = self.take_blocks(count)
         taken = set(blocks)
         # A fresh block may be wiped before the next step. A loaded one must not be.
         self._fresh = [block for block in self._fresh if block not in taken]
         return cursor, blocks
 
-    def end_load(self, cursor: object, keys: list[Key], blocks: list[int]) -> list[int]:
+    def end_load(self, cursor: object, keys: list[Key], blocks: list[int]) -> set[int]:
         """Insert loaded blocks behind a cursor, and unpin all; see `begin_load`.
 
         Returns:
@@ -118,8 +116,8 @@ class OffloadingCache(PrefixCache):
             has computed them meanwhile.
         """
         cursor, _, new = self.index.extend(cursor, keys, blocks)
-        new = list(new)
-        self.allocator.retain(new)
+        loaded = set(new)
+        self.allocator.retain(loaded)
         self.allocator.release(blocks)
         self.index.detach(cursor)
-        return new
+        return loaded

@@ -152,13 +152,12 @@ class MovingBlocks(Feature):
         self, engine: PagedEngine, worker: ConnectorWorker, slots: int, block_bytes: int
     ) -> LoadRule:
         """Return the rule with the given rates; without both of them, time a prompt and a copy."""
-        cost = PrefillCost.of(engine.config)
         if self.prefill_rate is None or self.load_rate is None:
             rule = measure_rule(engine, worker, slots, block_bytes)
         else:
-            rule = LoadRule(cost, block_bytes, compute_rate=1.0, host_rate=1.0)
+            rule = LoadRule(PrefillCost.of(engine.config), block_bytes, 1.0, 1.0)
         if self.prefill_rate is not None:
-            rule.compute_rate = self.prefill_rate * cost.per_token
+            rule.compute_rate = self.prefill_rate * rule.cost.per_token
         if self.load_rate is not None:
             rule.host_rate = self.load_rate * 1e9
         return rule

@@ -260,17 +260,19 @@ class TieredConnector(ConnectorScheduler):
             block for name in names if (block := self.host.get(name.digest)) is not None
         ]
         self.host.pin(sources)
-        cursor, blocks = self.cache.begin_load(wait.keys, wait.request.salt, found, count)
+        keys = [name.key for name in wait.names[:found]]
+        cursor, blocks = self.cache.begin_load(keys, wait.request.salt, count)
         self._start_saves()  # of what has just been evicted: the load writes there
         transfer = self.worker.start_load(blocks, [block.slot for block in sources])
-        load = Load(cursor, wait.keys[found : found + count], names, blocks, sources, transfer)
+        load = Load(cursor, names, blocks, sources, transfer)
         self.loads.append(load)
         return load
 
     def _finish_load(self, load: Load) -> None:
         """Give loaded blocks to the cache, where every request finds them."""
         self.loads.remove(load)
-        new = set(self.cache.end_load(load.cursor, load.keys, load.blocks))
+        keys = [name.key for name in load.names]
+        new = self.cache.end_load(load.cursor, keys, load.blocks)
         for name, block in zip(load.names, load.blocks, strict=True):
             if block in new:
                 self._name_of[block] = name
