@@ -29,13 +29,15 @@ from cuda_graphs import Overlap
 from forward.loading import random_model
 from forward.model import Model
 from forward.shapes import SHAPES
-from moving_blocks import MovingBlocks, OffloadingCache, TieredConnector
+from moving_blocks import MovingBlocks
+from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorWorker, Transfer
 from moving_blocks.disk import BlockFiles
 from moving_blocks.host import HostTier
 from moving_blocks.mover import CopyWorker
 from moving_blocks.names import BlockName, chain, namespace_of
 from moving_blocks.rule import LoadRule, PrefillCost
+from moving_blocks.tiers import TieredConnector
 from paged_cache import BlockPool, KVFormat, PagedEngine, PagedSizes, Recipe, build
 from prefix_cache import Prefix
 from prefix_cache.index import block_keys
@@ -1139,9 +1141,9 @@ def plant_fresh_blocks_wiped(patch: pytest.MonkeyPatch) -> None:
     begin = OffloadingCache.begin_load
 
     def forget_to_keep(self: OffloadingCache, *args: Any) -> Any:
-        cursor, blocks = begin(self, *args)
+        cursor, cached, blocks = begin(self, *args)
         self._fresh += blocks
-        return cursor, blocks
+        return cursor, cached, blocks
 
     patch.setattr(OffloadingCache, "begin_load", forget_to_keep)
 

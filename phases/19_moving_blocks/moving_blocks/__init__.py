@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from hybrid_cache import PRESET as BELOW
-from moving_blocks.cache import OffloadingCache
 from moving_blocks.feature import MovingBlocks
-from moving_blocks.tiers import TieredConnector
 
 __all__ = [
     "LLM",
     "PRESET",
     "MovingBlocks",
-    "OffloadingCache",
-    "TieredConnector",
     "load",
 ]
 

@@ -94,30 +94,32 @@ class OffloadingCache(PrefixCache):
 
     # For loads.
 
-    def begin_load(self, keys: list[Key], salt: str, count: int) -> tuple[object, list[int]]:
+    def begin_load(
+        self, keys: list[Key], salt: str, count: int
+    ) -> tuple[object, list[int], list[int]]:
         """Pin the blocks of `keys`, which are cached, and take `count` blocks that follow them.
 
         Returns:
-            A cursor at the end of the cached blocks, and the blocks to load into, with the caller as their
-            one user.
+            A cursor at the end of the cached blocks, these blocks, and the blocks to load into. The caller is
+            a user of all of them.
         """
+        cached = self.index.match(keys, salt).blocks
         cursor = self.index.attach(keys, salt)
+        self.allocator.retain(cached)
         blocks = self.take_blocks(count)
-        taken = set(blocks)
         # A fresh block may be wiped before the next step. A loaded one must not be.
-        self._fresh = [block for block in self._fresh if block not in taken]
-        return cursor, blocks
+        loaded = set(blocks)
+        self._fresh = [block for block in self._fresh if block not in loaded]
+        return cursor, cached, blocks
 
     def end_load(self, cursor: object, keys: list[Key], blocks: list[int]) -> set[int]:
-        """Insert loaded blocks behind a cursor, and unpin all; see `begin_load`.
+        """Insert loaded blocks behind a cursor, and unpin all from there to the start; see `begin_load`.
 
         Returns:
             The blocks that are in the index now. It may have had some of the keys already: another request
-            has computed them meanwhile.
+            has computed them meanwhile. The caller still is a user of all blocks.
         """
         cursor, _, new = self.index.extend(cursor, keys, blocks)
-        loaded = set(new)
-        self.allocator.retain(loaded)
-        self.allocator.release(blocks)
+        self.allocator.retain(new)
         self.index.detach(cursor)
-        return loaded
+        return set(new)

@@ -82,7 +82,7 @@ class ConnectorScheduler:
         """Count the blocks of a request as used just now, the last one first."""
 
     def held_blocks(self) -> list[int]:
-        """Return blocks that no request has, but that may be freed only later: a load writes to them."""
+        """Return blocks that may be freed only later, for each use: a load writes to them or needs them."""
         return []
 
     def poll(self) -> None:

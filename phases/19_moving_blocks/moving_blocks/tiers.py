@@ -26,7 +26,7 @@ class TierStats:
     """Counts since the start, in blocks, but for `expired_requests`.
 
     saved, loaded: copied to and from host memory. read, unread: that came from files, or could not.
-    written: to files. dropped: that found no slot or that the disk was too slow for.
+    written: to files.
     expired_requests: that stopped waiting because computing would have been as fast.
     """
 
@@ -35,7 +35,6 @@ class TierStats:
     read: int = 0
     unread: int = 0
     written: int = 0
-    dropped: int = 0
     expired_requests: int = 0
 
 
@@ -43,10 +42,12 @@ class TierStats:
 class Load:
     """Blocks on their way from host memory into the cache.
 
-    cursor: behind the cached blocks before them, which it pins. names, blocks, sources: of each block.
+    cursor: behind the cached blocks before them, which it pins. cached: these blocks.
+    names, blocks, sources: of each block.
     """
 
     cursor: object
+    cached: list[int]
     names: list[BlockName]
     blocks: list[int]
     sources: list[HostBlock]
@@ -141,7 +142,8 @@ class TieredConnector(ConnectorScheduler):
         if wait.load is not None:
             if wait.load in self.loads and now < wait.deadline:
                 return False
-            return self._enter_line(wait, expired=wait.load in self.loads)
+            self.stats.expired_requests += wait.load in self.loads
+            return self._enter_line(wait)
         if wait.reading:
             missing = any(not (block.loadable or block.failed) for block in wait.pinned)
             if missing and now < wait.deadline:
@@ -202,9 +204,8 @@ class TieredConnector(ConnectorScheduler):
         wait.deadline = self.clock() + wait.budget
         return wait
 
-    def _enter_line(self, wait: WaitingRequest, *, expired: bool = False) -> bool:
+    def _enter_line(self, wait: WaitingRequest) -> bool:
         """Forget a request that waits no longer. Returns True."""
-        self.stats.expired_requests += expired
         self.host.unpin(wait.pinned)
         if wait in self._need_room:
             self._need_room.remove(wait)
@@ -261,10 +262,10 @@ class TieredConnector(ConnectorScheduler):
         ]
         self.host.pin(sources)
         keys = [name.key for name in wait.names[:found]]
-        cursor, blocks = self.cache.begin_load(keys, wait.request.salt, count)
+        cursor, cached, blocks = self.cache.begin_load(keys, wait.request.salt, count)
         self._start_saves()  # of what has just been evicted: the load writes there
         transfer = self.worker.start_load(blocks, [block.slot for block in sources])
-        load = Load(cursor, names, blocks, sources, transfer)
+        load = Load(cursor, cached, names, blocks, sources, transfer)
         self.loads.append(load)
         return load
 
@@ -276,12 +277,13 @@ class TieredConnector(ConnectorScheduler):
         for name, block in zip(load.names, load.blocks, strict=True):
             if block in new:
                 self._name_of[block] = name
+        self.cache.allocator.release([*load.cached, *load.blocks])
         self.host.unpin(load.sources)
         self.stats.loaded += len(load.blocks)
 
     def held_blocks(self) -> list[int]:
         """See `ConnectorScheduler.held_blocks`."""
-        return [block for load in self.loads for block in load.blocks]
+        return [block for load in self.loads for block in [*load.cached, *load.blocks]]
 
     # Saves.
 
@@ -331,7 +333,6 @@ class TieredConnector(ConnectorScheduler):
                 continue
             target = self.host.allocate(name.digest)
             if target is None:
-                self.stats.dropped += 1
                 continue
             names.append(name)
             blocks.append(block)
@@ -362,13 +363,10 @@ class TieredConnector(ConnectorScheduler):
         self.saves.remove(save)
         self._saving = {block for each in self.saves for block in each.blocks}
         for name, block in zip(save.names, save.targets, strict=True):
-            if self.disk is None:
-                continue
-            if self.disk.pending >= max(1, len(self.host.memory) // 2):
-                self.stats.dropped += 1
-                continue
-            self.host.pin([block])
-            self.disk.write(name, block, self.host.view(block))
+            # Blocks that are still to be written must leave room for others.
+            if self.disk is not None and self.disk.pending <= len(self.host.memory) // 2:
+                self.host.pin([block])
+                self.disk.write(name, block, self.host.view(block))
         self.host.unpin(save.targets)
 
     def _poll_disk(self, disk: DiskTier) -> None:
