@@ -34,7 +34,7 @@ from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorWorker, Transfer
 from moving_blocks.disk import BlockFiles
 from moving_blocks.host import HostTier
-from moving_blocks.mover import CopyWorker
+from moving_blocks.mover import CopyWorker, StreamWorker
 from moving_blocks.names import BlockName, chain, namespace_of
 from moving_blocks.rule import LoadRule, PrefillCost
 from moving_blocks.tiers import TieredConnector
@@ -1293,6 +1293,136 @@ def test_a_thousand_rounds_take_no_more_memory_than_a_hundred(tmp_path: Path) ->
     assert sizes[-1] < sizes[1] + (4 << 20), f"{sizes}"
     assert not connector_of(engine).waiting
     assert len(connector_of(engine)._name_of) <= 24
+
+
+# On a GPU, and its kernel in the interpreter.
+
+
+def moved_by_kernel(device: str, dtype: torch.dtype, width: int) -> None:
+    from moving_blocks.kernels import move
+
+    generator = torch.Generator().manual_seed(width)
+    pool = torch.randn(6, 20, width, generator=generator).to(dtype).to(device)
+    host = torch.randn(9, 6, width, generator=generator).to(dtype)
+    if device == "cuda":
+        host = host.pin_memory()
+    blocks, slots = [17, 0, 5], [8, 3, 0]
+    index = torch.tensor([blocks, slots], device=device)
+    before = host.clone()
+    move(pool, host, index, to_host=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    for block, slot in zip(blocks, slots, strict=True):
+        before[slot] = pool[:, block].cpu()
+    assert torch.equal(host, before), "the slots of these blocks have changed, and no other"
+    other, wanted = torch.zeros_like(pool), torch.zeros_like(pool)
+    move(other, host, index, to_host=False)
+    wanted[:, blocks] = pool[:, blocks]
+    assert torch.equal(other, wanted)
+
+
+FORMATS = [
+    (torch.float32, 64),
+    (torch.bfloat16, 4096 + 8),
+    (torch.float16, 12),
+    (torch.int8, 7),
+]
+
+
+@pytest.mark.parametrize(("dtype", "width"), FORMATS)
+def test_a_kernel_moves_blocks_in_the_interpreter(dtype: torch.dtype, width: int) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("kernels run on the GPU here")
+    moved_by_kernel("cpu", dtype, width)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "width"), [*FORMATS, (torch.bfloat16, 64 * 1024)])
+def test_a_kernel_moves_blocks_on_a_gpu(dtype: torch.dtype, width: int) -> None:
+    moved_by_kernel("cuda", dtype, width)
+
+
+def gpu_worker() -> tuple[BlockPool, torch.Tensor, StreamWorker]:
+    pool = BlockPool(tiny().config, 64, 16, device=torch.device("cuda"), dtype=torch.bfloat16)
+    size = pool.data[:, :, 0].numel() * pool.data.element_size()
+    host = torch.zeros(64, size, dtype=torch.uint8).pin_memory()
+    return pool, host, StreamWorker(pool, host)
+
+
+class Hasty(torch.cuda.Stream):
+    """A planted fault: it waits for no other stream."""
+
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
+    """a1: the copy reads what the step before has written, however slow that step is."""
+    pool, host, worker = gpu_worker()
+    worker.start_save([0], [0])  # compiles
+    torch.cuda.synchronize()
+    if planted:
+        worker.save_stream = Hasty()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(200_000_000)
+    pool.data.fill_(3.0)
+    transfer = worker.start_save(range(64), range(64))
+    assert planted or not transfer.done()
+    torch.cuda.synchronize()
+    right_ = bool((host.view(torch.bfloat16) == 3.0).all())
+    assert right_ is not planted
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_copy_that_reads_its_blocks() -> None:
+    """a2 on streams: a save that is slow to begin still reads what was there."""
+    pool, host, worker = gpu_worker()
+    worker.start_save([0], [0])
+    pool.data.fill_(3.0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(worker.save_stream):
+        torch.cuda._sleep(200_000_000)
+    worker.start_save(range(64), range(64))
+    worker.wait_for_saves()
+    pool.data.fill_(5.0)
+    torch.cuda.synchronize()
+    assert bool((host.view(torch.bfloat16) == 3.0).all())
+
+
+@pytest.mark.gpu
+def test_a_load_follows_the_save_into_its_slot_and_a_step_waits_for_it() -> None:
+    pool, _, worker = gpu_worker()
+    pool.data[:, :, :32] = 7.0
+    with torch.cuda.stream(worker.save_stream):
+        torch.cuda._sleep(200_000_000)
+    worker.start_save(range(32), range(32))
+    load = worker.start_load(range(32, 64), range(32))
+    worker.wait_for_load(load)
+    seen = pool.data[:, :, 32:].clone()
+    torch.cuda.synchronize()
+    assert bool((seen == 7.0).all()) and load.done()
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_gpu_loads_what_it_saved() -> None:
+    model = forward.load_model("random:tiny", device="cuda", dtype="float32")
+    each = BlockPool.bytes_per_block(model.config, 16, model.dtype)
+    engine = moving_blocks.load(
+        model,
+        max_len=512,
+        block_size=16,
+        cache_bytes=40 * each,
+        host_bytes=200 * each,
+        **ALWAYS,
+    )
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 200) for _ in range(300)] for _ in range(5)]
+    first = [serve(engine, prompt, count=8)[0] for prompt in prompts]
+    second = [serve(engine, prompt, count=8)[0] for prompt in prompts]
+    assert second == first and connector_of(engine).stats.loaded >= 3 * 18
+    together = serve(engine, *prompts, count=8)
+    assert together == first
 
 
 def test_an_engine_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from paged_cache import PagedEngine
 
 PROBE_TOKENS = {"cpu": 64, "cuda": 4096}
 """Tokens of the prompt that is timed at the start, where a request may be so long."""
-PROBE_BYTES = 1 << 27
-"""Most bytes of the copy that is timed at the start, on a GPU."""
+PROBE_BYTES = 1 << 25
+"""Most bytes of the copy that is timed at the start."""
 DISK_RATE = 1e9
 """Bytes a second that a disk is taken to give until it has been read."""
 KEEP = 0.7
@@ -118,8 +118,6 @@ def measure_rule(
     step_seconds = time_prompt(engine, 1)
     seconds = time_prompt(engine, tokens)
     blocks = max(1, min(slots, engine.cache.allocator.count, PROBE_BYTES // block_bytes))
-    if device == "cpu":
-        blocks = min(blocks, 4)
     vars(engine.stats).update(vars(Stats()))  # from zero
     engine.cache.forget()
     return LoadRule(
