@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +180,18 @@ class Slow(ConnectorWorker):
         self.polls = polls
         self.hang = hang
         self.saves: list[SlowCopy] = []
+        self.loads: list[SlowCopy] = []
         self.waits = 0
 
     def start_load(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         self.finish_saves()
-        return SlowCopy(self, lambda: self.inner.start_load(blocks, slots), self.hang)
+        action = partial(self.inner.start_load, blocks, slots)
+        copy = SlowCopy(self, action, slots, self.hang)
+        self.loads.append(copy)
+        return copy
 
     def start_save(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        copy = SlowCopy(self, lambda: self.inner.start_save(blocks, slots), False)
+        copy = SlowCopy(self, partial(self.inner.start_save, blocks, slots))
         self.saves.append(copy)
         return copy
 
@@ -206,10 +210,21 @@ class Slow(ConnectorWorker):
 
 
 class SlowCopy(Transfer):
-    def __init__(self, worker: Slow, action: Callable[[], object], hang: bool) -> None:
+    """sources: slots that must not change until the copy is done, even if a step waits for it before."""
+
+    def __init__(
+        self,
+        worker: Slow,
+        action: Callable[[], object],
+        sources: Sequence[int] = (),
+        hang: bool = False,
+    ) -> None:
         self.left = worker.polls
         self.action: Callable[[], object] | None = action
         self.hang = hang
+        self.sources = list(sources)
+        self.host = worker.inner.host
+        self.before = self.host[self.sources].clone()
 
     def run(self) -> None:
         if self.action is not None:
@@ -218,9 +233,17 @@ class SlowCopy(Transfer):
 
     def done(self) -> bool:
         self.left -= 1
-        if self.left < 0 and not self.hang:
-            self.run()
-        return self.action is None
+        if self.left >= 0 or self.hang:
+            return False
+        self.run()
+        self.check()
+        self.before, self.sources = self.before[:0], []
+        return True
+
+    def check(self) -> None:
+        assert torch.equal(self.host[self.sources], self.before), (
+            "a slot that is read has changed"
+        )
 
 
 def slow(engine: PagedEngine, polls: int = 3, *, hang: bool = False) -> Slow:
@@ -476,6 +499,29 @@ def test_a_request_of_the_whole_cache_is_loaded() -> None:
         assert serve(engine, prompt, count=3) == [right(tuple(prompt), 3)]
         engine.cache.forget()
         engine.step()
+
+
+def test_slots_stay_as_they_are_until_their_copy_is_done(tmp_path: Path) -> None:
+    """The host may go on while the device still reads: a file must not be read into these slots."""
+    slots_stay(tmp_path)
+
+
+def slots_stay(tmp_path: Path) -> None:
+    prompts = [prompt_of(seed, 40) for seed in (37, 38)]
+    serve(engine_of(folder=tmp_path / "blocks"), *prompts)
+    engine = engine_of(folder=tmp_path / "blocks", host=9)
+    worker = slow(engine, polls=60)
+    requests = [engine.add(prompt, greedy(4))[0] for prompt in prompts[:1]]
+    while not requests[0].output_ids:
+        engine.step()
+    requests += engine.add(prompts[1], greedy(4))
+    (copy,) = worker.loads
+    while copy.left > 0 and not engine.idle:
+        engine.step()
+        copy.check()
+    finish(engine)
+    assert [each.output_ids for each in requests] == [right(tuple(each)) for each in prompts]
+    assert all(block.pins == 0 for block in connector_of(engine).host._blocks.values())
 
 
 # The rule.
@@ -1137,6 +1183,17 @@ def plant_final_name_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("moving_blocks.disk.mkstemp", make)
 
 
+def plant_pins_end_with_the_host(patch: pytest.MonkeyPatch) -> None:
+    finish_load = TieredConnector._finish_load
+
+    def unpin(self: TieredConnector, load: Any) -> None:
+        finish_load(self, load)
+        self.host.unpin(load.sources)
+        load.sources = []
+
+    patch.setattr(TieredConnector, "_finish_load", unpin)
+
+
 def plant_fresh_blocks_wiped(patch: pytest.MonkeyPatch) -> None:
     begin = OffloadingCache.begin_load
 
@@ -1174,6 +1231,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Path], 
     "a7 a request waits for ever": (plant_no_deadline, lambda _: never_reports()),
     "a7 blocks of a load are not held": (plant_lost_hold, lambda _: never_reports()),
     "a13 names do not cover the weights": (plant_name_without_weights, other_weights),
+    "slots are free before the copy is done": (plant_pins_end_with_the_host, slots_stay),
     "loaded blocks are wiped": (plant_fresh_blocks_wiped, stained_pool),
 }
 
@@ -1365,7 +1423,7 @@ def test_a_save_waits_for_the_kernel_that_writes(planted: bool) -> None:
     torch.cuda.synchronize()
     if planted:
         worker.save_stream = Hasty()  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     pool.data.fill_(3.0)
     transfer = worker.start_save(range(64), range(64))
     assert planted or not transfer.done()
@@ -1382,7 +1440,7 @@ def test_a_step_waits_for_the_copy_that_reads_its_blocks() -> None:
     pool.data.fill_(3.0)
     torch.cuda.synchronize()
     with torch.cuda.stream(worker.save_stream):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     worker.start_save(range(64), range(64))
     worker.wait_for_saves()
     pool.data.fill_(5.0)
@@ -1395,7 +1453,7 @@ def test_a_load_follows_the_save_into_its_slot_and_a_step_waits_for_it() -> None
     pool, _, worker = gpu_worker()
     pool.data[:, :, :32] = 7.0
     with torch.cuda.stream(worker.save_stream):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     worker.start_save(range(32), range(32))
     load = worker.start_load(range(32, 64), range(32))
     worker.wait_for_load(load)

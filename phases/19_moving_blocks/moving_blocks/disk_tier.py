@@ -111,15 +111,14 @@ def work_on(queue: SimpleQueue[Call | None]) -> None:
     while (call := queue.get()) is not None:
         try:
             call()
-        except Exception as error:  # a thread that ended would leave all later jobs undone
-            log.error("a block could not be moved", exc_info=error)
+        except Exception:  # a thread that ended would leave all later jobs undone
+            log.exception("a block could not be moved")
 
 
 def stop(threads: Sequence[tuple[SimpleQueue[Call | None], Thread]]) -> None:
     """End threads behind the jobs that they still have, or leave them to a disk that does not answer."""
     for queue, _ in threads:
         queue.put(None)
-    until = monotonic() + STOP_SECONDS
     for _, thread in threads:
         if thread is not current_thread():
-            thread.join(max(0.0, until - monotonic()))
+            thread.join(STOP_SECONDS)

@@ -29,8 +29,7 @@ from prefix_cache import INDEXES, Prefix
 
 HOST_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28, "mps": 1 << 28}
 """The second tier, unless the caller says otherwise, or a quarter of the free memory is less."""
-AUTO = "auto"
-OFFLOAD = (AUTO, "evicted", "computed")
+OFFLOAD = ("auto", "evicted", "computed")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class MovingBlocks(Feature):
     )
     disk_bytes: int = option(4 << 30, "most bytes of these files; the oldest go first")
     offload: str = option(
-        AUTO,
+        "auto",
         "when a block goes to host memory: evicted, computed, or auto (computed if there is a disk_folder)",
     )
     prefill_rate: float | None = option(
@@ -126,7 +125,7 @@ class MovingBlocks(Feature):
         make = StreamWorker if device.type == "cuda" else CopyWorker
         worker = make(pool, host.memory)
         rule = self._rule(engine, worker, len(host.memory), block_bytes)
-        computed = self.offload == "computed" or (self.offload == AUTO and disk is not None)
+        computed = self.offload == "computed" or (self.offload == "auto" and disk is not None)
         connector = TieredConnector(
             cache, engine.scheduler, worker, host, disk, rule, save_computed=computed
         )
@@ -138,9 +137,7 @@ class MovingBlocks(Feature):
     def slots(self, block_bytes: int, device: torch.device) -> int:
         """Return how many blocks host memory has room for. Raises `UserError` if it is none."""
         free = free_memory("cpu")[0]
-        wanted = self.host_bytes
-        if wanted is None:
-            wanted = min(HOST_BYTES[device.type], free // 4)
+        wanted = self.host_bytes or min(HOST_BYTES[device.type], free // 4)
         if not block_bytes <= wanted <= free:
             raise UserError(
                 f"host_bytes is {wanted}, but must be at least {block_bytes}, which one block takes, and at "

@@ -43,7 +43,7 @@ class Load:
     """Blocks on their way from host memory into the cache.
 
     cursor: behind the cached blocks before them, which it pins. cached: these blocks.
-    names, blocks, sources: of each block.
+    names, blocks, sources: of each block. finished: that the cache has them.
     """
 
     cursor: object
@@ -52,6 +52,7 @@ class Load:
     blocks: list[int]
     sources: list[HostBlock]
     transfer: Transfer
+    finished: bool = False
 
 
 @dataclass(eq=False)
@@ -111,9 +112,7 @@ class TieredConnector(ConnectorScheduler):
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     _need_room: list[WaitingRequest] = field(default_factory=list)  # by rank
-    _name_of: dict[int, BlockName] = field(
-        default_factory=dict
-    )  # of blocks in the cache's index
+    _name_of: dict[int, BlockName] = field(default_factory=dict)  # of cached blocks
     _to_save: dict[int, BlockName] = field(default_factory=dict)  # since the last step
     _saving: set[int] = field(default_factory=set)  # blocks that copies read
     _overwritten: bool = False  # the next step writes to one of them
@@ -140,9 +139,9 @@ class TieredConnector(ConnectorScheduler):
         wait = self.waiting.get(request) or self._begin(request)
         now = self.clock()
         if wait.load is not None:
-            if wait.load in self.loads and now < wait.deadline:
+            if not wait.load.finished and now < wait.deadline:
                 return False
-            self.stats.expired_requests += wait.load in self.loads
+            self.stats.expired_requests += not wait.load.finished
             return self._enter_line(wait)
         if wait.reading:
             missing = any(not (block.loadable or block.failed) for block in wait.pinned)
@@ -173,8 +172,7 @@ class TieredConnector(ConnectorScheduler):
         return self._enter_line(wait)
 
     def _begin(self, request: Request) -> WaitingRequest:
-        """Look for a request's blocks, and begin to read those that are on a disk, if that is
-        faster."""
+        """Look for a request's blocks, and begin to read those that are on a disk if that is faster."""
         self._start_saves()  # what is evicted, but not copied yet, is found as well
         found = self._num_cached(request)
         names, from_disk = self._find_names(request, found)
@@ -184,18 +182,16 @@ class TieredConnector(ConnectorScheduler):
         size, end = self.cache.block_size, len(request.tokens)
         count = len(names) - found
         loaded = len(names) * size
+        wait.budget = self.rule.compute_seconds(found * size, end)
         if not self.rule.should_load(found * size, loaded, end, count, from_disk):
             return wait
-        wait.budget = self.rule.compute_seconds(found * size, end)
         for name in names[found:]:
             block = self.host.get(name.digest)
             if block is not None:
                 self.host.pin([block])
             elif self.disk is not None and (block := self.host.allocate(name.digest)):
                 block.loadable = False
-                self.host.pin(
-                    [block]
-                )  # for the thread that writes to it, whatever happens to the request
+                self.host.pin([block])  # once more: the thread outlives the request
                 self.disk.read(name, block, self.host.view(block))
             else:
                 break
@@ -270,20 +266,23 @@ class TieredConnector(ConnectorScheduler):
         return load
 
     def _finish_load(self, load: Load) -> None:
-        """Give loaded blocks to the cache, where every request finds them."""
-        self.loads.remove(load)
+        """Give loaded blocks to the cache, where every request finds them.
+
+        If later steps wait for the copy, the device may be copying still: then the slots stay pinned.
+        """
+        load.finished = True
         keys = [name.key for name in load.names]
         new = self.cache.end_load(load.cursor, keys, load.blocks)
         for name, block in zip(load.names, load.blocks, strict=True):
             if block in new:
                 self._name_of[block] = name
         self.cache.allocator.release([*load.cached, *load.blocks])
-        self.host.unpin(load.sources)
         self.stats.loaded += len(load.blocks)
 
     def held_blocks(self) -> list[int]:
         """See `ConnectorScheduler.held_blocks`."""
-        return [block for load in self.loads for block in [*load.cached, *load.blocks]]
+        loads = [load for load in self.loads if not load.finished]
+        return [block for load in loads for block in [*load.cached, *load.blocks]]
 
     # Saves.
 
@@ -350,7 +349,10 @@ class TieredConnector(ConnectorScheduler):
         """Start saves, and take in what has finished since the last step; a step ends with this."""
         self._start_saves()
         for load in [each for each in self.loads if each.transfer.done()]:
-            self._finish_load(load)
+            self.loads.remove(load)
+            self.host.unpin(load.sources)
+            if not load.finished:
+                self._finish_load(load)
         for save in [each for each in self.saves if each.transfer.done()]:
             self._finish_save(save)
         if self.disk is not None:
