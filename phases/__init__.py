@@ -137,6 +137,11 @@ _CONTENTS = (
         "Batch invariance",
         "every sum has one order, so a request gets the same bits whatever shares its batch",
     ),
+    (
+        "moving_blocks",
+        "Moving blocks",
+        "blocks go to host memory and to files, and come back: a restarted server is warm",
+    ),
 )
 """Package, title and summary of each phase, in order."""
 _MORE: dict[int, dict[str, Any]] = {
@@ -161,6 +166,11 @@ _MORE: dict[int, dict[str, Any]] = {
         "headline_before": ("dense of all weights", "dense of equal activity"),
     },
     17: {"headline": "requests_in_flight", "headline_runs": {"context": 8192}},
+    19: {
+        "headline": "ttft_ms_p50",
+        "headline_runs": {"workload": "restart-2000"},
+        "headline_before": ("08_prefix_cache",),
+    },
 }
 """Number of a phase -> other fields of its `Phase`."""
 PHASES = tuple(
