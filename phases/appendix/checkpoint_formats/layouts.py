@@ -139,10 +139,8 @@ class TensorLayout:
             raise UserError(
                 f"{name}.weight_shape says {said}, but the weight is {list(shape)}"
             )
-        numbers, scale = (
-            unpack_words(found["weight_packed"], self.scheme.bits),
-            found["weight_scale"],
-        )
+        numbers = unpack_words(found["weight_packed"], self.scheme.bits)
+        scale = found["weight_scale"]
         if self.scheme.weights == "int8":
             return QuantizedWeight(
                 self.scheme, (numbers ^ 128).view(torch.int8), scale.float()[:, 0].clone()

@@ -100,10 +100,8 @@ class PromptExecutor:
             request = work.request
             if request not in self._counts:
                 continue
-            first, end = (
-                max(self._counts[request], work.start),
-                min(work.start + work.count, request.prompt_len),
-            )
+            first = max(self._counts[request], work.start)
+            end = min(work.start + work.count, request.prompt_len)
             if first < end:
                 rows = step.hidden[at + first - work.start : at + end - work.start]
                 self._asked[request][1].add(rows, first)

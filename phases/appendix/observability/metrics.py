@@ -118,10 +118,8 @@ class Metrics:
         engine, ready = self.app.engine, self.app.engine.ready or Ready(0, 0)
         stats, model = engine.stats, f'model_name="{_escape(self.app.model.name)}"'
         used = 1.0 - stats.free_blocks / ready.blocks if ready.blocks else 0.0
-        waiting, takes = (
-            max(0, engine.in_flight - stats.running),
-            int(self.app.service.state == "ready"),
-        )
+        waiting = max(0, engine.in_flight - stats.running)
+        takes = int(self.app.service.state == "ready")
         values: dict[str, tuple[float, str]] = {
             "vllm:num_requests_running": (stats.running, "Completions that run."),
             "vllm:num_requests_waiting": (waiting, "Completions in line."),
