@@ -188,9 +188,8 @@ def pack_words(numbers: Tensor, bits: int) -> Tensor:
         numbers.to(torch.uint8), (0, -numbers.shape[1] % (32 // bits))
     )
     packed = numbers if bits == 8 else pack_nibbles(numbers)
-    return (
-        packed.flatten().view(torch.int32).view(len(numbers), -1)
-    )  # a single row may have any strides
+    # A single row may have any strides.
+    return packed.flatten().view(torch.int32).view(len(numbers), -1)
 
 
 def unpack_awq(words: Tensor) -> Tensor:

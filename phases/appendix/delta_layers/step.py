@@ -76,9 +76,8 @@ def convolve(
         factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
         value = inputs_at(x, kept, at - (W - 1 - w), start + i, mask, C, W, WIDTH)
         total += value.to(tl.float32) * factor[None, :]
-    return (
-        (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
-    )  # as torch rounds it
+    # As torch rounds it.
+    return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
