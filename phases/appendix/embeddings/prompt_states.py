@@ -19,7 +19,6 @@ from common.request import Request
 from common.sampling.ops import raw_logprobs
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
-from paged_cache import PagedRunner
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 
 ROWS = 256
@@ -73,7 +72,7 @@ class PromptExecutor:
 
     order: ClassVar[int] = 0
 
-    def __init__(self, runner: PagedRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.others = runner.executors
         self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}
@@ -93,7 +92,9 @@ class PromptExecutor:
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by an executor that supports it. A preempted request is read on where it was."""
-        step = self.runner.run_by(self.others, works, ticket)
+        asked = ((other, other.supports(works, ticket)) for other in self.others)
+        found = next((pair for pair in asked if pair[1] is not None), None)
+        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
         after = 0
         for work in step.works:
             at, after = after, after + work.count
