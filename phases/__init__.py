@@ -235,25 +235,6 @@ def first_phases() -> dict[str, int]:
     return {flag.name: flag.first for flag in flags() if flag.first}
 
 
-def own_options(
-    phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return options without switches of later phases that are off, for comparisons of several phases.
-
-    first: name of an option -> number of the first phase that has it.
-
-    Raises:
-        UserError: another option is of a later phase; see `check_phase`.
-    """
-    own = {
-        name: value
-        for name, value in options.items()
-        if value is not False or first.get(name, 0) <= phase.number
-    }
-    check_phase(phase, own, first)
-    return own
-
-
 def check_phase(phase: Phase, options: Mapping[str, Any], first: Mapping[str, int]) -> None:
     """Raise `UserError` for an option of a later phase, a switch that is off included.
 
