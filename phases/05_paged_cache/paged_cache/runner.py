@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from continuous.batch import Batch, HostBatch, Ints
 from continuous.rows import RequestRows
-from continuous.runner import Forwarded, Runner, StepExecutor
+from continuous.runner import Runner, StepExecutor
 from continuous.work import Work
 from forward.model import Model
 from paged_cache.attention import PagedAttention, PagedBatch
@@ -54,15 +54,6 @@ class PagedRunner(Runner):
     def ask_first(self, executor: StepExecutor) -> None:
         """Add an executor (a faster way to run certain steps) that is asked before those that are there."""
         self.executors = [executor, *self.executors]
-
-    def run_by(
-        self, executors: Sequence[StepExecutor], works: Sequence[Work], masked: bool
-    ) -> Forwarded:
-        """Run the first half of a step by the first of these executors that supports it, or by `eager`."""
-        for executor in executors:
-            if (ticket := executor.supports(works, masked)) is not None:
-                return executor.run(works, ticket)
-        return self.eager(works)
 
     def release(self) -> None:
         """Destroy CUDA graphs, after the last step; this runner has none."""

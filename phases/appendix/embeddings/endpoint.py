@@ -84,10 +84,8 @@ class Vectors:
 
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the whole response as JSON."""
-        vectors, tokens = (
-            [self.vector(choice) for choice in group.choices],
-            group.prompt_tokens,
-        )
+        vectors = [self.vector(choice) for choice in group.choices]
+        tokens = group.prompt_tokens
         if not self.ours:
             found = {"model": self.model, "embeddings": vectors, "prompt_eval_count": tokens}
             return encode_json(found | {"total_duration": 0, "load_duration": 0})

@@ -101,9 +101,8 @@ class ToolHandler:
         named = (
             isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
         )
-        several = (
-            given.parallel_tool_calls is not False and not named
-        )  # which OpenAI calls once
+        # Which OpenAI calls once.
+        several = given.parallel_tool_calls is not False and not named
         grammar = format.grammar(
             [*functions.items()], must=must, several=several, content=content
         )
