@@ -39,6 +39,8 @@ PEERS_FILE = "peers.json"
 ENGINES = ("vLLM ", "nano-vLLM ")
 """How runs of other engines begin that evidence of before 2026-11-27 has: `load` leaves them out."""
 
+APPENDIX = ", with the appendix"
+"""How a variant's name ends whose engine has features of the appendix; see `benchmarks.engines`."""
 PERCENTILES = ("p50", "p95", "p99")
 METRICS = frozenset(
     [
@@ -144,6 +146,9 @@ class Evidence:
     runs: tuple[Run, ...]
     seconds: float | None = None
     """How long measuring took, all in all."""
+    appendix: str = ""
+    """Which engines have features of the appendix. "named": those whose variants end with `APPENDIX`; "all":
+    every one. Empty: of before 2026-11-29, when names hid it."""
 
     @property
     def folder(self) -> str:
@@ -182,6 +187,16 @@ class Evidence:
             )
         return found[0]
 
+    def own(self) -> dict[str, str]:
+        """The phase's variants by what tables call them: alone, and with the appendix, which is served.
+
+        In evidence of before names said so there is only one, which has the appendix.
+        """
+        if not self.appendix:
+            return {f"{self.phase}{APPENDIX}": self.phase}
+        names = (self.phase, f"{self.phase}{APPENDIX}")
+        return {name: name for name in names if self.find(name)}
+
     def write(self, path: Path | None = None) -> Path:
         """Write the file (by default to its place in `benchmarks/results`) and return where.
 
@@ -203,6 +218,7 @@ class Evidence:
             "machine": dict(self.machine),
             "versions": dict(self.versions),
             **({} if self.seconds is None else {"seconds": round(self.seconds, 1)}),
+            **({"appendix": self.appendix} if self.appendix else {}),
             "runs": [_run_to_json(run) for run in self.runs],
         }
 
@@ -224,6 +240,7 @@ class Evidence:
                 raw["versions"],
                 runs,
                 raw.get("seconds"),
+                raw.get("appendix", ""),
             )
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: no evidence was written there") from None
@@ -238,6 +255,7 @@ def collect(
     runs: Sequence[Run],
     device: torch.device,
     ceilings: Mapping[str, float] | None = None,
+    appendix: str = "named",
 ) -> Evidence:
     """Put runs together with the time, the commit, the machine and the versions they belong to."""
     return Evidence(
@@ -247,6 +265,7 @@ def collect(
         machine=machine_facts(device, ceilings),
         versions=versions(),
         runs=tuple(runs),
+        appendix=appendix,
     )
 
 

@@ -38,8 +38,9 @@ class Recorder:
     def __init__(self, app: Any) -> None:
         self.app, self.notes = app, list[Note]()
         self.of: bytes | None = None
-        self._transmit, self._route_tokens = app.engine.transmit, app.engine.on_step
-        app.engine.transmit, app.engine.on_step = self.transmit, self.on_step
+        self._transmit = app.engine.transmit
+        app.engine.transmit = self.transmit
+        app.engine.on_step.insert(0, self.on_step)
 
     def note(self, lane: str, what: str, at: float, until: float | None = None) -> None:
         """Something has happened."""
@@ -81,7 +82,6 @@ class Recorder:
         now = self.app.engine.now
         self.note("engine", f"{step.stats.step_tokens}", now - step.stats.step_seconds, now)
         self.note("api", "report", now)
-        self._route_tokens(step)
 
 
 async def life(recorder: Recorder, server: Any, port: int) -> None:

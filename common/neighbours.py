@@ -77,8 +77,8 @@ def warn(before: Usage) -> None:
     part = share(before, usage())
     if part > MOST:
         err.print(
-            f"Other programs take {part:.0%} of the processor, so this is slower than it could be. "
-            f"{_advice()}`ladder bench neighbours` measures it here.",
+            f"Other programs take {part:.0%} of the processor, so this is slower than it could be."
+            + _advice(),
             style="yellow",
             markup=False,
             soft_wrap=True,
@@ -89,7 +89,7 @@ def _advice() -> str:
     """Return advice on how to share the processors, as far as it is not followed already."""
     if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
         return ""
-    return "OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start; "
+    return " OMP_WAIT_POLICY=PASSIVE loses less beside them, and is the default if they run at the start."
 
 
 def _busy(times: object) -> float:

@@ -19,6 +19,9 @@ import torch
 from common.device import synchronize
 from common.models.config import ModelConfig
 
+WARM_UPS = 3
+"""Calls before those that are timed."""
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -73,20 +76,19 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
     """
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
-    gated = (
-        2 if config.family == "gpt2" else 3
-    )  # GPT-2's MLP has two matrices, the others a gate as well
+    # GPT-2's MLP has two matrices, the others a gate as well.
+    gated = 2 if config.family == "gpt2" else 3
     mixers = _mixer_parameters(config, attention)
-    dense, facts = gated * config.hidden_size * config.intermediate_size, config.experts
+    facts = config.experts
     if facts is None:
+        dense = gated * config.hidden_size * config.intermediate_size
         return mixers + config.num_layers * dense
     inside = (
         facts.intermediate_size * (facts.count if experts is None else experts)
         + facts.shared_size
     )
     sparse = config.hidden_size * (3 * inside + facts.count)
-    plain = len([layer for layer in facts.dense_layers if layer < config.num_layers])
-    return mixers + plain * dense + (config.num_layers - plain) * sparse
+    return mixers + config.num_layers * sparse
 
 
 def _mixer_parameters(config: ModelConfig, attention: int) -> int:
@@ -97,13 +99,11 @@ def _mixer_parameters(config: ModelConfig, attention: int) -> int:
     delta, states = config.delta, _state_layers(config)
     if delta is None:
         return config.num_layers * attention
-    values = (
-        delta.value_heads * delta.value_dim
-    )  # into the gate, out of it, and two numbers a head
+    # Into the gate, out of it, and two numbers a head.
+    values = delta.value_heads * delta.value_dim
     mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
-    attention += (
-        config.hidden_size * config.num_heads * config.head_dim
-    )  # here attention has a gate as well
+    # Here attention has a gate as well.
+    attention += config.hidden_size * config.num_heads * config.head_dim
     return (config.num_layers - states) * attention + states * mixer
 
 
@@ -256,19 +256,17 @@ def _flops_per_key(config: ModelConfig) -> float:
 
 def time_call(
     function: Callable[[], object],
-    device: torch.device | str = "cpu",
+    device: torch.device,
     *,
-    repeats: int = 20,
-    warm_up: int = 3,
-    floor: float = 0.0,
+    repeats: int,
+    floor: float,
 ) -> list[float]:
     """Return the seconds of each of `repeats` calls of a function, for kernels and probes.
 
     On CUDA each call is timed by events on the device, so launch costs before it do not count. warm_up:
     calls before that are not timed. floor: call on until this many seconds were spent.
     """
-    device = torch.device(device)
-    for _ in range(warm_up):
+    for _ in range(WARM_UPS):
         function()
     synchronize(device)
     times: list[float] = []
@@ -289,12 +287,12 @@ def time_call(
     return times
 
 
-def probe_read(device: torch.device, size: int | None = None) -> float:
-    """Return the bytes per second at which a large tensor is read: the best of several sums over it.
+def probe_read(device: torch.device) -> float:
+    """Bytes a second that a large tensor is read at: the best of several sums over it.
 
-    size: bytes; far larger than the caches (1 GiB on CUDA, 256 MiB elsewhere).
+    It is far larger than the caches: 1 GiB on CUDA, 256 MiB elsewhere.
     """
-    size = size or (2**30 if device.type == "cuda" else 2**28)
+    size = 2**30 if device.type == "cuda" else 2**28
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     # A sum is arithmetic too, and may not be what reads fastest: on a CPU a product with two vectors is (one
     # vector takes MKL's single-threaded path, see `forward.cpu_linear`).
@@ -308,12 +306,12 @@ def probe_read(device: torch.device, size: int | None = None) -> float:
     return data.numel() * 4 / best
 
 
-def probe_matmul(device: torch.device, dtype: torch.dtype, n: int | None = None) -> float:
+def probe_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOPs per second of an n x n matrix product: the best of several.
 
     n: 8,192 on CUDA, else 1,024, by default.
     """
-    n = n or (8192 if device.type == "cuda" else 1024)
+    n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     b = torch.randn(n, n, device=device).to(dtype)
     synchronize(device)

@@ -32,7 +32,6 @@ from common.errors import UserError
 from common.roofline import Ceilings
 from continuous.batch import HostBatch
 from cuda_graphs.batch import fixed_batch
-from forward.attention import LayerSpec
 from paged_cache import LayerBlocks, TorchPagedAttention
 from paged_cache.reference import gather
 from triton_paged_attention.decode import Workspace, paged_decode
@@ -69,7 +68,7 @@ def decode_cases() -> dict[str, list[int]]:
     }
 
 
-LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests", "loop over blocks")
+LAUNCHED = ("decode_v4", "05_paged_cache", "loop over requests")
 """Variants that are timed outside a graph as well: a loop in Python is slow because it launches so much."""
 PREFILL_CASES = {"2x8192": [8192] * 2, "16x1024": [1024] * 16}
 
@@ -234,31 +233,30 @@ def oracle(case: Case) -> Tensor:
 
 def decode_variants(case: Case, name: str, block: int) -> dict[str, Call]:
     """The kernels; at block size 16 their ancestors, and for one case the two gathers in torch."""
-    _, _, kv_heads, d = case.k_cache.shape
+    kv_heads, d = case.k_cache.shape[2:]
     workspace = Workspace(2**14, d, case.q.device)
     q = case.q
     lens = case.context_lens
-    scale = case.scale
+    layer = case.layer
     cache = LayerBlocks(case.k_cache, case.v_cache)
 
     def latest(table: Tensor) -> Tensor:
-        return paged_decode(q, cache, table, lens, scale=scale, workspace=workspace)
+        return paged_decode(layer, q, cache, table, lens, workspace=workspace)
 
     if block != 16:
         return {"decode_v4": latest}
     splits = max(1, min(32, 264 // (len(case.contexts) * kv_heads)))
     variants: dict[str, Call] = {
-        "decode_v1": lambda table: paged_decode_v1(q, cache, table, lens, scale=scale),
-        "decode_v2": lambda table: paged_decode_v2(q, cache, table, lens, scale=scale),
+        "decode_v1": lambda table: paged_decode_v1(layer, q, cache, table, lens),
+        "decode_v2": lambda table: paged_decode_v2(layer, q, cache, table, lens),
         "decode_v3": lambda table: paged_decode_v3(
-            q, cache, table, lens, scale=scale, splits=splits
+            layer, q, cache, table, lens, splits=splits
         ),
         "decode_v4": latest,
     }
     if name == "4x2048":
         variants["05_paged_cache"] = gather_call(case)
         variants["loop over requests"] = loop_call(case)
-        variants["loop over blocks"] = block_loop_call(case)
     return variants
 
 
@@ -270,9 +268,7 @@ def gather_call(case: Case) -> Call:
     host = HostBatch(
         zeros, ones, starts, lens, zeros, lens - 1, starts[:-1], zeros, lens, zeros
     )
-    heads = case.q.shape[1]
-    kv_heads, d = case.k_cache.shape[2:]
-    layer = LayerSpec(0, heads, kv_heads, d, case.scale)
+    layer = case.layer
     cache = LayerBlocks(case.k_cache, case.v_cache)
     pool: Any = SimpleNamespace(data=case.k_cache[None, None], layers=[cache], exact=True)
     attentions = {}
@@ -315,40 +311,6 @@ def loop_call(case: Case) -> Call:
     return call
 
 
-def block_loop_call(case: Case) -> Call:
-    """The online softmax in torch: for each request, one block after the other; block ids are on the host.
-
-    As a loop over tokens would be, this is bound by launches.
-    """
-    tables = {table.data_ptr(): table.tolist() for table in case.tables}
-    _, block_size, kv_heads, d = case.k_cache.shape
-    group = case.q.shape[1] // kv_heads
-
-    def call(table: Tensor) -> Tensor:
-        out = torch.empty_like(case.q)
-        for b, context in enumerate(case.contexts):
-            q = case.q[b].view(kv_heads, group, d)
-            top = torch.full(
-                (kv_heads, group, 1), -torch.inf, dtype=torch.float32, device=q.device
-            )
-            total, acc = torch.zeros_like(top), torch.zeros_like(q, dtype=torch.float32)
-            for i, block in enumerate(
-                tables[table.data_ptr()][b][: -(-context // block_size)]
-            ):
-                count = min(block_size, context - i * block_size)
-                k, v = (c[block, :count].transpose(0, 1) for c in (case.k_cache, case.v_cache))
-                scores = (q @ k.transpose(1, 2)).float() * case.scale  # [KH, GROUP, count]
-                new = torch.maximum(top, scores.amax(-1, keepdim=True))
-                weights, shrink = (scores - new).exp(), (top - new).exp()
-                total = total * shrink + weights.sum(-1, keepdim=True)
-                acc = acc * shrink + weights.to(v.dtype) @ v
-                top = new
-            out[b] = (acc / total).view(-1, d)
-        return out
-
-    return call
-
-
 def prefill_call(case: Case) -> Call:
     """The prefill kernel with its defaults."""
     _, block_size, kv_heads, d = case.k_cache.shape
@@ -358,14 +320,8 @@ def prefill_call(case: Case) -> Call:
     tiles = torch.from_numpy(query_tiles(case.query_lens, case.contexts, tokens)).to(
         case.q.device
     )
-    return lambda table: paged_prefill(
-        case.q,
-        LayerBlocks(case.k_cache, case.v_cache),
-        table,
-        tiles,
-        scale=case.scale,
-        config=config,
-    )
+    cache = LayerBlocks(case.k_cache, case.v_cache)
+    return lambda table: paged_prefill(case.layer, case.q, cache, table, tiles, config)
 
 
 def contiguous_calls(case: Case) -> dict[str, Call]:

@@ -7,7 +7,6 @@ dtype asked for, and times are of graph replays; on a CPU it is SmolLM2's, in fl
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,8 +16,8 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from benchmarks.evidence import BenchOptions, Evidence, Metric, Roofline, Run, collect
-from benchmarks.kernels.harness import graph_seconds
+from benchmarks.evidence import BenchOptions, Evidence, Metric, Run, collect
+from benchmarks.kernels.harness import graph_seconds, read_once
 from benchmarks.measure import alternate
 from benchmarks.plotting import MARKERS, colours, lines, log_axis, panels, save, tick
 from benchmarks.roofline import ceilings
@@ -68,25 +67,15 @@ def _at(
             f"{batch} x {vocab} {variant}: {middle * 1e6:.1f} us, {work / middle / 1e9:.0f} GB/s",
             flush=True,
         )
-        yield Run(
-            variant=variant,
-            workload=WORKLOAD,
-            workload_sha256=hashlib.sha256(
-                repr((WORKLOAD, batch, vocab)).encode()
-            ).hexdigest(),
+        yield read_once(
+            variant,
+            WORKLOAD,
+            samples,
+            work,
             model="none",
-            weights="random",
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype,
+            top=top,
             options={"batch": batch, "vocab": vocab},
-            metrics={
-                "seconds": Metric(samples),
-                "bandwidth_fraction": Metric(
-                    tuple(work / s / top.read_bytes_per_s for s in samples)
-                ),
-            },
-            roofline=Roofline(
-                work / top.read_bytes_per_s, work / top.read_bytes_per_s / middle
-            ),
             noise=noise,
         )
 

@@ -20,7 +20,7 @@ from common.files import whole
 RECORDED = Path(__file__).parent / "recorded"
 WRITTEN = "h200_peers.json"
 LLAMA_CPP = "llama_cpp.json"
-"""Evidence of `llama_cpp_run.py`, whose other runs are this engine's in the same minutes."""
+"""Evidence of a script that is in git's history (9454f6a), whose other runs are this engine's in the same minutes."""
 LLAMA_SERVER = "llama_cpp_server.json"
 """Evidence of `llama_cpp_server.py`: both servers in one run."""
 NINE, TEN, THIRTEEN, FOURTEEN = "09_cuda_graphs", "10_quant", "13_serving", "14_parallel"
@@ -29,7 +29,7 @@ FLAGS = (
     "load_format=dummy max_model_len=4160 gpu_memory_utilization=0.85 max_num_seqs=256 "
     "max_num_batched_tokens=16384 enable_prefix_caching=False"
 )
-"""Of every vLLM that ran in its own process: `vllm_run.py`, `vllm_quant.py`, `vllm_tp.py`."""
+"""Of every vLLM of before 2026-11-27 that ran in its own process."""
 OLDER = {"torch": "2.11.0", "triton": "3.6.0", "python": "3.12.3"}
 NEWER = {"torch": "2.14.0", "triton": "3.8.0", "python": "3.12.3"}
 MODELS = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b", "q06": "qwen3-0.6b", "q30b": "qwen3-30b-a3b", "q35": "qwen3.5-0.8b"}
@@ -50,7 +50,7 @@ LOGS = (
 )
 """Logs of vLLM 0.33.0: by default, for interactivity, the large model, the large one in 8 bits; then `SAME`."""
 SAME = ("q06", "q30b", "q35", "q35b")
-"""Logs of `vllm_same.py`: the very requests of our workloads, two of which take the likeliest token."""
+"""Logs of the very requests of our workloads, two of which take the likeliest token."""
 
 
 def main() -> None:

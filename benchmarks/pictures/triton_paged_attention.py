@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.pictures.svg import INK, SOFT, Picture
+from forward.attention import LayerSpec
 from paged_cache import LayerBlocks
 from triton_paged_attention.decode import Workspace, paged_decode
 from triton_paged_attention.tables import DecodeConfig
@@ -43,11 +44,11 @@ def record(contexts: Sequence[int] = CONTEXTS, splits: int = SPLITS) -> Grid:
     space = Workspace(rows * group, D, device)
     space.partial.fill_(0.0)
     out = paged_decode(
+        LayerSpec(0, HEADS, KV_HEADS, D, 1.0),
         torch.zeros(len(contexts), HEADS, D, device=device),
         LayerBlocks(keys, values),
         tables,
         torch.tensor(contexts, dtype=torch.int32, device=device),
-        scale=1.0,
         workspace=space,
         config=DecodeConfig(block_n=TILE, splits=splits),
     )

@@ -151,4 +151,4 @@ async def test_watching(make):
     await task
     assert extension(app, Live).watchers == 0
     await settle(app)
-    assert not app.engine.worker.observer.due(), "a picture is drawn for nobody"
+    assert not app.engine.worker.observer.due, "a picture is drawn for nobody"

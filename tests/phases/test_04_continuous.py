@@ -404,7 +404,7 @@ def test_what_an_earlier_request_left_in_a_row_is_not_seen(model: Model) -> None
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
 def test_tokens_are_those_of_the_naive_loop(shape: str) -> None:
-    """One model has layers with windows and with soft caps, which the fused call does not know."""
+    """One model has layers with windows."""
     model = forward.load_model(f"random:{shape}", device="cpu", dtype="float32")
     prompts = [[1, 2, 3], [5] * 30, list(range(40))]
     naive, engine = forward.load(model), continuous.load(model, max_rows=2)

@@ -40,7 +40,6 @@ class Model(nn.Module, ABC):
                 * attention_scaling(config, i)
                 / (i + 1 if config.scale_by_layer else 1),
                 sliding_window=config.sliding_windows[i],
-                soft_cap=config.attention_soft_cap,
             )
             for i in range(config.num_layers)
         )

@@ -166,12 +166,12 @@ def group(
 def attend_masked(
     layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Compute masked attention in one fused call, which never writes the scores to memory: `[G, H, S, D]`.
+    """`forward.attend` in one fused call, which never writes the scores to memory.
 
-    `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean; None: every query sees
-    every key. The fused call has no soft cap and no sinks; layers with one of these take `forward.attend`.
+    `q [G, H, S, D]`, `k` and `v [G, KH, C, D]`, `mask [G or 1, 1, S, C]` boolean -> `[G, H, S, D]`.
+    The fused call has no sinks; layers with them take the long way.
     """
-    if layer.soft_cap is not None or layer.sinks is not None:
+    if layer.sinks is not None:
         return attend(layer, q, k, v, mask)
     heads = layer.num_heads // layer.num_kv_heads
     if (
@@ -221,11 +221,7 @@ def prompt_attention(
     k = plan.take(k)
     v = plan.take(v)
     window = layer.sliding_window
-    if (
-        layer.soft_cap is None
-        and layer.sinks is None
-        and (window is None or window >= plan.queries)
-    ):
+    if layer.sinks is None and (window is None or window >= plan.queries):
         result = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
         )

@@ -14,17 +14,23 @@ from typing import Any, final
 
 from common import events
 from common.errors import NotANumber, UserError, integer, text
-from common.events import Completion, FinishReason, Params, TextStream, TokenEvent
+from common.events import Completion, FinishReason, Params, TokenEvent
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
 from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
+from continuous.seams import (
+    NO_GRAMMAR_MANAGER,
+    SEQUENTIAL_LOOP,
+    GrammarManager,
+    Loop,
+)
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
 from continuous.work import Work
@@ -81,8 +87,9 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random()
         self.inbox: deque[Callable[[], None]] = deque()
-        # Requests whose grammars are being compiled.
-        self._waiting_for_grammar: deque[list[Request]] = deque()
+        self._waiting_for_grammar: deque[list[Request]] = (
+            deque()
+        )  # their grammars are being compiled
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
@@ -212,8 +219,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Return True if a step would have nothing to compute and nothing to report."""
-        empty = not (self.inbox or self._waiting_for_grammar or self.outputs)
-        return empty and self.scheduler.idle and self.loop.idle
+        waits = self.inbox or self._waiting_for_grammar or self.outputs
+        return not waits and self.scheduler.idle and self.loop.idle
 
     # Steps.
 
@@ -235,7 +242,7 @@ class Engine:
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        if (mark := marked(works)) is not None:
+        if mark := marked(works):
             self._marks.enter_context(mark)
         return works
 
@@ -263,9 +270,13 @@ class Engine:
             masked = grammars.needs_mask(step.works)
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
-            for request, why in grammars.pop_failed_requests():  # as if they were aborted now
-                if request.finish_reason is None:
-                    self.end(request, "error", why)
+            if masked:
+                for (
+                    request,
+                    why,
+                ) in grammars.pop_failed_requests():  # as if they were aborted now
+                    if request.finish_reason is None:
+                        self.end(request, "error", why)
             return pending
         return None
 

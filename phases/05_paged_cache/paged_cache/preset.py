@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -95,7 +94,6 @@ class Preset:
         """
         kinds = [*self.on, *self.fitting]
         kinds += [kind for kind in more if kind not in kinds]
-        options = _without_old(options, kinds)
         sizes, *own = route(options, [PagedSizes, *kinds], [kind.name for kind in kinds])
         features: list[Feature] = []
         for kind, given in zip(kinds, own, strict=True):
@@ -111,27 +109,6 @@ class Preset:
                 _refuse_options_of(kind, given, device)
         sizes = {**self.defaults.get(device.type, {}), **sizes}
         return Chosen(PagedSizes(**sizes), tuple(features))
-
-
-def _without_old(options: Mapping[str, Any], kinds: Sequence[type[Feature]]) -> dict[str, Any]:
-    """Return options with renamed ones replaced by the switches that stand for them, and removed ones left
-    out.
-
-    kinds: the features. Warns of each old option.
-    """
-    given = dict(options)
-    for kind in kinds:
-        for old in kind.renamed:
-            if old in given:
-                value = given.pop(old)
-                warnings.warn(f"{old} is now part of {kind.name}", FutureWarning, stacklevel=4)
-                if given.get(kind.name) is None or not kind.switched_on(value):
-                    given[kind.name] = value
-        for old in kind.removed:
-            if given.pop(old, None) is not None:
-                message = f"{old} is ignored: {kind.name} has no such option any more"
-                warnings.warn(message, FutureWarning, stacklevel=4)
-    return given
 
 
 def _refuse_options_of(

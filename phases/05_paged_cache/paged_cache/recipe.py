@@ -53,24 +53,23 @@ class PagedSizes(Sizes):
 
 
 class Feature(ABC):
-    """One optimization of an engine, which can be switched on and off. Subclasses are frozen dataclasses
-    of options.
+    """One optimization. Subclasses are frozen dataclasses of options; construction checks these.
 
     name: what it is called in options and files, such as `prefix_cache`.
     phase: the number of the phase that brings it; features are installed in this order.
-    without: options that say in its own words what an engine does that lacks it. Giving one of these
-        values asks for nothing.
-    renamed: old options for which the switch, with the same value, stands now.
-    removed: old options that nothing stands for; they are ignored with a warning.
+    without: options that say in its own words what an engine does that lacks it. Giving one of these values
+        asks for nothing.
     for_draft_models: a smaller model that drafts for an engine with this feature has it as well.
+    on_with, on_device: by default it is on with all of these features, and on this kind of device ("cpu" or
+        "cuda"; None: on any).
     """
 
     name: ClassVar[str]
     phase: ClassVar[int]
     without: ClassVar[Mapping[str, Any]] = {}
-    renamed: ClassVar[Sequence[str]] = ()
-    removed: ClassVar[Sequence[str]] = ()
     for_draft_models: ClassVar[bool] = False
+    on_with: ClassVar[Sequence[type[Feature]]] = ()
+    on_device: ClassVar[str | None] = None
 
     def configure_load(self, builder: EngineBuilder) -> None:  # noqa: B027  # most features change no loading
         """Change how the model is loaded; `builder.model` is not there yet."""
@@ -95,7 +94,8 @@ class Feature(ABC):
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
         """Return True if the feature is on by default on this device, with the `others` that are on."""
-        return True
+        here = cls.on_device in (None, device.type)
+        return here and all(find(others, kind) is not None for kind in cls.on_with)
 
 
 F = TypeVar("F", bound=Feature)

@@ -32,7 +32,6 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
-    soft_cap: float | None = None,
 ) -> Tensor:
     """Return attention of ragged queries over a paged cache in the plainest way, for tests: `[T, H, D]`
     float32.
@@ -55,8 +54,6 @@ def paged_attention(
             k, v = k * cache.k_scale[:, None], v * cache.v_scale[:, None]
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))  # [C, H, D]
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
         position = torch.arange(context - count, context, device=q.device)[:, None]
         key = torch.arange(context, device=q.device)[None, :]
         hidden = key > position

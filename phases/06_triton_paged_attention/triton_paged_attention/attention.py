@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
@@ -111,21 +109,15 @@ class TritonPagedAttention(PagedAttention):
         k, v: not read, for `store` has written them to the blocks. cache: the layer's blocks.
         """
         batch, q = self.batch, q.contiguous()
-        scores: dict[str, Any] = {
-            "scale": layer.scale,
-            "sliding_window": layer.sliding_window,
-            "soft_cap": layer.soft_cap,
-            "sinks": layer.sinks,
-        }
         out = torch.empty_like(q)
         if self._max_queries:
             one_each = self._only is None and self._max_queries == 1
             paged_decode(
+                layer,
                 q,
                 cache,
                 batch.block_tables,
                 batch.context_lens,
-                **scores,
                 query_starts=None if one_each else batch.query_starts,
                 max_queries=self._max_queries,
                 requests=self._only,
@@ -134,12 +126,12 @@ class TritonPagedAttention(PagedAttention):
             )
         if self._tiles is not None:
             paged_prefill(
+                layer,
                 q,
                 cache,
                 batch.block_tables,
                 self._tiles,
-                **scores,
-                out=out,
-                config=for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
+                for_keys(self._prefill_config, self._prefill_keys, cache.k.shape[1]),
+                out,
             )
         return out

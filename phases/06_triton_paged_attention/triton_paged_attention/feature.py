@@ -25,9 +25,6 @@ class Kernels(Feature):
     name: ClassVar[str] = "kernels"
     phase: ClassVar[int] = 6
     for_draft_models: ClassVar[bool] = True
-    renamed: ClassVar[Sequence[str]] = (
-        "attention_prefill", "attention_decode", "norms", "rope", "activation", "projections",
-    )  # fmt: skip
 
     @classmethod
     def switched_on(cls, value: Any) -> bool:

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-TURING = (7, 5)
-AMPERE = (8, 0)
-ADA = (8, 9)
 HOPPER = (9, 0)
-"""Compute capabilities: Turing multiplies integers of eight bits, Ada numbers of e4m3."""
+"""Compute capability of the first GPUs with a tensor memory accelerator and dependent launches."""
 
 
 @cache

@@ -128,19 +128,9 @@ class FusedLinear(nn.Module):
         """Compute norm, product, gate and residual as separate operators, as `FusedLinear.forward`
         describes them.
         """
-        out: Tensor = self.linear(x if norm is None else rms_norm(x, *norm))
+        out: Tensor = self.linear(x if norm is None else rms_norm(x, norm))
         out = out if gate is None else gated(out, gate)
         return out if residual is None else out + residual
-
-    def write(self, x: Tensor, out: Tensor) -> None:
-        """Write `forward(x)`, `[T, in]` -> `[T, out]`, to `out`; a plain product goes there
-        without a copy.
-        """
-        linear = self.linear if self.kernel(x) is None and self.total is None else None
-        if isinstance(linear, nn.Linear) and linear.bias is None:
-            torch.mm(x, linear.weight.t(), out=out)
-        else:
-            out.copy_(self(x))
 
 
 @runtime_checkable
@@ -157,9 +147,8 @@ def join(*parts: nn.Module) -> FusedLinear:
         if isinstance(part, Concatenable):
             found = part.joined(*parts) or FusedProjection(*parts)
             return found if isinstance(found, FusedLinear) else FusedLinear(found)
-    if len(parts) == 1:
-        return FusedLinear(parts[0])
-    return FusedLinear(concatenated(parts))  # type: ignore[arg-type]  # what is no `Concatenable` is plain
+    whole = parts[0] if len(parts) == 1 else concatenated(parts)  # type: ignore[arg-type]  # all are plain
+    return FusedLinear(whole)
 
 
 def concatenated(parts: Sequence[nn.Linear]) -> nn.Linear:

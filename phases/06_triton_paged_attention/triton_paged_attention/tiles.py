@@ -4,25 +4,16 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+"""The scale times it is the factor from raw scores to exponents of 2: the GPU computes 2**x, not e**x."""
 
 
 @triton.jit
-def raw_scores(q, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Return raw scores `[M, N]` of `q [M, D]` and `keys [N, D]`; times `unit` they are exponents of two.
+def raw_scores(q, keys):
+    """Return the scores of a tile before the scale, `q [M, D]` and `keys [N, D]` -> `[M, N]`.
 
-    scale: factor of the scores. SOFT_CAP: `tanh(scale * score / soft_cap)` is returned.
     "ieee" keeps float32 inputs from being rounded to tf32, and changes nothing for half precision.
     """
-    s = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    if SOFT_CAP:
-        s = 2.0 * tl.sigmoid(2.0 * (scale / soft_cap) * s) - 1.0  # tanh(score / cap)
-    return s
-
-
-@triton.jit
-def unit(scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Return the factor that makes raw scores exponents of two, `scale * log2(e)`: the GPU computes 2**x."""
-    return (soft_cap if SOFT_CAP else scale) * LOG2_E
+    return tl.dot(q, tl.trans(keys), input_precision="ieee")
 
 
 @triton.jit
@@ -111,13 +102,12 @@ def load_tile(
     else:
         at = block.to(tl.int64) * block_stride + (key % P) * slot_stride
     at = at[:, None] + kv_head * head_stride + d[None, :]
+    mask = (d < D)[None, :]
     if BOUNDED:
-        mask = (key < high)[:, None] & (d < D)[None, :]
+        mask = (key < high)[:, None] & mask
+    if BOUNDED or D != D_PAD:
         keys = tl.load(k_cache + at, mask=mask, other=0.0)
         values = tl.load(v_cache + at, mask=mask, other=0.0)
-    elif D != D_PAD:
-        keys = tl.load(k_cache + at, mask=(d < D)[None, :], other=0.0)
-        values = tl.load(v_cache + at, mask=(d < D)[None, :], other=0.0)
     else:
         keys, values = tl.load(k_cache + at), tl.load(v_cache + at)
     return keys, values
@@ -129,9 +119,9 @@ def attend(
     position,  # [M]
     m, total, acc,
     k_cache, v_cache,  # pointers to [N, P, KH, D], or TMA descriptors of the same memory, see `describe`
-    table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    table, kv_head, low, high, whole, scale, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [low, high) of one request into the online softmax (m, total, acc), and return it.
@@ -150,7 +140,7 @@ def attend(
     loaded in the iteration that needs them, they would halve the depth of the pipeline.
     """
     n = tl.arange(0, BLOCK_N)
-    factor = unit(scale, soft_cap, SOFT_CAP)
+    factor = scale * LOG2_E
     block = lookup(table, low, high, n, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         next_block = lookup(table, start + BLOCK_N, high, n, P, BLOCK_N)
@@ -164,9 +154,9 @@ def attend(
             keys, values = load_tile(
                 k_cache, v_cache, block, start, key, high, kv_head, block_stride, slot_stride,
                 head_stride,
-                D=D, D_PAD=D_PAD, P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
+                D=D, D_PAD=acc.shape[1], P=P, BLOCK_N=BLOCK_N, BOUNDED=MASK != "none",
             )  # fmt: skip
-        s = raw_scores(query, keys.to(query.dtype), scale, soft_cap, SOFT_CAP)
+        s = raw_scores(query, keys.to(query.dtype))
         if MASK == "edge":
             if start + BLOCK_N > whole:
                 s = hide(s, key, position, start, high, CAUSAL, WINDOW, TMA)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from chunked_prefill.scheduler import ChunkedScheduler
 from common.errors import integer
@@ -18,8 +17,8 @@ STEP_TOKENS = 256
 class Chunked(Feature):
     """Split prompts to fit a budget of tokens a step, which decodes take from first."""
 
-    name: ClassVar[str] = "chunked_prefill"
-    phase: ClassVar[int] = 7
+    name = "chunked_prefill"
+    phase = 7
 
     chunk_tokens: int | None = option(
         None, "most tokens of one prompt in a step, if not all of it"

@@ -25,10 +25,10 @@ GROUP = 32
 
 
 class BlockWeight(nn.Module):
-    """A weight `[N, K]` in a GGUF file's format: groups of 32 neighbouring inputs share a scale.
+    """A weight `[N, K]` in groups of `GROUP` inputs.
 
-    data: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i
-        in its low and input i + 16 in its high half.
+    data: q8_0 int8 `[N, K]`; q4_0 and q4_1 uint8 `[N, K / 2]`, where byte i of a group's 16 holds input i in
+        its low and input i + 16 in its high half.
     scale: float16 `[N, K / 32]`.
     minimum: float16 `[N, K / 32]` of q4_1, otherwise None; q4_0 has its zero at 8.
 

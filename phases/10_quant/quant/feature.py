@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -32,17 +31,17 @@ def head_for(scheme: str, device: torch.device) -> str:
         return scheme
     if device.type != "cuda":
         return "int8"
-    from triton_paged_attention.hardware import ADA, at_least  # Triton comes with it
+    from quant.products import hardware_rounds  # Triton comes with it
 
-    return "fp8" if at_least(device, ADA) else "int8"
+    return "fp8" if hardware_rounds(device) else "int8"
 
 
 @dataclass(frozen=True)
 class Quant(Feature):
     """Quantize weights, keys and values to 8 or 4 bits."""
 
-    name: ClassVar[str] = "quant"
-    phase: ClassVar[int] = 10
+    name = "quant"
+    phase = 10
 
     quantization: str | None = option(
         None,

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from quant.formats import BLOCK, DTYPES, LARGEST, Activations, Scheme
 from quant.weights import QuantizedWeight, unpack_nibbles
-from triton_paged_attention.hardware import ADA, TURING, at_least
+from triton_paged_attention.hardware import at_least
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TURING = (7, 5)
+ADA = (8, 9)
+"""Compute capabilities: Turing multiplies integers of eight bits, Ada numbers of e4m3."""
 LEAST_ROWS = 32
 """What the library's product of whole numbers wants at least (it asks for more than 16)."""
 
@@ -86,7 +89,7 @@ def round_rows_kernel(
 
 def hardware_rounds(device: torch.device) -> bool:
     """Return True if a device has an instruction that converts to e4m3 (Ada GPUs and later ones)."""
-    return device.type == "cuda" and at_least(device, ADA)
+    return at_least(device, ADA)
 
 
 def round_rows(x: Tensor, kind: Activations) -> Rounded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 from common.errors import integer, number
 from common.options import option
@@ -20,8 +20,8 @@ from structured.vocabulary import Vocabulary
 class Structured(Feature):
     """Mask the tokens of every request that has a grammar, so that its output follows the grammar."""
 
-    name: ClassVar[str] = "structured"
-    phase: ClassVar[int] = 12
+    name = "structured"
+    phase = 12
 
     grammar_seconds: float = option(2.0, "most seconds that a grammar may take to compile")
     grammar_cache_bytes: int = option(

@@ -1,4 +1,4 @@
-"""The server's ASGI application: routes, and the life of a request around its answer.
+"""The server's ASGI application: routes, hooks, and the reading of requests.
 
 Chunks go out as raw ASGI messages. A framework's streaming response costs twice the processor time for each
 of them, and there is one for every token.
@@ -18,14 +18,13 @@ from common.errors import UserError
 from common.json_text import FieldError, decode_object
 from common.text.tokenizer import LONG, Tokenizer
 from serving.client import EngineClient
-from serving.completion import ChoiceGroup
+from serving.completion import ChoiceGroup, serve
 from serving.endpoints import ChatEndpoint, CompletionEndpoint, Endpoint, ServedModel
-from serving.http.errors import ApiError, ErrorForm, wrong
+from serving.http.errors import RETRY_SECONDS, ApiError, ErrorForm, wrong
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest, Receive, Scope, Send
-from serving.messages import Ready, StepReport
+from serving.messages import Ready
 from serving.parsed import FieldHandler, ParsedRequest
-from serving.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 class App:
-    """The ASGI application: serves HTTP requests with an engine.
+    """Serve HTTP requests with an engine.
 
     Args:
         model: the name that clients know it by.
@@ -45,7 +44,8 @@ class App:
     endpoints: the routes for tokens; their fields are known.
     forms: the forms of errors of paths that begin so.
     before: hooks that look at a request before its route does, and tell if they have answered it.
-    on_step, on_end: hooks called with a step's report, and with a request that has its response or has left.
+    on_end: hooks that hear of a request that has its answer, or has left.
+    draining: no new requests for tokens are taken; those that run go on.
     closing: the server ends, and so must streams that have no end.
     """
 
@@ -63,14 +63,11 @@ class App:
         self.engine = engine
         self.limits = limits or Limits()
         self.model = ServedModel(model, tokenizer, self.limits, defaults or {})
-        self.service = Service(engine, tokenizer, self.limits)
         self.requests: set[HttpRequest] = set()
-        self.closing = False
+        self.draining = self.closing = False
         self.forms: dict[str, ErrorForm] = {}
         self.before: list[Callable[[HttpRequest], Awaitable[bool]]] = []
-        self.on_step: list[Callable[[StepReport], None]] = []
         self.on_end: list[Callable[[HttpRequest], None]] = []
-        engine.on_step = self._stepped
         self.created = int(time.time())
         self.endpoints: dict[str, Endpoint] = {}
         self.routes: dict[str, dict[str, Route]] = {
@@ -79,8 +76,8 @@ class App:
             "/v1/models": {"GET": self._models},
             f"/v1/models/{model}": {"GET": self._models},
         }
-        self.add("/v1/completions", CompletionEndpoint(self.model, completion_handlers))
         self.chat = ChatEndpoint(self.model, chat_handlers)
+        self.add("/v1/completions", CompletionEndpoint(self.model, completion_handlers))
         self.add("/v1/chat/completions", self.chat)
         self._threads = ThreadPoolExecutor(2, "parse")
 
@@ -107,11 +104,6 @@ class App:
             for hook in self.on_end:
                 hook(http)
 
-    @property
-    def groups(self) -> list[ChoiceGroup]:
-        """Return the requests for tokens that are being served."""
-        return [http.group for http in self.requests if http.group is not None]
-
     async def _answer(self, http: HttpRequest) -> None:
         for beginning, form in self.forms.items():
             if http.path.startswith(beginning):
@@ -133,6 +125,41 @@ class App:
         found = self.routes[path]
         return found | {"HEAD": found["GET"]} if "GET" in found else found
 
+    @property
+    def groups(self) -> list[ChoiceGroup]:
+        """Return the requests for tokens that are being served."""
+        return [http.group for http in self.requests if http.group is not None]
+
+    @property
+    def state(self) -> str:
+        """Return what the engine is, or "draining"."""
+        return "draining" if self.draining else self.engine.state
+
+    def ready(self) -> Ready:
+        """Return what the engine is, if it takes requests now. Raises `ApiError` if not."""
+        if self.engine.ready is None or self.state != "ready":
+            engine = f"engine is {self.state}; try again"
+            what = "server is shutting down" if self.draining else engine
+            raise ApiError(503, f"the {what}", retry=RETRY_SECONDS, code=self.state)
+        return self.engine.ready
+
+    async def _ready(self, http: HttpRequest) -> None:
+        await http.json({"status": self.state}, 200 if self.state == "ready" else 503)
+
+    async def _models(self, http: HttpRequest) -> None:
+        """Send the served model, alone or in a list of one, once it takes requests."""
+        card = {
+            "id": self.model.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "inference-ladder",
+            "max_model_len": self.ready().max_len,
+        }
+        if self.model.defaults:
+            card["default_sampling_params"] = dict(self.model.defaults)
+        alone = http.path != "/v1/models"
+        await http.json(card if alone else {"object": "list", "data": [card]})
+
     # Requests for tokens.
 
     def add(self, path: str, endpoint: Endpoint) -> None:
@@ -143,10 +170,9 @@ class App:
     async def _tokens(self, endpoint: Endpoint, http: HttpRequest) -> None:
         http.form = endpoint.form
         parse = partial(self.parse, endpoint, http)
-        request, ready = await self.read(
-            http, parse, threaded=endpoint.threaded, source=endpoint.source
+        await self.serve(
+            http, await self.read(http, parse, endpoint.source, endpoint.threaded)
         )
-        await self.generate(http, request, ready)
 
     def parse(
         self, endpoint: Endpoint, http: HttpRequest, fields: dict[str, Any], ready: Ready
@@ -163,23 +189,13 @@ class App:
         request.ignored += sorted(fields.keys() - known)
         return request
 
-    async def generate(self, http: HttpRequest, request: ParsedRequest, ready: Ready) -> None:
-        """Generate the tokens of a parsed request and send the response; ignored fields are named in a
-        header.
-        """
-        http.extra += request.headers
-        if request.ignored:
-            http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
-        await self.service.serve(http, request, ready)
-
     async def read(
         self,
         http: HttpRequest,
         parse: Callable[[dict[str, Any], Ready], T],
-        *,
-        threaded: bool = False,
         source: str | None = None,
-    ) -> tuple[T, Ready]:
+        threaded: bool = False,
+    ) -> T:
         """Decode and parse a body; a thread does it unless it is short, so that no stream waits.
 
         parse: makes a value of the decoded fields and of what is known of the engine. threaded: always use
@@ -192,46 +208,27 @@ class App:
         Raises:
             ApiError: the request cannot be taken now, or never.
         """
-        ready = self.service.ready()
+        ready = self.ready()
         body = await http.body()
 
         def make() -> T:
             try:
-                fields = decode_object(body, self.limits.max_parts)
-                return parse(fields, ready)
+                return parse(decode_object(body, self.limits.max_parts), ready)
             except FieldError as error:
                 raise wrong(error.field, str(error)) from None
             except UserError as error:
                 raise wrong(source, str(error)) from None
 
         if len(body) <= LONG and not threaded:
-            return make(), ready
-        return await asyncio.get_running_loop().run_in_executor(self._threads, make), ready
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
 
-    def _stepped(self, step: StepReport) -> None:
-        for hook in self.on_step:
-            hook(step)
-
-    # Everything else.
-
-    async def _ready(self, http: HttpRequest) -> None:
-        state = self.service.state
-        await http.json({"status": state}, 200 if state == "ready" else 503)
-
-    async def _models(self, http: HttpRequest) -> None:
-        """Send the served model, alone or in a list of one, once it takes requests."""
-        ready = self.service.ready()
-        card = {
-            "id": self.model.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "inference-ladder",
-            "max_model_len": ready.max_len,
-        }
-        if self.model.defaults:
-            card["default_sampling_params"] = dict(self.model.defaults)
-        alone = http.path != "/v1/models"
-        await http.json(card if alone else {"object": "list", "data": [card]})
+    async def serve(self, http: HttpRequest, request: ParsedRequest) -> None:
+        """Answer a request for tokens; ignored fields are named in a header."""
+        http.extra += request.headers
+        if request.ignored:
+            http.extra.append((b"x-ladder-ignored", listed(request.ignored)))
+        await serve(http, request, self.engine, self.model.tokenizer)
 
 
 def listed(names: list[str]) -> bytes:

@@ -46,12 +46,12 @@ class Sink(Protocol):
 
 
 class EngineClient:
-    """Sends requests to an engine and routes its tokens; subclasses say where the engine is and watch it.
+    """Talks to an engine; where that is, and that it lives, is a subclass's business.
 
     state: only "ready" takes completions.
     ready, stats: what the engine has said about itself, and after its last step.
-    now: `time.perf_counter()` when the step whose tokens are being routed has come.
-    on_step: called with a step's report when its tokens are routed.
+    now: `time.perf_counter()` when the step that is being dealt out has come.
+    on_step: hooks that hear of a step when its tokens are dealt out.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class EngineClient:
         self.stats = StepStats()
         self.now = 0.0
         self.restarts = 0
-        self.on_step: Callable[[StepReport], None] = lambda step: None
+        self.on_step: list[Callable[[StepReport], None]] = []
         self._sinks: dict[int, Sink] = {}
         self._next = 0
         self._outbox: list[Command] = []
@@ -134,12 +134,11 @@ class EngineClient:
     # What the engine says.
 
     def _route_tokens(self, step: StepReport) -> None:
-        """Pass a step's notes, tokens and ends to the sinks of their completions. Sinks may abort while
-        this runs.
+        """Give the sinks what a step has for them. They may abort while this runs, themselves and others.
 
         A sink takes first what was noted, then its tokens in their order. An end with a token arrives with
-        the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight
-        when it gets its end. `on_step` comes last.
+        the token, another afterwards. A sink that ends or leaves is called no more, and is not in flight when
+        it gets its end. The hooks come last.
         """
         self.stats, sinks = step.stats, self._sinks
         for number, kind, values in step.notes:
@@ -157,7 +156,8 @@ class EngineClient:
             sink = sinks.pop(end.number, None)
             if sink is not None:
                 sink.end(end.reason, end.message)
-        self.on_step(step)
+        for hook in self.on_step:
+            hook(step)
 
     def _lose(self) -> None:
         """End all sinks with an error, since the engine has ended."""

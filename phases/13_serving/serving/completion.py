@@ -1,4 +1,4 @@
-"""The completions that one HTTP request waits for, made into text token by token, and the waiting itself."""
+"""The completions that one HTTP request waits for, made into text, and the life of that request."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
-from common.events import FinishReason, Logprob, TextStream
+from common.events import FinishReason, Logprob
+from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
+from serving.http.errors import RETRY_SECONDS, STATUS, ApiError, too_many, wrong
+from serving.http.limits import Limits
+from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import Delta, ParsedRequest
+
+LONG_ANSWER = 250
+"""Tokens of a prompt and its whole answer above which a thread writes it, so that no stream waits."""
 
 Failure = Literal["refused", "error", "nan", "died", "deadline", "slow", "left"]
 """Why a request ends early: the engine refused it, its step failed, its logits are NaN, the engine died, it
@@ -228,3 +235,100 @@ class ChoiceGroup:
             if self.request.prompt_only
             else sum(len(choice.tokens) for choice in self.choices)
         )
+
+
+# The life of a request.
+
+
+async def serve(
+    http: HttpRequest, request: ParsedRequest, engine: EngineClient, tokenizer: Tokenizer
+) -> None:
+    """The life of a request for tokens, from its admission to its last byte.
+
+    However this function is left, the engine drops what is not finished.
+
+    Raises:
+        ApiError: it cannot be answered, or not in full.
+        ClientDisconnected: the client has left.
+    """
+    limits = http.limits
+    check_admission(request, limits, engine.in_flight)
+    group = http.group = ChoiceGroup(engine, tokenizer, request, limits.max_unsent)
+    leaving = asyncio.ensure_future(http.disconnected())
+    leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+    try:
+        group.submit(seconds_left(request, limits.max_seconds, http.started))
+        await (_stream(http, group) if group.streamed else _answer(http, group))
+        if group.failure is not None:
+            raise _error(*group.failure, request)
+    finally:
+        leaving.cancel()
+        group.close()
+
+
+async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
+    """Send a whole answer when all of it has come."""
+    while group.left and group.failure is None:
+        await group.wait_for_updates()
+    if group.failure is not None:
+        return
+    write = group.request.formatter.body
+    if group.prompt_tokens + group.output_tokens > LONG_ANSWER:
+        body = await asyncio.to_thread(write, group)
+    else:
+        body = write(group)
+    await http.answer(200, body)
+
+
+async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
+    """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
+    formatter, waiting = group.request.formatter, group.choices
+    while waiting:
+        await group.wait_for_updates()
+        if group.failure is not None:
+            return
+        events = []
+        for choice in waiting:
+            last = choice.reason is not None
+            if last or len(choice.texts) > choice.sent:
+                events.append(formatter.chunk(choice, choice.take(), last))
+        waiting = [choice for choice in waiting if choice.reason is None]
+        if not waiting:
+            events.append(formatter.end(group))
+        if data := b"".join(events):
+            if not http.status:
+                await http.start(200, formatter.headers)
+            await http.write(data, more=bool(waiting))
+
+
+def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
+    """Return the error that a failed group ends with."""
+    if kind in ("left", "slow"):
+        return ClientDisconnected()
+    if kind == "refused":
+        return request.refusal(message)
+    retry = RETRY_SECONDS if kind == "died" else None
+    return ApiError(STATUS[kind], message, retry=retry, code=kind)
+
+
+def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
+    """Raise `ApiError` where the completions of one more request are too many."""
+    ready, more = request.ready, len(request.prompts) * request.params.n
+    if (priority := request.generation.priority) and ready.policy != "priority":
+        rest = f"must be 0: the server's policy is {ready.policy}"
+        raise wrong("priority", f"priority is {priority}, but {rest}")
+    if more > limits.max_choices:
+        raise too_many("n", more, limits.max_choices, "completions in all")
+    most = min(limits.max_requests, ready.max_rows + limits.max_queue)
+    if more > most:  # it would be told to try again for ever
+        raise too_many("n", more, most, "completions")
+    if in_flight + more > most:
+        words = f"{in_flight} completions are in flight, and the server takes at most {most}"
+        raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
+
+
+def seconds_left(request: ParsedRequest, most: float, started: float) -> float:
+    """Return the seconds that a request may take: the client's count from the beginning of the request."""
+    if (deadline := request.generation.deadline_ms) is None:
+        return most
+    return min(max(0.0, deadline / 1e3 - (time.perf_counter() - started)), most)

@@ -12,8 +12,9 @@ from common.errors import UserError
 from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
+from common.text.chat_template import count_characters
 from common.text.tokenizer import Tokenizer
-from common.text.turns import characters, join_turns
+from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
 from serving.http.errors import ApiError, ErrorForm, too_many, wrong
 from serving.http.limits import Limits
@@ -24,23 +25,12 @@ from serving.parsed import FieldHandler, ParsedRequest
 
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that does not say; OpenAI's default."""
-COPIED = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-)
+COPIED = [
+    name
+    for name in GenerationFields.__struct_fields__
+    if name in SamplingParams.__dataclass_fields__
+]
+"""Fields that are settings of the sampler."""
 MOST_TEMPERATURE = 2.0
 """Of OpenAI's routes; an engine takes more."""
 RESERVED = {"messages", "add_generation_prompt", "add_special_tokens", "tools", "self"}
@@ -93,7 +83,7 @@ class ServedModel:
             words = f"model is {name[:100]!r}, but this is {self.name!r}"
             raise ApiError(404, words, param="model", code="model_not_found")
 
-    def begin(self, fields: Mapping[str, Any], source: str) -> ParsedRequest:
+    def begin(self, fields: Mapping[str, Any], ready: Ready, source: str) -> ParsedRequest:
         """Return a request with the fields that all requests for tokens may have. source: the field of
         the prompt.
         """
@@ -111,7 +101,7 @@ class ServedModel:
             if isinstance(value, list | dict) and len(value) > most:
                 raise too_many(name, len(value), most, what)
         said = {name: value for name, value in sampling.items() if value is not None}
-        return ParsedRequest(generation, fields, said, source)
+        return ParsedRequest(generation, fields, said, ready, source)
 
     def check_length(self, characters: int, ready: Ready, param: str) -> None:
         """Raise `ApiError` for a text that is too long whatever its tokens are, before it is tokenized."""
@@ -139,7 +129,7 @@ class ServedModel:
         self.check_length(max(map(len, given)), ready, param)
         return [self.tokenizer.encode(text, special) for text in given]
 
-    def finish(self, request: ParsedRequest, ready: Ready, default_tokens: int | None) -> None:
+    def finish(self, request: ParsedRequest, default_tokens: int | None = None) -> None:
         """Set a request's sampling settings, once its prompts are known.
 
         default_tokens: `max_tokens` where the request does not say; None: as many as there is room for.
@@ -147,6 +137,7 @@ class ServedModel:
         Raises:
             ApiError: it could never be served.
         """
+        ready = request.ready
         for call in request.on_prompt:
             call()
         given: dict[str, Any] = {"temperature": 1.0, **self.defaults, **request.sampling}
@@ -202,7 +193,7 @@ class TextEndpoint:
         """Return a request, parsed and checked; raises as `Endpoint.parse` does."""
         request = self.read(fields, ready)
         check_temperature(request)
-        self.model.finish(request, ready, self.default_tokens)
+        self.model.finish(request, self.default_tokens)
         request.formatter = self.formatter(
             f"{self.prefix}-{http.short_id}", self.model.name, request
         )
@@ -218,9 +209,11 @@ class TextEndpoint:
         """Let each field handler read its fields of the request. Raises `ApiError` for what cannot be
         served.
         """
-        names = request.fields.keys()
+        roles = [message.get("role") for message in request.messages]
+        names = {role for role in roles if isinstance(role, str)}
+        names |= names.union(request.fields, *request.messages)
         for handler in self.handlers:
-            if handler.always or not names.isdisjoint(handler.fields.__struct_fields__):
+            if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)
 
 
@@ -234,7 +227,7 @@ class CompletionEndpoint(TextEndpoint):
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """Return a request with its fields and prompts: text or token ids, one or several."""
-        request = self.model.begin(fields, self.source)
+        request = self.model.begin(fields, ready, self.source)
         given = convert_fields(CompletionFields, fields)
         self.read_fields(request)
         special = request.generation.add_special_tokens is not False
@@ -251,7 +244,7 @@ class ChatEndpoint(TextEndpoint):
 
     def read(self, fields: Mapping[str, Any], ready: Ready) -> ParsedRequest:
         """Return a request with its fields, and the prompt that the chat template makes of its messages."""
-        request = self.model.begin(fields, self.source)
+        request = self.model.begin(fields, ready, self.source)
         given = convert_fields(ChatFields, fields)
         request.messages = [
             message | {"role": "system"} if message.get("role") == "developer" else message
@@ -267,7 +260,7 @@ class ChatEndpoint(TextEndpoint):
             request.names["max_tokens"] = "max_completion_tokens"
         request.variables["add_generation_prompt"] = given.add_generation_prompt is not False
         request.variables["add_special_tokens"] = bool(request.generation.add_special_tokens)
-        self.model.check_length(characters(given.messages), ready, self.source)
+        self.model.check_length(count_characters(given.messages), ready, self.source)
         self.read_fields(request)
         self._render(request)
         return request

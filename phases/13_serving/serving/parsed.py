@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.sampling.params import SamplingParams
 from serving.http.errors import ApiError, wrong
 from serving.http.schema import GenerationFields
+from serving.messages import Ready
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -80,6 +82,7 @@ class ParsedRequest:
     `messages` and `variables` are what the chat template sees, `on_prompt` is called once the prompts are
     token ids.
 
+    ready: what the engine was when the request came.
     fields, generation: all fields as the client has sent them, and those that every request may have.
     names: what the client calls a setting or `grammar`, where that differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
@@ -96,6 +99,7 @@ class ParsedRequest:
     generation: GenerationFields
     fields: Mapping[str, Any]
     sampling: dict[str, Any]
+    ready: Ready = field(default_factory=partial(Ready, 0, 0))
     source: str = "prompt"
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
@@ -138,10 +142,10 @@ class ParsedRequest:
 class FieldHandler(Protocol):
     """Interface of what reads some fields of requests, and adds their part to the responses.
 
-    always: whether it also reads requests that have none of its fields.
+    names: of fields of requests and of messages, and roles; it reads requests that have one of these.
     """
 
-    always: bool
+    names: frozenset[str]
 
     @property
     def fields(self) -> type[Struct]:

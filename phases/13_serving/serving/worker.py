@@ -74,18 +74,19 @@ class Channel(Protocol):
 
 
 class Observer(Protocol):
-    """Interface of what watches the engine inside its process, and adds notes to the reports."""
+    """Reads along in the engine's process.
+
+    due: whether it has something to add to the next report, so that one is sent although no step was run.
+    """
+
+    due: bool = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Note a command, and the requests that it has added."""
+        """Take in a command to draw, or one with notes that are wanted and the requests that it has added."""
         return
 
-    def due(self) -> bool:
-        """Return True if there is something to report though no step was run."""
-        return False
-
-    def write(self, step: StepReport, now: float) -> None:
-        """Add notes to the report of a step that began at `now` (`time.perf_counter()`)."""
+    def write(self, step: StepReport) -> None:
+        """Add to a report; called while `due`."""
         return
 
 
@@ -129,7 +130,7 @@ class Worker:
         busy = not self.engine.idle
         outputs = self.engine.step() if busy else []
         self._steps += busy
-        if busy or self._ends or self.observer.due():
+        if busy or self._ends or self.observer.due:
             self.channel.send(self._report(outputs, started))
 
     def obey(self, command: Command) -> None:
@@ -164,7 +165,8 @@ class Worker:
         else:
             self.live.update(zip(numbers, requests, strict=True))
             self._fresh.add(first)
-            self.observer.hear(command, requests)
+            if command.wanted:
+                self.observer.hear(command, requests)
 
     def _report(self, outputs: list[Output], started: float) -> StepReport:
         step = StepReport([], [], self._ends, self._stats(time.perf_counter() - started))
@@ -184,7 +186,8 @@ class Worker:
             if reason is not None:
                 step.ends.append(ending(number, reason, request.error, place))
                 self.live.pop(number, None)
-        self.observer.write(step, started)
+        if self.observer.due:
+            self.observer.write(step)
         return step
 
     def _stats(self, seconds: float) -> StepStats:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -37,9 +35,8 @@ MOST_RANKS = 64
 class Parallel(Feature):
     """Tensor parallelism: shard a model over GPUs of one host, or over processes of a CPU."""
 
-    name: ClassVar[str] = "parallel"
-    phase: ClassVar[int] = 14
-    removed: ClassVar[Sequence[str]] = ("rank_check",)
+    name = "parallel"
+    phase = 14
 
     tensor_parallel: int = option(
         1, "GPUs (or processes) that share the model's heads, MLP and vocabulary"
@@ -157,8 +154,8 @@ class Split(Feature):
     ranks: this rank among all. workers: the other ranks, on rank 0; None on all others.
     """
 
-    name: ClassVar[str] = "parallel"
-    phase: ClassVar[int] = 14
+    name = "parallel"
+    phase = 14
 
     ranks: Ranks
     workers: WorkerGroup | None = None

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -86,8 +85,8 @@ class OwnExpertsLoader(Quantize):
 class ExpertParallel(Feature):
     """Expert parallelism: with several ranks, each has some of the experts; with one, nothing changes."""
 
-    name: ClassVar[str] = "expert_parallel"
-    phase: ClassVar[int] = 16
+    name = "expert_parallel"
+    phase = 16
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Let each rank keep its experts while the model is loaded.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 from common.errors import UserError, integer
 from common.options import option
@@ -22,8 +21,8 @@ from triton_paged_attention import Kernels
 class MixtureOfExperts(Feature):
     """Put each layer's experts in two tensors, and compute each expert's tokens together."""
 
-    name: ClassVar[str] = "experts"
-    phase: ClassVar[int] = 16
+    name = "experts"
+    phase = 16
 
     active_experts: int | None = option(
         None, "experts that a token goes through, instead of as many as the model says"

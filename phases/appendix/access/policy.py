@@ -17,53 +17,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-import socket
 from contextlib import suppress
 
-from common.errors import UserError
 from serving.app import App
 from serving.http.errors import ApiError
 from serving.http.request import HttpRequest
 
 ANY = "*"
-HOST = r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?"
-ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+"
-
-
-def hosts(given: str | None) -> tuple[str, ...]:
-    """Return the host names in a text with commas between them. Raises `UserError` for what is no name."""
-    return _listed("--allowed-hosts", given, HOST, "a host is a name without a port")
-
-
-def origins(given: str | None) -> tuple[str, ...]:
-    """Return the web origins in a text with commas between them. Raises `UserError` for what is no origin."""
-    return _listed(
-        "--allowed-origins", given, ORIGIN, "an origin is scheme://host or scheme://host:port"
-    )
-
-
-def _listed(flag: str, given: str | None, pattern: str, what: str) -> tuple[str, ...]:
-    found = tuple(name.strip().lower() for name in (given or "").split(",") if name.strip())
-    if given is not None and not found:
-        raise UserError(f"{flag} is empty, but must have at least 1 entry")
-    for name in found:
-        if name != ANY and not re.fullmatch(pattern, name):
-            raise UserError(f"{flag} has {name!r}, but {what}, or {ANY}")
-    return found
-
-
-def names_of(host: str, allowed: tuple[str, ...], *, keys: bool) -> frozenset[str]:
-    """Return the names that a server is reached by, `*` for any.
-
-    host: the one that it listens on.
-    allowed: further ones; where there are some, they also bind a server with keys.
-    keys: whether clients need one. A web page has none, so any name will do.
-    """
-    if ANY in allowed or (keys and not allowed):
-        return frozenset({ANY})
-    return frozenset({"localhost", host.lower(), socket.gethostname().lower(), *allowed})
-
-
 EXPOSED = b"x-request-id, x-ladder-ignored, x-ladder-loosened, x-ladder-warning, retry-after"
 SECONDS = b"600"
 """That a browser may remember an answer of ours to its question."""
@@ -75,9 +35,9 @@ WEB_PAGE = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"referer
 
 
 class AccessPolicy:
-    """A hook before all routes that refuses requests of a wrong host, origin, content type or key.
+    """Refuse requests of a wrong host, origin, content type or key.
 
-    hosts: names that the server is reached by, `*` for any.
+    hosts: see `options.names_of`.
     origins: whose pages may read responses; none: no browser gets a header for them.
     keys: of which a client needs one; none: every request is taken.
     """

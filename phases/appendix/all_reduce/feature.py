@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 
 from common.errors import UserError
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from parallel.feature import Parallel, Split
 from triton_paged_attention import Kernels
 
@@ -19,14 +15,10 @@ from triton_paged_attention import Kernels
 class CustomAllReduce(Feature):
     """Custom all-reduce: sum small tensors over ranks in memory that all GPUs share; NCCL sums the others."""
 
-    name: ClassVar[str] = "own_sums"
-    phase: ClassVar[int] = 14
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if the engine has several ranks on GPUs, and the Triton kernels of phase 06."""
-        here = find(others, Parallel) is not None and find(others, Kernels) is not None
-        return here and device.type == "cuda"
+    name = "own_sums"
+    phase = 14
+    on_with = (Parallel, Kernels)
+    on_device = "cuda"
 
     def install(self, builder: EngineBuilder) -> None:
         """Give the ranks their all-reduce over shared memory; a single rank sums nothing."""
@@ -35,10 +27,8 @@ class CustomAllReduce(Feature):
             return
         if builder.model.device.type != "cuda" or builder.feature(Kernels) is None:
             raise UserError("own_sums is on, but sums by kernels need kernels on a GPU")
-        from phases.appendix.all_reduce.symmetric import (
-            OtherRanks,
-            SymmetricMemoryReducer,
-        )  # Triton comes with it
+        # Triton comes with it.
+        from phases.appendix.all_reduce.symmetric import OtherRanks, SymmetricMemoryReducer
 
         ranks = split.ranks
         try:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from phases.appendix.api.grammars import GrammarHandler
 from phases.appendix.api.logprobs import ChatLogprobs, CompletionLogprobs, TokenIds
@@ -33,16 +31,13 @@ def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandl
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """Return the handlers of all further fields of chats, in the order in which they read a request."""
-    with suppress(
-        UserError
-    ):  # where there is a template it is compiled now, not while others stream
-        _ = tokenizer.chat_template
     first: list[FieldHandler] = [
         Prefill(tokenizer),
         GrammarHandler(limits),
         ToolHandler(tokenizer, limits),
     ]
-    return [*first, ChatLogprobs(tokenizer), TokenIds(), Reasoning(tokenizer)]
+    reasoning = Reasoning(tokenizer)  # compiles the template now, not while others stream
+    return [*first, ChatLogprobs(tokenizer), TokenIds(), reasoning]
 
 
 class Document:

@@ -49,7 +49,7 @@ class GrammarHandler:
     """A handler of the request fields that constrain the output; it makes their grammar."""
 
     fields = GrammarFields
-    always = False
+    names = frozenset(GrammarFields.__struct_fields__)
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

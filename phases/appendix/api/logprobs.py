@@ -59,7 +59,7 @@ class CompletionLogprobs:
     """Handler of a completion's `logprobs`: adds lists of tokens, with the prompt's for `echo`."""
 
     fields = CompletionLogprobFields
-    always = False
+    names = frozenset(CompletionLogprobFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -158,7 +158,7 @@ class ChatLogprobs:
     """Handler of a chat's `logprobs` and `top_logprobs`: adds one object a token."""
 
     fields = ChatLogprobFields
-    always = False
+    names = frozenset(ChatLogprobFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -205,7 +205,7 @@ class TokenIds:
     """
 
     fields = TokenFields
-    always = False
+    names = frozenset(TokenFields.__struct_fields__)
 
     def read(self, given: TokenFields, request: ParsedRequest) -> None:
         """Read `return_token_ids` and `return_token_marks`, and add their part of the response."""

@@ -22,7 +22,7 @@ class Prefill:
     """A handler that lets the output continue the last message, if it is the assistant's."""
 
     fields = PrefillFields
-    always = False
+    names = frozenset(PrefillFields.__struct_fields__)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from common.errors import UserError
 from common.text.tokenizer import Tokenizer
 from phases.appendix.tools.formats import HERMES, OPENING
 from phases.appendix.tools.reader import decided_length, settled
@@ -36,10 +37,12 @@ class Reasoning:
     """A handler that sets how much the model reasons, and splits the reasoning from the answer."""
 
     fields = ReasoningFields
-    always = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.names = frozenset(ReasoningFields.__struct_fields__)
+        if reasons(tokenizer):
+            self.names |= {"messages"}  # any chat's answer may have some
 
     def read(self, given: ReasoningFields, request: ParsedRequest) -> None:
         """Read the fields about reasoning, and choose what splits the output."""
@@ -76,6 +79,14 @@ class Reasoning:
             marks = [BEGIN, END]
         ids = {tokenizer.backend.token_to_id(mark) for mark in marks}
         request.shown |= tokenizer.special_ids & ids
+
+
+def reasons(tokenizer: Tokenizer) -> bool:
+    """Return True if the model writes reasoning."""
+    try:
+        return BEGIN in tokenizer.chat_template.source or has_channels(tokenizer)
+    except UserError:  # it has no template
+        return False
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:

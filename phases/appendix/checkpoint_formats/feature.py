@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import nn
 
 from common.errors import UserError
 from forward.model import Model
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.checkpoint_formats.configs import stored
 from phases.appendix.checkpoint_formats.layouts import StoredLinear
 from quant import Quant
@@ -59,13 +56,9 @@ class ReadFormats(Quantize):
 class CheckpointFormats(Feature):
     """Checkpoints in AWQ's, GPTQ's, FP8's and compressed-tensors' formats load as they are."""
 
-    name: ClassVar[str] = "checkpoint_formats"
-    phase: ClassVar[int] = 10
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if the engine can have quantized layers (phase 10 is on)."""
-        return find(others, Quant) is not None
+    name = "checkpoint_formats"
+    phase = 10
+    on_with = (Quant,)
 
     def configure_load(self, builder: EngineBuilder) -> None:
         """Read the layers that the checkpoint has quantized, and leave the others to `Quant`."""

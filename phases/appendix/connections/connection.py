@@ -19,6 +19,7 @@ from serving.http.server import KEEP_ALIVE_SECONDS
 
 if TYPE_CHECKING:
     from serving.app import App
+    from serving.http.limits import Limits
 
 UNREAD_BYTES = 128 << 10
 """What the system keeps of what a client has not read yet; beyond that the server knows that it is slow."""
@@ -41,7 +42,7 @@ class Connection(HttpToolsProtocol):
         longest.
         """
         super().connection_made(transport)
-        self.limits = cast("App", self.config.app).limits
+        self.limits = self.read_limits()
         self.owed: deque[RequestResponseCycle] = deque()
         self._bytes = 0  # of the headers that are being received
         self._later = b""
@@ -62,6 +63,10 @@ class Connection(HttpToolsProtocol):
         if made is not None:  # or the system keeps megabytes for a reader that does not read
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         self._expect(self.limits.body_seconds, TIMED_OUT)
+
+    def read_limits(self) -> Limits:
+        """Return the limits of the application."""
+        return cast("App", self.config.app).limits
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report to every request of this connection that its client has disconnected."""

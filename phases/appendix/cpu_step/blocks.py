@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from paged_cache import EngineBuilder, Feature, find
+from paged_cache import EngineBuilder, Feature
 from phases.appendix.cpu_step.feature import (
     SIDE,
     CpuStep,
@@ -51,13 +49,9 @@ class BlockProduct:
 class CpuBlocks(Feature):
     """Multiply with a GGUF file's quantized weights in compiled C++."""
 
-    name: ClassVar[str] = "cpu_blocks"
-    phase: ClassVar[int] = 10
-
-    @classmethod
-    def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:
-        """Return True if the feature `CpuStep` is on, whose library has these products."""
-        return find(others, CpuStep) is not None
+    name = "cpu_blocks"
+    phase = 10
+    on_with = (CpuStep,)
 
     def install(self, builder: EngineBuilder) -> None:
         """Give each layer with a GGUF file's weights the C++ product, if there is a compiler."""

@@ -134,7 +134,7 @@ class OneCall:
         exact = (
             config.activation in ACTIVATIONS and model.dtype in PRODUCTS and self.pool.exact
         )
-        refused = config.experts or config.attention_soft_cap or config.final_soft_cap
+        refused = config.experts or config.final_soft_cap
         if not named or not exact or refused or config.head_dim % WIDTH:
             raise NotImplementedError
         self.gemma = config.family == "gemma3"
@@ -300,10 +300,8 @@ class OneCall:
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
         space = torch.zeros(whole_tiles(count), self.width)
-        x, scale = (
-            self.model.embed_tokens(batch.input_ids),
-            self.config.hidden_size**0.5 if self.gemma else 1,
-        )
+        x = self.model.embed_tokens(batch.input_ids)
+        scale = self.config.hidden_size**0.5 if self.gemma else 1
         space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
         turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
         space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]
@@ -317,8 +315,8 @@ class OneCall:
 class CpuStep(Feature):
     """Run decode steps of at most 16 requests as one call of compiled C++."""
 
-    name: ClassVar[str] = "cpu_step"
-    phase: ClassVar[int] = 9
+    name = "cpu_step"
+    phase = 9
 
     @classmethod
     def enabled_by_default(cls, device: torch.device, others: Sequence[Feature]) -> bool:

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor, nn
 
 from forward.attention import Attention
@@ -20,9 +19,7 @@ from hybrid_cache.states.mixer import Mixer
 from hybrid_cache.states.qwen3_5 import GatedAttention, GatedDeltaNet, Qwen35, Qwen35Block
 from phases.appendix.delta_layers.kernels import apply_gate, mix
 from phases.appendix.delta_layers.step import DeltaWeights
-from phases.appendix.latency.single_request import SingleRequestInputs, attend_single_request
-from phases.appendix.latency.tables import single_request_default
-from triton_paged_attention.decode import Workspace
+from phases.appendix.latency.single_request import attend_step, single_request_workspace
 from triton_paged_attention.kernels.norms import NormWeights
 from triton_paged_attention.kernels.rope import HeadNorms
 from triton_paged_attention.layers import (
@@ -66,17 +63,8 @@ class FusedGatedAttention(FusedAttention):
         q_weight, k_weight = (
             factor * (1.0 + part.weight[order].float()) for part in (old.q_norm, old.k_norm)
         )
-        self.head_norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
-        width = max(16, triton.next_power_of_2(size))
-        self.single_request_config = single_request_default(
-            keys, width, old.v_proj.weight.element_size(), device
-        )
-        self.workspace = Workspace(heads * self.single_request_config.splits, width, device)
-
-    @property
-    def norms(self) -> HeadNorms:
-        """Return the norms of query and key heads, their weights in this layer's order of numbers."""
-        return self.head_norms
+        self.norms = HeadNorms(q_weight, k_weight, old.q_norm.eps, one_plus=False)
+        self.workspace = single_request_workspace(spec, device)
 
     def forward(
         self,
@@ -96,43 +84,23 @@ class FusedGatedAttention(FusedAttention):
         out = self.spec.num_heads * self.spec.head_dim
         qkv, gate = made[..., :-out].contiguous(), made[..., -out:]
         if isinstance(attention, GroupedTriton) and self.alone(len(x), attention):
-            mixed = self.single_request(qkv, cos_sin, attention)
+            mixed = attend_step(
+                attention,
+                self.spec,
+                qkv,
+                cos_sin,
+                self.norms,
+                workspace=self.workspace,
+                wait_for_all_splits=True,
+            ).out
         else:
             mixed = self.attend(qkv, cos_sin, attention)
         return self.o_proj(apply_gate(mixed, gate), residual=residual)
 
     def alone(self, tokens: int, attention: GroupedTriton) -> bool:
-        """Return True if `single_request` computes the step: one token, and a cache without scales."""
+        """Return True if one kernel computes attention: for one token, and a cache without scales."""
         scaled = attention.pool.layers[self.spec.index].scaled
         return tokens == 1 and attention.decodes and not scaled
-
-    def single_request(
-        self, qkv: Tensor, cos_sin: tuple[Tensor, Tensor], attention: GroupedTriton
-    ) -> Tensor:
-        """Return attention's output `[1, H D]` for one request's token, computed in one kernel.
-
-        qkv: the projection's output for the token. cos_sin: RoPE's cosines and sines.
-        """
-        cache, slots = attention.place(self.spec)
-        batch = attention.batch
-        room = self.workspace
-        config = self.single_request_config
-        angles = cos_sin[0].flatten(0, -2), cos_sin[1].flatten(0, -2)
-        given = (
-            qkv,
-            angles,
-            self.norms,
-            self.spec,
-            cache,
-            batch.block_tables,
-            batch.context_lens,
-        )
-        return attend_single_request(
-            SingleRequestInputs(*given, slots),
-            workspace=room,
-            config=config,
-            wait_for_all_splits=True,
-        ).out
 
 
 class FusedDelta(nn.Module):

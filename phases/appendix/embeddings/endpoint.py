@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed` and `/api/embeddings`.
+"""Embeddings: OpenAI's `/v1/embeddings`, and Ollama's `/api/embed`.
 
 https://platform.openai.com/docs/api-reference/embeddings, https://docs.ollama.com/api/embed
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -41,28 +42,28 @@ class EmbeddingFields(Struct, kw_only=True):
 
 
 class EmbedFields(Struct, kw_only=True):
-    """Body of Ollama's `POST /api/embed`, with `input`, and `/api/embeddings`, with `prompt`."""
+    """`POST /api/embed`: Ollama's."""
 
     model: str | None = None
     input: str | list[str] | None = None
-    prompt: str | None = None
     dimensions: int | None = None
     keep_alive: Any = None
     options: dict[str, Any] | None = None
 
 
+@dataclass
 class Vectors:
-    """Formats the response with the embedding of each prompt, a vector of length 1."""
+    """A `Formatter` of the vectors of all prompts, each of length 1.
+
+    ours: in OpenAI's form, otherwise in Ollama's. coded: as base64.
+    """
 
     headers = EVENTS
 
-    def __init__(
-        self, model: str, form: str, dimensions: int | None, *, coded: bool = False
-    ) -> None:
-        self.model = model
-        self.form = form
-        self.dimensions = dimensions
-        self.coded = coded
+    model: str
+    ours: bool
+    dimensions: int | None
+    coded: bool
 
     def vector(self, choice: Choice) -> Any:
         """Return the numbers of one prompt, or their bytes in base64."""
@@ -83,13 +84,9 @@ class Vectors:
 
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the whole response as JSON."""
-        vectors, tokens = (
-            [self.vector(choice) for choice in group.choices],
-            group.prompt_tokens,
-        )
-        if self.form == "/api/embeddings":
-            return encode_json({"embedding": vectors[0]})
-        if self.form == "/api/embed":
+        vectors = [self.vector(choice) for choice in group.choices]
+        tokens = group.prompt_tokens
+        if not self.ours:
             found = {"model": self.model, "embeddings": vectors, "prompt_eval_count": tokens}
             return encode_json(found | {"total_duration": 0, "load_duration": 0})
         data = [
@@ -109,24 +106,23 @@ class Vectors:
 
 
 class Embeddings:
-    """The route for embeddings; each input is a prompt of its own.
+    """An `Endpoint`: a prompt an input.
 
-    path: `/v1/embeddings`, `/api/embed` or `/api/embeddings`.
+    ours: it is OpenAI's, otherwise Ollama's.
     """
 
     threaded = False
+    source = "input"
 
-    def __init__(self, model: ServedModel, path: str) -> None:
+    def __init__(self, model: ServedModel, *, ours: bool) -> None:
         self.model = model
-        self.path = path
-        self.ours = path.startswith("/v1")
+        self.ours = ours
         self.kinds: Sequence[type[Struct]] = [
             EmbeddingFields if self.ours else EmbedFields,
             GenerationFields,
         ]
-        self.source = "prompt" if path == "/api/embeddings" else "input"
         names = {"prompt": self.source, "n": self.source}
-        self.form = ErrorForm(names) if self.ours else error_form(names)
+        self.form = ErrorForm(names) if ours else error_form(names)
 
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready
@@ -140,17 +136,16 @@ class Embeddings:
             kept["model"] = fields.get("model")
         else:
             check_model(self.model, given.model)
-        request = self.model.begin(kept, self.source)
+        request = self.model.begin(kept, ready, self.source)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
-        texts = given.prompt if self.path == "/api/embeddings" else given.input
-        if texts is None:
+        if given.input is None:
             raise wrong("prompt", "the prompt is missing")
-        request.prompts = self.model.prompts(texts, ready)
+        request.prompts = self.model.prompts(given.input, ready)
         request.wanted.append(MEAN)
         request.prompt_only = True
         request.sampling = {"max_tokens": 1, "temperature": 0.0}
-        self.model.finish(request, ready, 1)
+        self.model.finish(request)
         coded = self.ours and given.encoding_format == "base64"
-        request.formatter = Vectors(self.model.name, self.path, given.dimensions, coded=coded)
+        request.formatter = Vectors(self.model.name, self.ours, given.dimensions, coded)
         return request

@@ -20,7 +20,6 @@ from common.sampling.ops import raw_logprobs
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
-from paged_cache import PagedRunner
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
@@ -97,18 +96,16 @@ class PromptExecutor:
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by an executor that supports it. A preempted request is read on where it was."""
         asked = ((other, other.supports(works, ticket)) for other in self.others)
-        found = next(((other, own) for other, own in asked if own is not None), None)
-        step = found[0].run(works, found[1]) if found is not None else self.runner.eager(works)
+        found = next((pair for pair in asked if pair[1] is not None), None)
+        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
         after = 0
         for work in step.works:
             at, after = after, after + work.count
             request = work.request
             if request not in self._counts:
                 continue
-            first, end = (
-                max(self._counts[request], work.start),
-                min(work.start + work.count, request.prompt_len),
-            )
+            first = max(self._counts[request], work.start)
+            end = min(work.start + work.count, request.prompt_len)
             if first < end:
                 rows = step.hidden[at + first - work.start : at + end - work.start]
                 self._asked[request][1].add(rows, first)
@@ -116,6 +113,11 @@ class PromptExecutor:
             if self._counts[request] == request.prompt_len:
                 del self._counts[request]
         return step
+
+    @property
+    def reading(self) -> bool:
+        """True while a prompt is asked for whose notes have not been taken."""
+        return bool(self._asked)
 
     def finished(self) -> list[tuple[int, str, list[Any]]]:
         """Return notes of prompts that are read; those of requests that have ended before are forgotten."""
@@ -131,26 +133,28 @@ class PromptExecutor:
 
 
 class PromptObserver(StepPictures):
-    """An observer that adds what was computed of prompts to the reports. Engines before phase 05 have
-    none of it.
+    """Reports what was asked for, beside all else. Engines before phase 05 have none of it.
+
+    executor: reads prompts; there is none until the first one is asked for.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.executor: PromptExecutor | None = None
-        if isinstance(engine, Engine) and isinstance(engine.runner, PagedRunner):
-            self.executor = PromptExecutor(engine.runner)
-            engine.runner.ask_first(self.executor)
+    executor: PromptExecutor | None = None
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Note a command; for requests that it has added, ask for what their notes need."""
+        """See `Observer`."""
         super().hear(command, requests)
-        if isinstance(command, AddRequest) and self.executor is not None:
-            for kind in READERS.keys() & set(command.wanted):
+        kinds = READERS.keys() & set(command.wanted if isinstance(command, AddRequest) else ())
+        runner = self.engine.runner if isinstance(self.engine, Engine) else None
+        if kinds and self.executor is None and isinstance(runner, PagedRunner):
+            self.executor = PromptExecutor(runner)
+            runner.ask_first(self.executor)
+        if self.executor is not None:
+            for kind in kinds:
                 self.executor.ask(requests[0], kind)
 
-    def write(self, step: StepReport, now: float) -> None:
-        """Add the notes of finished prompts to the report of a step that began at `now`."""
-        super().write(step, now)
+    def write(self, step: StepReport) -> None:
+        """See `Observer`."""
+        super().write(step)
         if self.executor is not None:
             step.notes += self.executor.finished()
+            self.due = self.executor.reading

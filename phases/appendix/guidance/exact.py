@@ -66,24 +66,20 @@ FORMATS = (
     "uri",
 )
 SILENT = {
-    *(
-        *_UNREAD,
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$schema",
-        "$id",
-        "$anchor",
-        "nullable",
-    ),
-    *(
-        "discriminator",
-        "xml",
-        "externalDocs",
-        "contentEncoding",
-        "contentMediaType",
-        "unevaluatedProperties",
-    ),
+    *_UNREAD,
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$schema",
+    "$id",
+    "$anchor",
+    "nullable",
+    "discriminator",
+    "xml",
+    "externalDocs",
+    "contentEncoding",
+    "contentMediaType",
+    "unevaluatedProperties",
 }
 """Keywords that ask for nothing a value could break; `unevaluatedProperties` is what grammars do anyway."""
 _LEAP = "(0[48]|[2468][048]|[13579][26])"

@@ -15,7 +15,7 @@ for the last split, but each reads all parts: right while these are small beside
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks
-from phases.appendix.latency.tables import SingleRequestConfig
+from phases.appendix.latency.tables import SingleRequestConfig, single_request_default
+from triton_paged_attention.attention import TritonPagedAttention
 from triton_paged_attention.decode import Workspace
 from triton_paged_attention.hardware import dependent_launch
 from triton_paged_attention.kernels.rope import (
@@ -35,6 +36,7 @@ from triton_paged_attention.kernels.rope import (
     rotate,
 )
 from triton_paged_attention.tiles import (
+    LOG2_E,
     attend,
     combine,
     fold,
@@ -42,7 +44,6 @@ from triton_paged_attention.tiles import (
     lookup,
     no_keys,
     raw_scores,
-    unit,
 )
 
 LOG_STEP = tl.constexpr(2)
@@ -113,10 +114,10 @@ def wait_for_all_splits(
 def single_request_attention_kernel(
     out,  # [H, D]
     qkv, cos, sin, q_weight, k_weight, k_cache, v_cache, block_table, context_len, slots,
-    partial, lse, arrived, eps, scale, soft_cap, block_stride, slot_stride, head_stride,
+    partial, lse, arrived, eps, scale, block_stride, slot_stride, head_stride,
     H: tl.constexpr, KH: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
-    P: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NORM: tl.constexpr,
+    P: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     WAIT_FOR_SPLITS: tl.constexpr, GROUP_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -139,9 +140,8 @@ def single_request_attention_kernel(
         return
     low = begin + split * tiles_per_split * BLOCK_N
     high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
-    last = (
-        low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
-    )  # where its last tile begins
+    # Where its last tile begins.
+    last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -161,9 +161,8 @@ def single_request_attention_kernel(
     at_q = (kv_head * GROUP + row)[:, None] * D
     at_k = (H + kv_head) * D
     c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
-    s = tl.load(sin + d, mask=d < D, other=0.0)[
-        None, :
-    ]  # its first half carries the minus sign
+    # Its first half carries the minus sign.
+    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]
     # not read without norms
     q_x = c
     q_y = c
@@ -186,9 +185,10 @@ def single_request_attention_kernel(
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
     query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+    # [1, D]
     new_key = norm_and_turn(
         new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS
-    )  # [1, D]
+    )
     if (split == used - 1) & (slot >= 0):
         at_new = (
             (slot // P) * block_stride
@@ -205,20 +205,20 @@ def single_request_attention_kernel(
     new_value = new_value.to(v_cache.dtype.element_ty).to(query.dtype)
     keys = tl.where((key == newest)[:, None], new_key, keys.to(query.dtype))
     values = tl.where((key == newest)[:, None], new_value, values.to(query.dtype))
-    scores = raw_scores(query, keys, scale, soft_cap, SOFT_CAP)
+    scores = raw_scores(query, keys)
     visible = key < high
     if WINDOW > 0:
         visible = visible & (key > newest - WINDOW)
     scores = tl.where(visible[None, :], scores, float("-inf"))
-    m, total, acc = fold(scores, values, m, total, acc, unit(scale, soft_cap, SOFT_CAP))
+    m, total, acc = fold(scores, values, m, total, acc, scale * LOG2_E)
     # What comes before that tile is in the cache; with a window, its edge may run through the first tile.
     m, total, acc = attend(
         query, newest + row * 0, m, total, acc, k_cache, v_cache, block_table, kv_head, low,
         last, last,
-        scale, soft_cap, block_stride, slot_stride, head_stride, D=D, D_PAD=D_PAD, P=P,
+        scale, block_stride, slot_stride, head_stride, D=D, P=P,
         BLOCK_N=BLOCK_N,
         MASK="all" if WINDOW > 0 else "none", CAUSAL=WINDOW > 0, WINDOW=WINDOW,
-        SOFT_CAP=SOFT_CAP, TMA=False,
+        TMA=False,
     )  # fmt: skip
 
     weight_sum = tl.where(total > 0, total, 1.0)
@@ -253,37 +253,12 @@ def starts_early(layer: LayerSpec) -> bool:
     return layer.index > 0
 
 
-class SingleRequestInputs(NamedTuple):
-    """Inputs of attention for a step of one request, of `T` tokens.
-
-    qkv: `[T, (H + 2 KH) D]`, the projection's output.
-    cos_sin: cosines and sines of the tokens' positions, each `[T, 1, D]` float32.
-    norms: of query and key heads, or None.
-    layer, cache: the layer's sizes, and its blocks of the KV cache, where new keys and values are stored.
-    block_tables, context_lens, slots: the request's blocks, tokens with the new ones, and slots of the new
-        ones.
-    query_starts: `[2]`, for two to eight tokens: 0 and their number; None: there is one.
-    """
-
-    qkv: Tensor  # [T, (H + 2 KH) D]
-    cos_sin: tuple[Tensor, Tensor]  # T D numbers each, float32
-    norms: HeadNorms | None
-    layer: LayerSpec
-    cache: LayerBlocks  # new keys and values are stored here
-    block_tables: Tensor  # [1, max_blocks] int32; other rows are not read
-    context_lens: Tensor  # [1] int32, the new tokens included
-    slots: Tensor  # [T] int64; negative: not stored
-    query_starts: Tensor | None = (
-        None  # [2] int32: tokens from the second number on are padding
-    )
-
-
 class SingleRequestSplits(NamedTuple):
     """Attention's output of a single request, combined or in splits.
 
-    out: `[T, H D]`; complete only if attention has combined the splits.
-    workspace: holds the splits otherwise, in the order split, token, head.
-    layer, context_lens, config, query_starts: those of attention's launch, for who combines the splits.
+    out: `[1, H D]`; complete only if attention has combined the splits.
+    layer, context_lens, config: those of the launch.
+    workspace: otherwise holds the splits.
     """
 
     out: Tensor
@@ -291,79 +266,86 @@ class SingleRequestSplits(NamedTuple):
     context_lens: Tensor
     workspace: Workspace
     config: SingleRequestConfig
-    query_starts: Tensor | None = None
 
 
-def attend_single_request(
-    given: SingleRequestInputs,
+def single_request_workspace(layer: LayerSpec, device: torch.device | str) -> Workspace:
+    """Return memory for the splits of a layer; layers of the same heads may share it."""
+    d_pad = max(16, triton.next_power_of_2(layer.head_dim))
+    return Workspace(2 * layer.num_heads * SingleRequestConfig.splits, d_pad, device)
+
+
+def attend_step(
+    attention: TritonPagedAttention,
+    layer: LayerSpec,
+    qkv: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    norms: HeadNorms | None,
     *,
     workspace: Workspace,
-    config: SingleRequestConfig,
     wait_for_all_splits: bool,
 ) -> SingleRequestSplits:
-    """Compute attention of one request's one token; store its key and value in the KV cache.
-
-    The projection in front of it must be a `gemv` with `trigger_early=False`, unless
-    `starts_early(layer)`: attention reads the cache and the lengths before it waits for that projection,
-    and only a projection that has itself waited before it lets attention start guarantees that earlier
-    kernels have written them.
-
-    wait_for_all_splits: True: `out` is complete. False: the splits of the keys stay in the workspace, for
-        `project_heads` to combine.
-    """
-    group = triton.next_power_of_2(given.layer.num_heads // given.layer.num_kv_heads)
-    return launch(
-        single_request_attention_kernel,
-        given,
-        workspace,
-        config,
-        wait_for_all_splits,
-        BLOCK_M=max(16, group),
-        GROUP_PAD=group,
+    """Compute `attend_single_request` over the cache of `attention`, whose step has one token."""
+    cache, slots = attention.place(layer)
+    batch = attention.batch
+    return attend_single_request(
+        qkv,
+        cos_sin,
+        norms,
+        layer,
+        cache,
+        batch.block_tables,
+        batch.context_lens,
+        slots,
+        workspace=workspace,
+        wait_for_all_splits=wait_for_all_splits,
     )
 
 
-def launch(
-    kernel: Any,
-    given: SingleRequestInputs,
+def attend_single_request(
+    qkv: Tensor,  # [1, (H + 2 KH) D], the projection's output
+    cos_sin: tuple[Tensor, Tensor],  # D numbers each, float32
+    norms: HeadNorms | None,
+    layer: LayerSpec,
+    cache: LayerBlocks,  # the new key and value are stored here
+    block_tables: Tensor,  # [1, max_blocks] int32; other rows are not read
+    context_lens: Tensor,  # [1] int32, the new token included
+    slots: Tensor,  # [1] int64; negative: not stored
+    *,
     workspace: Workspace,
-    config: SingleRequestConfig,
     wait_for_all_splits: bool,
-    **more: int,
+    config: SingleRequestConfig | None = None,
 ) -> SingleRequestSplits:
-    """Launch an attention kernel for a step of one request, and return its output or its splits.
+    """Compute attention of one request's one token, new key and value included.
 
-    kernel: a Triton kernel with the arguments of `single_request_attention_kernel`. config: block sizes.
-    wait_for_all_splits: True: the output is complete; False: splits stay in the workspace.
-    more: constants that only this kernel has.
+    Launch it behind a `gemv` with `trigger_early=False`, unless `starts_early` is True for the layer.
+
+    wait_for_all_splits: True: `out` is complete. False: the splits stay in the workspace for
+        `project_heads`.
+    config: block sizes; None: the default.
     """
-    qkv = given.qkv
-    layer = given.layer
-    cache = given.cache
     assert not cache.scaled, "new keys and values are stored by a kernel that knows no scales"
     heads = layer.num_heads
     kv_heads = layer.num_kv_heads
     d = layer.head_dim
-    out = torch.empty(len(qkv), heads * d, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, one_plus = given.norms or (qkv, qkv, 0.0, False)
-    starts = () if given.query_starts is None else (given.query_starts,)
+    d_pad = max(16, triton.next_power_of_2(d))
+    config = config or single_request_default(
+        kv_heads, d_pad, cache.k.element_size(), qkv.device
+    )
+    out = torch.empty(1, heads * d, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms or (qkv, qkv, 0.0, False)
     early = dependent_launch(qkv.device)
     partial = workspace.partial if wait_for_all_splits else workspace.partial.view(qkv.dtype)
-    kernel[(kv_heads, config.splits)](
-        out, qkv, *given.cos_sin, q_weight, k_weight, cache.k, cache.v, given.block_tables,
-        given.context_lens, *starts, given.slots,
+    group = triton.next_power_of_2(heads // kv_heads)
+    single_request_attention_kernel[(kv_heads, config.splits)](
+        out, qkv, *cos_sin, q_weight, k_weight, cache.k, cache.v, block_tables, context_lens,
+        slots,
         partial, workspace.lse, workspace.arrived,
-        eps, layer.scale, layer.soft_cap or 1.0, *cache.k.stride()[:3],
-        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)),
+        eps, layer.scale, *cache.k.stride()[:3],
+        H=heads, KH=kv_heads, GROUP=heads // kv_heads, D=d, D_PAD=d_pad,
         P=cache.k.shape[1], WINDOW=layer.sliding_window or 0,
-        SOFT_CAP=layer.soft_cap is not None,
-        NORM=given.norms is not None, ONE_PLUS=one_plus, BLOCK_N=config.block_n,
-        SPLITS=config.splits,
-        WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=config.num_warps,
-        num_stages=config.num_stages, **more,
+        NORM=norms is not None, ONE_PLUS=one_plus, BLOCK_M=max(16, group), GROUP_PAD=group,
+        BLOCK_N=config.block_n, SPLITS=config.splits,
+        WAIT_FOR_SPLITS=wait_for_all_splits, PDL=early, num_warps=4, num_stages=1,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return SingleRequestSplits(
-        out, layer, given.context_lens, workspace, config, given.query_starts
-    )
+    return SingleRequestSplits(out, layer, context_lens, workspace, config)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.sampling.sampler import Sampled, SamplingFlags, SamplingMetadata, TokenBitmask
 from continuous.batch import Ints
@@ -81,8 +81,16 @@ class LogitsGraph:
         """Compute the logits; this is what the graph captures."""
         self.inputs.copy_(self.half.inputs)
         model, hidden = self.half.machine.model, self.half.hidden
-        if isinstance(model.lm_head, FusedLinear) and model.config.final_soft_cap is None:
-            model.lm_head.write(hidden, self.logits)
+        head = model.lm_head
+        if (
+            isinstance(head, FusedLinear)
+            and isinstance(head.linear, nn.Linear)
+            and head.linear.bias is None
+            and head.total is None
+            and head.kernel(hidden) is None
+            and model.config.final_soft_cap is None
+        ):
+            torch.mm(hidden, head.linear.weight.t(), out=self.logits)  # needs no copy
         else:
             self.logits.copy_(narrow_logits(model, hidden))
 
@@ -156,9 +164,8 @@ class MaskedGraphExecutor:
         still to be written.
         """
         size, last = self.supports(works, masked=True), self.runner.last
-        half_done = (
-            last is not None and last.rest is not None
-        )  # the second half is a graph, too
+        # The second half is a graph, too.
+        half_done = last is not None and last.rest is not None
         if size is not None and half_done and not self.runner.rows.fresh:
             self._staged = works, self.decodes.stage(works, size)
 

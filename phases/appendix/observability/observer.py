@@ -87,23 +87,19 @@ def tree(index: RadixIndex) -> dict[str, Any]:
 
 
 class StepPictures:
-    """An observer that adds a picture of the engine to the next step's report after a `DrawEngine`
-    command.
-    """
+    """An `Observer` that adds a picture to the next step's report after a `DrawEngine` command."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._draws = False
+        self.due = self._draws = False
 
     def hear(self, command: Command, requests: Sequence[Request]) -> None:
-        """Note a `DrawEngine` command; requests: what a command has added."""
+        """See `Observer`."""
+        self.due = True
         self._draws |= isinstance(command, DrawEngine)
 
-    def due(self) -> bool:
-        """Return True if a picture was asked for, so that a report must be sent."""
-        return self._draws
-
-    def write(self, step: StepReport, now: float) -> None:
-        """Add the picture to a step's report, if one was asked for. now: when the step began."""
+    def write(self, step: StepReport) -> None:
+        """See `Observer`."""
+        self.due = False
         if self._draws:
             self._draws, step.picture = False, picture(self.engine)

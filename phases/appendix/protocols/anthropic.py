@@ -131,8 +131,7 @@ async def count(app: App, messages: Messages, http: HttpRequest) -> None:
         return len(request.prompts[0])
 
     http.form = messages.form
-    number, _ = await app.read(http, parse, source=messages.source)
-    await http.json({"input_tokens": number})
+    await http.json({"input_tokens": await app.read(http, parse, messages.source)})
 
 
 class MessageEvents(Events):

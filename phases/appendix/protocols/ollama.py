@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from common.errors import UserError
 from common.json_text import convert_fields, decode_written
-from phases.appendix.api.reasoning import BEGIN, has_channels
+from phases.appendix.api.reasoning import reasons
 from phases.appendix.protocols.translation import Events, Translation
 from serving.app import App
 from serving.completion import Choice
@@ -224,7 +223,7 @@ async def tags(app: App, http: HttpRequest) -> None:
 
 async def running(app: App, http: HttpRequest) -> None:
     """Send the list of loaded models, which has the served one."""
-    ready = app.service.ready()
+    ready = app.ready()
     more = {
         "expires_at": "9999-12-31T23:59:59Z",
         "size_vram": 0,
@@ -252,18 +251,15 @@ async def show(app: App, http: HttpRequest) -> None:
             "capabilities": capabilities(app.model),
         }
 
-    found, _ = await app.read(http, parse)
-    await http.json(found)
+    await http.json(await app.read(http, parse))
 
 
 def capabilities(model: ServedModel) -> list[str]:
     """Return what the model can do, in Ollama's words."""
-    found = ["completion", "tools", "embedding"]
-    try:
-        thinks = BEGIN in model.tokenizer.chat_template.source or has_channels(model.tokenizer)
-    except UserError:  # it has no template
+    if not model.tokenizer.has_chat_template:
         return ["completion", "embedding"]
-    return [*found, "thinking"] if thinks else found
+    thinking = ["thinking"] if reasons(model.tokenizer) else []
+    return ["completion", "tools", "embedding", *thinking]
 
 
 async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
@@ -273,11 +269,11 @@ async def generate(app: App, ollama: Ollama, http: HttpRequest) -> None:
     def parse(fields: dict[str, Any], ready: Ready) -> ParsedRequest | dict[str, Any]:
         return ollama.loads(fields) or app.parse(ollama, http, fields, ready)
 
-    request, ready = await app.read(http, parse, source=ollama.source)
+    request = await app.read(http, parse, ollama.source)
     if isinstance(request, dict):
         await http.json(request)
     else:
-        await app.generate(http, request, ready)
+        await app.serve(http, request)
 
 
 def _now() -> str:

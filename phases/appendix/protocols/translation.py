@@ -114,9 +114,12 @@ class Translation:
         if fields.get("n") not in (None, 1):
             raise wrong("n", f"n is {str(fields['n'])[:20]}, but must be 1 here")
         translated, ignored = self.chat_fields(given, fields)
+        if fields.get("stream_options") is not None:  # a chat's, whose chunks differ
+            ignored.append("stream_options")
         request = self.chat.read(translated, ready)
-        self.chat.model.finish(request, ready, None)
-        request.ignored += ignored
+        self.chat.model.finish(request)
+        names = self.form.names
+        request.ignored = [*(names.get(name, name) for name in request.ignored), *ignored]
         request.formatter = self.formatter(given, request, http)
         return request
 

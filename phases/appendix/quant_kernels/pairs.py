@@ -17,7 +17,7 @@ from torch import Tensor
 
 from triton_paged_attention.kernels.kv_store import ValueLayout
 from triton_paged_attention.tables import DecodeConfig, PrefillConfig
-from triton_paged_attention.tiles import hide, lookup, raw_scores, unit
+from triton_paged_attention.tiles import LOG2_E, hide, lookup, raw_scores
 
 LEAST_TILE = 32
 """Tokens of a tile, at least: a matrix unit takes 16 keys at a time, and even and odd ones are apart."""
@@ -54,9 +54,9 @@ def attend_pairs(
     m, total, acc,
     k_cache,  # pointer to [N, P, KH, D], e4m3
     v_cache,  # pointer to [N, P / 2, KH, D], words
-    table, kv_head, low, high, whole, scale, soft_cap, block_stride, slot_stride, head_stride,
-    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    table, kv_head, low, high, whole, scale, block_stride, slot_stride, head_stride,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold keys [low, high) into the online softmax as `tiles.attend` does, over values that lie in pairs.
@@ -67,9 +67,9 @@ def attend_pairs(
     PRODUCT: tl.constexpr = query.dtype if query.dtype == tl.float32 else tl.float16
     ASM: tl.constexpr = query.dtype != tl.float32
     pair = 2 * tl.arange(0, BLOCK_N // 2)
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, acc.shape[1])
     inside = (d < D)[None, :]
-    factor = unit(scale, soft_cap, SOFT_CAP)
+    factor = scale * LOG2_E
     query = query.to(PRODUCT)
     block = lookup(table, low, high, pair, P, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -99,8 +99,8 @@ def attend_pairs(
         odd_keys = k_cache + base + slot_stride
         next_keys = tl.load(odd_keys + at, mask=(key + 1 < high)[:, None] & inside, other=0.0)
         words = tl.load(v_cache + base_v + at_v, mask=first, other=0)
-        even = raw_scores(query, keys.to(PRODUCT), scale, soft_cap, SOFT_CAP)
-        odd = raw_scores(query, next_keys.to(PRODUCT), scale, soft_cap, SOFT_CAP)
+        even = raw_scores(query, keys.to(PRODUCT))
+        odd = raw_scores(query, next_keys.to(PRODUCT))
         if MASK == "all":
             even = hide(even, key, position, start, high, CAUSAL, WINDOW, False)
             odd = hide(odd, key + 1, position, start, high, CAUSAL, WINDOW, False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from common.errors import UserError
 from common.json_text import decode_written
@@ -34,15 +34,15 @@ class ToolFields(Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    functions: None = None
-    function_call: None = None
+    functions: Annotated[list[Any], Meta(max_length=0)] | None = None  # OpenAI's older form
+    function_call: Literal["none", "auto"] | None = None
 
 
 class ToolHandler:
     """Shows a model the tools of a request, lets it call them, and finds its calls."""
 
     fields = ToolFields
-    always = True
+    names = frozenset({*ToolFields.__struct_fields__, "tool_calls", "tool"})
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer = tokenizer
@@ -101,9 +101,8 @@ class ToolHandler:
         named = (
             isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
         )
-        several = (
-            given.parallel_tool_calls is not False and not named
-        )  # which OpenAI calls once
+        # Which OpenAI calls once.
+        several = given.parallel_tool_calls is not False and not named
         grammar = format.grammar(
             [*functions.items()], must=must, several=several, content=content
         )

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from forward.attention import LayerSpec
 from paged_cache.pool import LayerBlocks, largest
 from triton_paged_attention.tiles import attend
 
@@ -46,44 +47,45 @@ class ValueLayout(NamedTuple):
 
 
 PLAIN = ValueLayout()
+"""Used where the cache names no other layout."""
 
 
 def attention_arguments(
-    q: Tensor,
-    cache: LayerBlocks,
-    block_tables: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-) -> tuple[tuple[float, ...], dict[str, int]]:
-    """Return the arguments that all attention kernels share.
-
-    The parameters are those of `decode.paged_decode`.
-
-    Returns:
-        numbers: scale, soft cap (1 if none), stride of the block tables, and strides of block, slot and head.
-        constants: by name, such as `H`, `GROUP`, `D`, `P` and `WINDOW`.
-    """
-    heads, d = q.shape[1:]
-    _, block_size, kv_heads, _ = cache.k.shape
-    numbers = (scale, soft_cap or 1.0, block_tables.stride(0), *cache.k.stride()[:3])
-    constants = {
-        "H": heads,
-        "GROUP": heads // kv_heads,
-        "D": d,
-        "D_PAD": max(16, triton.next_power_of_2(d)),
-        "P": block_size,
-        "WINDOW": sliding_window or 0,
-        "SOFT_CAP": soft_cap is not None,
+    layer: LayerSpec, cache: LayerBlocks, block_tables: Tensor
+) -> dict[str, Any]:
+    """Return the arguments that all attention kernels share, by name; see `decode.paged_decode`."""
+    block_stride, slot_stride, head_stride, _ = cache.k.stride()
+    return {
+        "scale": layer.scale,
+        "table_stride": block_tables.stride(0),
+        "block_stride": block_stride,
+        "slot_stride": slot_stride,
+        "head_stride": head_stride,
+        "H": layer.num_heads,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "D": layer.head_dim,
+        "D_PAD": max(16, triton.next_power_of_2(layer.head_dim)),
+        "P": cache.k.shape[1],
+        "WINDOW": layer.sliding_window or 0,
     }
-    return numbers, constants
 
 
-def layout_of(cache: LayerBlocks | None) -> ValueLayout:
-    """Return how a layer's cache arranges its values; None and a cache without a layout have the plain
-    one.
-    """
-    return PLAIN if cache is None or cache.layout is None else cache.layout
+def store_arguments(cache: LayerBlocks) -> dict[str, Any]:
+    """Return the arguments that kernels which store keys and values share, by name."""
+    k_scale, v_scale = cache[2:4] if cache.scaled else cache[:2]
+    return {
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "block_stride": cache.k.stride(0),
+        "slot_stride": cache.k.stride(1),
+        "P": cache.k.shape[1],
+        "SCALED": cache.scaled,
+        "LIMIT": largest(cache.k.dtype) if cache.scaled else 0.0,
+        "WHOLE": not cache.k.dtype.is_floating_point,
+        "PLACE": (cache.layout or PLAIN).place,
+    }
 
 
 def describe(cache: Tensor, block_n: int) -> TensorDescriptor:
@@ -114,11 +116,10 @@ def encode(x, scale, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def kv_store_kernel(
-    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_stride, v_stride, block_stride,
-    slot_stride,
-    SIZE: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
+    k, v, slots, k_stride, v_stride,
+    k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
+    SIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
+    SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Store part of one token's key and value heads in its slot. One program per token and BLOCK numbers.
 
@@ -159,12 +160,7 @@ def kv_store(
     k, v = (x if x.stride()[1:] == (d, 1) else x.contiguous() for x in (k, v))
     size = kv_heads * d
     block = min(1024, triton.next_power_of_2(size))
-    if tokens:
-        kv_store_kernel[(tokens, triton.cdiv(size, block))](
-            k, v, cache.k, cache.v, slots, *(cache[2:4] if cache.scaled else (k, v)),
-            k.stride(0), v.stride(0), *cache.k.stride()[:2],
-            SIZE=size, D=d, P=cache.k.shape[1], BLOCK=block, SCALED=cache.scaled,
-            LIMIT=largest(cache.k.dtype) if cache.scaled else 0.0,
-            WHOLE=not cache.k.dtype.is_floating_point, PLACE=layout_of(cache).place,
-            num_warps=max(1, block // 256),
-        )  # fmt: skip
+    kv_store_kernel[(tokens, triton.cdiv(size, block))](
+        k, v, slots, k.stride(0), v.stride(0), SIZE=size, D=d, BLOCK=block,
+        **store_arguments(cache), num_warps=max(1, block // 256),
+    )  # fmt: skip

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from forward.attention import LayerSpec
 from forward.rope import Rope
-from paged_cache.pool import LayerBlocks, largest
-from triton_paged_attention.kernels.kv_store import encode, layout_of
+from paged_cache.pool import LayerBlocks
+from triton_paged_attention.kernels.kv_store import encode, store_arguments
 
-HEADS_PER_PROGRAM = 8
+HEADS: tl.constexpr = tl.constexpr(8)
+"""Heads of a token that one program takes."""
 
 
 class HeadNorms(NamedTuple):
@@ -88,21 +89,19 @@ def store_head(
 
 @triton.jit
 def norm_rope_kernel(
-    q_out, k_out, v_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, k_scale,
-    v_scale, eps,
-    block_stride, slot_stride,
+    q_out, qkv, cos, sin, q_weight, k_weight, slots, rows, columns, eps,
+    k_cache, v_cache, k_scale, v_scale, block_stride, slot_stride,
     H: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    P: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, STORE: tl.constexpr, HEADS: tl.constexpr,
-    PENDING: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, PENDING: tl.constexpr,
+    P: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and store up to HEADS heads of one token: queries first, then keys, then values.
 
     One program per token and group of heads; a thread has both numbers of a rotated pair, so each is read
     once.
-    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_out, v_out: `[T, KH, D]`, or with STORE the layer's
-        blocks, at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
+    qkv: `[T, (H + 2 KH) D]`. q_out: `[T, H, D]`. k_cache, v_cache: the layer's blocks `[N, P, KH, D]`,
+        written at `slots [T]`. cos, sin: `[T, D]` float32. q_weight, k_weight: `[D]`, of the norms, read
         with NORM.
     PENDING: multiply `qkv` by `rows [T]` and `columns [(H + 2 KH) D]` first.
     SCALED: divide what is stored by `k_scale` and `v_scale [KH]`. HALF: D / 2.
@@ -113,21 +112,18 @@ def norm_rope_kernel(
     Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KH + HEADS - 1) // HEADS
     row = qkv + token * (H + 2 * KH) * D
-    if STORE:
-        slot = tl.load(slots + token)
-        at_token = (slot // P) * block_stride + (slot % P) * slot_stride
-        at_value, step = PLACE(slot, block_stride, slot_stride, P)
-    else:
-        at_token = token * KH * D
-        at_value, step = at_token, 1
+    slot = tl.load(slots + token)
+    at_token = (slot // P) * block_stride + (slot % P) * slot_stride
+    at_value, step = PLACE(slot, block_stride, slot_stride, P)
 
     is_query, is_value = part < Q_PARTS, part >= Q_PARTS + KV_PARTS
     head = (
         part - (0 if is_query else Q_PARTS) - (KV_PARTS if is_value else 0)
     ) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PAD)
-    mask = (head < (H if is_query else KH))[:, None] & (i < HALF)[None, :]
-    stored = tl.where(slot >= 0, mask, False) if STORE else mask
+    real = i < HALF
+    mask = (head < (H if is_query else KH))[:, None] & real[None, :]
+    stored = tl.where(slot >= 0, mask, False)
     at = head[:, None] * D + i[None, :]
     part_at = (0 if is_query else H * D) + (KH * D if is_value else 0)
     first = row + part_at
@@ -144,15 +140,15 @@ def norm_rope_kernel(
         scales = v_scale if is_value else k_scale
         head_scale = tl.load(scales + head, mask=head < KH, other=1.0)[:, None]
     if is_value:  # only moved
-        store_head(v_out, at_value + at * step, x, head_scale, stored, SCALED, LIMIT, WHOLE)
+        store_head(v_cache, at_value + at * step, x, head_scale, stored, SCALED, LIMIT, WHOLE)
         store_head(
-            v_out, at_value + (at + HALF) * step, y, head_scale, stored, SCALED, LIMIT, WHOLE
+            v_cache, at_value + (at + HALF) * step, y, head_scale, stored, SCALED, LIMIT, WHOLE
         )
     else:
         if NORM:
             weight = (q_weight if is_query else k_weight) + i[None, :]
-            w_x = tl.load(weight, mask=(i < HALF)[None, :], other=0.0)
-            w_y = tl.load(weight + HALF, mask=(i < HALF)[None, :], other=0.0)
+            w_x = tl.load(weight, mask=real[None, :], other=0.0)
+            w_y = tl.load(weight + HALF, mask=real[None, :], other=0.0)
             full_x, full_y = x.to(tl.float32), y.to(tl.float32)
             scale = norm_scale(tl.sum(full_x * full_x + full_y * full_y, axis=1), eps, D)[
                 :, None
@@ -161,75 +157,61 @@ def norm_rope_kernel(
                 apply_norm_weight(x, scale, w_x, ONE_PLUS),
                 apply_norm_weight(y, scale, w_y, ONE_PLUS),
             )
-        c = tl.load(cos + token * D + i, mask=i < HALF, other=0.0)[None, :]
-        s = tl.load(sin + token * D + HALF + i, mask=i < HALF, other=0.0)[None, :]
+        c = tl.load(cos + token * D + i, mask=real, other=0.0)[None, :]
+        s = tl.load(sin + token * D + HALF + i, mask=real, other=0.0)[None, :]
         turned_x, turned_y = rotate(x, y, c, -s), rotate(y, x, c, s)
         if is_query:
             tl.store(q_out + token * H * D + at, turned_x, mask=mask)
             tl.store(q_out + token * H * D + at + HALF, turned_y, mask=mask)
         else:
             store_head(
-                k_out, at_token + at, turned_x, head_scale, stored, SCALED, LIMIT, WHOLE
+                k_cache, at_token + at, turned_x, head_scale, stored, SCALED, LIMIT, WHOLE
             )
             store_head(
-                k_out, at_token + at + HALF, turned_y, head_scale, stored, SCALED, LIMIT, WHOLE
+                k_cache,
+                at_token + at + HALF,
+                turned_y,
+                head_scale,
+                stored,
+                SCALED,
+                LIMIT,
+                WHOLE,
             )
 
 
 def norm_rope(
-    qkv: Tensor,  # [T, (H + 2 KH) D]
-    cos: Tensor,  # [T, D] float32
-    sin: Tensor,  # [T, D] float32, its first half negated
     spec: LayerSpec,
-    *,
-    norms: HeadNorms | None = None,
-    cache: LayerBlocks | None = None,
-    slots: Tensor | None = None,  # [T] int64
+    qkv: Tensor,  # [T, (H + 2 KH) D]
+    cos_sin: tuple[
+        Tensor, Tensor
+    ],  # T D numbers each, float32; the first half of a sine is negated
+    cache: LayerBlocks,
+    slots: Tensor,  # [T] int64
+    norms: HeadNorms | None,
     pending: ProductScales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries `[T, H, D]`, keys and values `[T, KH, D]`; queries and keys are normalized and rotated.
+) -> Tensor:
+    """Return queries `[T, H, D]`, normalized and rotated; store keys, treated in the same way, and values.
 
-    qkv: `[T, (H + 2 KH) D]`, the projection's output. cos, sin: `[T, D]` float32.
-    spec: the layer's sizes. norms: of query and key heads; None: the model has none.
-    cache, slots: if given, keys and values are stored in these blocks, in the cache's format, and the
-        blocks are returned in place of keys and values.
+    spec: the layer. qkv: `[T, (H + 2 KH) D]`, the projection's output. cos_sin: angles, `T D` numbers each.
+    cache, slots: where keys and values are stored, in the cache's format; a negative slot stores nothing.
+    norms: of query and key heads; None: the family has none.
     pending: scales by which `qkv` is to be multiplied first.
     """
-    tokens = len(qkv)
     heads = spec.num_heads
     kv_heads = spec.num_kv_heads
-    d = spec.head_dim
+    half = spec.head_dim // 2
     dtype = qkv.dtype if pending is None else pending.dtype
-    q = torch.empty(tokens, heads, d, dtype=dtype, device=qkv.device)
-    scaled = cache is not None and cache.scaled
-    if cache is None or slots is None:
-        k, v = (
-            torch.empty(tokens, kv_heads, d, dtype=dtype, device=qkv.device) for _ in range(2)
-        )
-        slots = q
-        block_size = 1
-        strides = (0, 0)
-    else:
-        k, v = cache.k, cache.v
-        block_size, strides = k.shape[1], (k.stride(0), k.stride(1))
-    q_weight, k_weight, eps, one_plus = norms if norms is not None else (q, q, 0.0, False)
-    parts = triton.cdiv(heads, HEADS_PER_PROGRAM) + 2 * triton.cdiv(
-        kv_heads, HEADS_PER_PROGRAM
-    )
-    if tokens:
-        norm_rope_kernel[(tokens, parts)](
-            q, k, v, qkv, cos, sin, q_weight, k_weight, slots,
-            *((q, q) if pending is None else pending[:2]),
-            *(cache[2:4] if cache is not None and scaled else (q, q)), eps, *strides,
-            H=heads, KH=kv_heads, HALF=d // 2, HALF_PAD=triton.next_power_of_2(d // 2),
-            P=block_size,
-            NORM=norms is not None, ONE_PLUS=one_plus, STORE=cache is not None,
-            HEADS=HEADS_PER_PROGRAM,
-            PENDING=pending is not None, SCALED=scaled,
-            LIMIT=largest(k.dtype) if scaled else 0.0,
-            WHOLE=not k.dtype.is_floating_point, PLACE=layout_of(cache).place, num_warps=4,
-        )  # fmt: skip
-    return q, k, v
+    q = torch.empty(len(qkv), heads, spec.head_dim, dtype=dtype, device=qkv.device)
+    q_weight, k_weight, eps, one_plus = norms or (q, q, 0.0, False)
+    parts = triton.cdiv(heads, HEADS.value) + 2 * triton.cdiv(kv_heads, HEADS.value)
+    norm_rope_kernel[(len(qkv), parts)](
+        q, qkv, *cos_sin, q_weight, k_weight, slots,
+        *((q, q) if pending is None else pending[:2]), eps,
+        H=heads, KH=kv_heads, HALF=half, HALF_PAD=triton.next_power_of_2(half),
+        NORM=norms is not None, ONE_PLUS=one_plus,
+        PENDING=pending is not None, **store_arguments(cache), num_warps=4,
+    )  # fmt: skip
+    return q
 
 
 @triton.jit
@@ -243,15 +225,16 @@ def angles_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HALF_PAD)
+    real = i < HALF
     angle = tl.load(positions + token).to(tl.float32) * tl.load(
-        frequencies + i, mask=i < HALF, other=0.0
+        frequencies + i, mask=real, other=0.0
     )
     c, s = tl.cos(angle), tl.sin(angle)
     at = token * 2 * HALF + i
-    tl.store(cos + at, c, mask=i < HALF)
-    tl.store(cos + at + HALF, c, mask=i < HALF)
-    tl.store(sin + at, -s, mask=i < HALF)
-    tl.store(sin + at + HALF, s, mask=i < HALF)
+    tl.store(cos + at, c, mask=real)
+    tl.store(cos + at + HALF, c, mask=real)
+    tl.store(sin + at, -s, mask=real)
+    tl.store(sin + at + HALF, s, mask=real)
 
 
 class FusedRope(nn.Module):
@@ -266,13 +249,11 @@ class FusedRope(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[T, D]` float32 of `positions [T]`."""
         half = len(self.inverse_frequencies)
-        shape = (*positions.shape, 1, 2 * half)
-        cos, sin = (
-            torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2)
+        cos, sin = torch.empty(
+            2, *positions.shape, 1, 2 * half, dtype=torch.float32, device=positions.device
         )
-        if positions.numel():
-            angles_kernel[(positions.numel(),)](
-                cos, sin, positions.contiguous(), self.inverse_frequencies,
-                HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1,
-            )  # fmt: skip
+        angles_kernel[(positions.numel(),)](
+            cos, sin, positions.contiguous(), self.inverse_frequencies,
+            HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
         return cos, sin

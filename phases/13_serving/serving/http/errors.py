@@ -27,6 +27,8 @@ STATUS = {
     "left": 499,
 }
 """HTTP status and code of each kind of failure of a group of choices."""
+RETRY_SECONDS = 1
+"""After which a request may be tried again that was refused for the state of the server."""
 MAX_MESSAGE = 1000
 """Characters of an error's message: values are shortened where they are shown, and this bounds the rest."""
 

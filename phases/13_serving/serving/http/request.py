@@ -8,13 +8,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from serving.completion import ChoiceGroup
 from serving.http.errors import ApiError, ErrorForm, too_large
 from serving.http.limits import Limits
+
+if TYPE_CHECKING:
+    from serving.completion import ChoiceGroup
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

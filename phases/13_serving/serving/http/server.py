@@ -70,11 +70,11 @@ class HttpServer(uvicorn.Server):
         """Take no new requests and let streams finish, within the grace period; a second call does not
         wait.
         """
-        if self.app.service.draining:
+        if self.app.draining:
             self.code = TERMINATED
             self.should_exit = self.force_exit = True
             return
-        self.app.service.draining = True
+        self.app.draining = True
         log.warning(
             "draining: %s may finish, nothing new is taken",
             count(len(self.app.groups), "request"),
