@@ -78,7 +78,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
             "messages",
             "messages[0].role is 'boss', but must be one of system, developer, user, assistant, tool, func",
         ),
-        ({"functions": []}, "functions", "functions is not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "functions is not supported"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
             "structured_outputs",
