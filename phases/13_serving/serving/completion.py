@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
+from itertools import starmap
 from typing import Any, Literal, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
@@ -280,23 +282,33 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
     """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
-    formatter, waiting = group.request.formatter, group.choices
+    request, waiting = group.request, group.choices
     while waiting:
         await group.wait_for_updates()
         if group.failure is not None:
             return
-        events = []
-        for choice in waiting:
-            last = choice.reason is not None
-            if last or len(choice.texts) > choice.sent:
-                events.append(formatter.chunk(choice, choice.take(), last))
+        pieces = [
+            (choice, choice.take(), choice.reason is not None)
+            for choice in waiting
+            if choice.reason is not None or len(choice.texts) > choice.sent
+        ]
         waiting = [choice for choice in waiting if choice.reason is None]
-        if not waiting:
-            events.append(formatter.end(group))
-        if data := b"".join(events):
-            if not http.status:
-                await http.start(200, formatter.headers)
+        write = partial(_events, group, pieces, end=not waiting)
+        first = not http.status
+        data = await asyncio.to_thread(write) if first and request.details else write()
+        if first and data:
+            await http.start(200, request.formatter.headers)
+        if data:
             await http.write(data, more=bool(waiting))
+
+
+def _events(
+    group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
+) -> bytes:
+    """Return the events of pieces, each with whether it is its choice's last. end: of the stream, too."""
+    formatter = group.request.formatter
+    events = b"".join(starmap(formatter.chunk, pieces))
+    return events + formatter.end(group) if end else events
 
 
 def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:

@@ -88,7 +88,8 @@ class ParsedRequest:
     wanted: kinds of notes about completions that are read; see `serving.messages`.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
     reasoning, calls: make what parts the text of each completion.
-    details: functions that give fields beside the text of a piece.
+    details: functions that give fields beside the text of a piece. A thread calls them for the first piece,
+        which may have those of a whole prompt.
     """
 
     generation: GenerationFields
