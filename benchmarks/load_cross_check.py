@@ -33,7 +33,7 @@ from common.models.hub import model_folder
 from common.request import Request
 from common.sampling.params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from continuous.messages import Output
+from continuous.work import Output
 
 PROMPT = 64
 OUTPUT = 64

@@ -20,7 +20,6 @@ from benchmarks.targets import load_target, targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.events import Completion, Streams, generate
 from continuous.batch import Batch
-from continuous.cache import RowStore
 from continuous.work import Work
 from kv_cache import KVCache
 
@@ -82,7 +81,7 @@ class Bench:
         sizes = {
             BEFORE: KVCache.bytes_needed(config, rows, columns, dtype),
             COMPACT: KVCache.bytes_needed(config, rows, columns, dtype),
-            PHASE: RowStore.bytes_needed(config, rows, max_len, dtype),
+            PHASE: rows * max_len * config.kv_bytes_per_token(dtype),
         }
         short = uniform("warm-up", rows, 32, 4)
         for engine in engines.values():

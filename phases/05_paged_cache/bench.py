@@ -137,9 +137,8 @@ class Bench:
                 work = work.first(32)
             rows = len(work.items)
             max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
-            size = RowStore.bytes_needed(
-                self.config, rows, -(-max_len // BLOCK) * BLOCK, self.dtype
-            )
+            columns = -(-max_len // BLOCK) * BLOCK
+            size = rows * columns * self.config.kv_bytes_per_token(self.dtype)
             engines: dict[str, Engine] = {
                 BEFORE: continuous.load(self.model, max_rows=rows, max_len=max_len),
                 PHASE: paged_cache.load(
@@ -258,8 +257,9 @@ class Bench:
         held = {count: self.paged_bytes(life[:count]) for count in MEMORY_BATCHES}
         runs = []
         for count in MEMORY_BATCHES:
+            token = self.config.kv_bytes_per_token(self.dtype)
             sizes = {
-                BEFORE: RowStore.bytes_needed(self.config, count, MEMORY_MAX_LEN, self.dtype),
+                BEFORE: count * MEMORY_MAX_LEN * token,
                 PHASE: held[count],
                 FIXED: held[MEMORY_BATCHES[-1]],
             }

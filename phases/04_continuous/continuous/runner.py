@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -104,21 +104,6 @@ class Forwarded:
     logits: Tensor | None = None
 
 
-class StepExecutor(Protocol):
-    """Runs some kinds of steps faster, such as a CUDA graph for steps of decodes.
-
-    order: executors of a smaller number are asked first.
-    """
-
-    order: ClassVar[int]
-
-    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
-        """Return a ticket for `run`, or None to leave the step to the next executor."""
-
-    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Call `Runner.refresh`, and run the first half of a step that this executor supports."""
-
-
 class Runner:
     """Runs steps, each in two halves: `forward`, then `sample`.
 
@@ -128,13 +113,7 @@ class Runner:
         rows: where the tokens are.
         sampler_backend: computes the sampler's choices.
         verifier: says which tokens each sampled request gets of a step.
-
-    executors: asked for each step in this order; `eager` runs what none supports.
-    last: the first half of the newest step; its hidden states are valid until the next step.
     """
-
-    executors: Sequence[StepExecutor] = ()
-    last: Forwarded | None = None
 
     def __init__(
         self,
@@ -156,18 +135,8 @@ class Runner:
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
         """Run the first half: from tokens to hidden states.
 
-        masked: the second half will be given masks. (A graph that does both halves at once must know.)
+        masked: the second half will be given masks. (What does both halves at once must know.)
         """
-        for executor in self.executors:
-            if (ticket := executor.supports(works, masked)) is not None:
-                self.last = executor.run(works, ticket)
-                break
-        else:
-            self.last = self.eager(works)
-        return self.last
-
-    def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Run the first half of any step, one operation after the other."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
         self.refresh(works)

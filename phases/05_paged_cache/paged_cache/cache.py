@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
+from continuous.cache import CacheManager
 from continuous.work import Work
 from paged_cache.allocator import BlockAllocator
 
 
-class PagedCache:
+class PagedCache(CacheManager):
     """Block tables over an allocator. Nothing outlives its request, and nothing is shared by content.
 
     Args:
@@ -70,10 +71,6 @@ class PagedCache:
         return self.blocks_for(len(request.tokens)) <= self.free - (
             0 if alone else self.reserve_blocks
         )
-
-    def lookup(self, request: Request) -> int:
-        """Nothing outlives its request here."""
-        return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
         """Grow the request's table to `upto` tokens; almost always there is nothing to do."""
@@ -143,9 +140,6 @@ class PagedCache:
 
     def take_moves(self, works: Sequence[Work]) -> Any:
         """A seam: what `BlockPool.regroup` has to know before these works run. One group: nothing."""
-
-    def commit(self, request: Request, upto: int) -> None:
-        """Nothing is shared by content here."""
 
     def release(self, request: Request) -> None:
         """Give back the request's blocks, the last one first, so that the first is the next to be taken.

@@ -77,9 +77,9 @@ class Speculate(Feature):
         if self.drafter == "none":
             return
         source = DRAFTERS[self.drafter].make(self, builder)
-        builder.drafter.replace(
-            self, SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
-        )
+        drafter = SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
+        builder.drafter.replace(self, drafter)
+        builder.warmups.append(drafter.attach)
         builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 

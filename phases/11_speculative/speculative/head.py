@@ -34,6 +34,7 @@ from forward.model import Model
 from forward.models.llama import Llama, LlamaBlock
 from forward.rope import Rope
 from paged_cache import PagedEngine
+from paged_cache.runner import PagedRunner
 from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers
@@ -222,7 +223,7 @@ class HeadSource(DraftModel):
         super().__init__(engine)
         assert isinstance(engine.runner.model, Head)
         self.head, self.hooks = engine.runner.model, hooks
-        self._large: Engine | None = None
+        self._runner: PagedRunner | None = None
         self._first: dict[Request, int] = {}  # the position of the first hidden state
         self._fed: dict[
             Request, list[Tensor]
@@ -232,12 +233,13 @@ class HeadSource(DraftModel):
 
     def attach(self, engine: Engine) -> None:
         """The engine whose hidden states are read."""
-        self._large = engine
+        assert isinstance(engine.runner, PagedRunner)
+        self._runner = engine.runner
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Keep the hidden states of tokens that turned out right."""
-        assert self._large is not None and self._large.runner.last is not None
-        last = self._large.runner.last
+        assert self._runner is not None and self._runner.last is not None
+        last = self._runner.last
         if self._starts[0] is not last:
             starts = accumulate((one.count for one in last.works), initial=0)
             self._starts = last, dict(zip(map(id, last.works), starts, strict=False))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.request import Request
-from continuous.engine import Engine
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 
@@ -20,10 +19,6 @@ class DrafterWrapper(Drafter):
     def needs_finished_step(self) -> bool:
         """See `Drafter.needs_finished_step`."""
         return self.inner.needs_finished_step
-
-    def attach(self, engine: Engine) -> None:
-        """See `Drafter.attach`."""
-        self.inner.attach(engine)
 
     def begin(self, running: Sequence[Request]) -> bool:
         """See `Drafter.begin`."""
