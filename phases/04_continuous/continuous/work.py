@@ -1,4 +1,4 @@
-"""What goes into a step for one request, and what comes out of an engine."""
+"""A request's part of one step, and the outputs of an engine between two."""
 
 from __future__ import annotations
 
