@@ -25,7 +25,6 @@ LARGER = {
 }
 """Packages with more to teach."""
 OVER = {
-    "speculative": 10_740,
     "structured": 11_550,
     "serving": 13_860,
 }

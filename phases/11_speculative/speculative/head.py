@@ -124,21 +124,14 @@ class Head(Model):
         self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """See `Model.forward`; reads as many of `features` as there are tokens."""
-        return self.step(input_ids, self.features[: len(input_ids)], positions, attention)
+        """See `Model.forward`; reads as many of `features` as there are tokens.
 
-    def step(
-        self, input_ids: Tensor, features: Tensor, positions: Tensor, attention: Attention
-    ) -> Tensor:
-        """`input_ids [...]`, `features [..., hidden]` -> `[..., hidden]`, the features of the next place."""
+        Returns `[..., hidden]`, the features of the next place.
+        """
         tokens = self.token_norm(self.embed_tokens(input_ids))
-        x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
-        return self.through(x, self.rope(positions), attention)
-
-    def through(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
-    ) -> Tensor:
-        """Apply the layer and the last norm: `[..., hidden]` -> `[..., hidden]`."""
+        features = self.feature_norm(self.features[: len(input_ids)])
+        x = self.fuse(torch.cat((tokens, features), dim=-1))
+        cos_sin = self.rope(positions)
         for layer in self.layers:
             x = layer(x, cos_sin, attention)
         return self.norm(x)
@@ -264,12 +257,6 @@ class HeadSource(DraftModel):
             torch.cat((self.hooks.kept[some], last.hidden[some]), dim=-1)
         )
         self._count[request] += count
-
-    def carried(self, request: Request, drafts: Sequence[int]) -> None:
-        """Also: the device has read the hidden states of all positions but the newest."""
-        super().carried(request, drafts)
-        self._count[request] = len(request.tokens) - 1 - self._first[request]
-        self._fed[request] = []
 
     def _skipped(self, request: Request) -> int:
         return self._first[request] + 1

@@ -50,11 +50,7 @@ class NGramIndex:
     def propose(self, most: int) -> list[int]:
         """Return what followed the longest n-gram that ends the text, when it stood here last."""
         for size in NGRAM_SIZES:
-            at = (
-                self._ends.get(tuple(self.tokens[-size:]))
-                if len(self.tokens) >= size
-                else None
-            )
+            at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:
                 return follow(self.tokens, at, most)
         return []
