@@ -25,8 +25,6 @@ LARGER = {
 }
 """Packages with more to teach."""
 OVER = {
-    "continuous": 10_370,
-    "speculative": 10_740,
     "structured": 11_550,
     "serving": 13_762,
 }
