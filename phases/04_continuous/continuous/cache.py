@@ -45,12 +45,15 @@ class CacheManager(Protocol):
 
     def commit(self, request: Request, upto: int) -> None:
         """Record that the request's first `upto` tokens are known and computed: others may share them now."""
+        return None
 
     def release(self, request: Request) -> None:
         """Free all cache memory of `request`."""
+        return None
 
     def check(self) -> None:
         """Raise `AssertionError` if the counts of what is in use contradict each other."""
+        return None
 
 
 class RowCache(CacheManager):
