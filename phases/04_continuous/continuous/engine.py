@@ -25,12 +25,7 @@ from common.text.tokenizer import Tokenizer
 from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
-from continuous.seams import (
-    NO_GRAMMAR_MANAGER,
-    SEQUENTIAL_LOOP,
-    GrammarManager,
-    Loop,
-)
+from continuous.seams import NO_GRAMMAR_MANAGER, SEQUENTIAL_LOOP, GrammarManager, Loop
 from continuous.stats import Stats as Stats
 from continuous.stats import marked
 from continuous.work import Work
@@ -87,9 +82,8 @@ class Engine:
         self._ids = count()
         self._seeds = random.Random()
         self.inbox: deque[Callable[[], None]] = deque()
-        self._waiting_for_grammar: deque[list[Request]] = (
-            deque()
-        )  # their grammars are being compiled
+        # Requests whose grammars are being compiled.
+        self._waiting_for_grammar: deque[list[Request]] = deque()
         self.outputs: list[Output] = []  # that no step has returned yet
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
@@ -271,10 +265,8 @@ class Engine:
             allowed = grammars.fill_bitmask(step.works) if masked else None
             pending = self.runner.sample(step, allowed)
             if masked:
-                for (
-                    request,
-                    why,
-                ) in grammars.pop_failed_requests():  # as if they were aborted now
+                # These requests end as if they were aborted now.
+                for request, why in grammars.pop_failed_requests():
                     if request.finish_reason is None:
                         self.end(request, "error", why)
             return pending
