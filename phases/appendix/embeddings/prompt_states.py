@@ -20,6 +20,7 @@ from common.sampling.ops import raw_logprobs
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
+from paged_cache import PagedRunner
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
