@@ -42,24 +42,6 @@ ENGINES = ("vLLM ", "nano-vLLM ")
 APPENDIX = ", with the appendix"
 """How a variant's name ends whose engine has features of the appendix; see `benchmarks.engines`."""
 PERCENTILES = ("p50", "p95", "p99")
-METRICS = frozenset(
-    [
-        "seconds",
-        "output_tokens_per_s",
-        "prompt_tokens_per_s",
-        "peak_memory_bytes",
-        "kv_cache_bytes",
-        "requests_in_flight",
-        "scheduling_us_per_step",
-        "bandwidth_fraction",
-        "flop_fraction",
-        "cache_hit_fraction",
-        "acceptance_fraction",
-        *(f"{name}_ms_{p}" for name in ("ttft", "itl", "e2e") for p in PERCENTILES),
-        *(f"{name}_ms_mean" for name in ("ttft", "itl", "e2e")),
-    ]
-)
-"""Metric names shared by all phases. A phase may add its own; these always mean the same thing."""
 
 
 @dataclass(frozen=True)

@@ -287,9 +287,6 @@ def backends() -> dict[str, Callable[[], Backend]]:
         label = f"xgrammar {metadata.version('xgrammar')}"
         found[label] = partial(XGrammarBackend, words)
         found[f"{label}, unchecked, strict"] = partial(XGrammarBackend, words, check=False)
-        found[f"{label}, unchecked, not strict"] = partial(
-            XGrammarBackend, words, check=False, strict=False
-        )
     return found
 
 

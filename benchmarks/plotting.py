@@ -185,9 +185,7 @@ def bars(
         # Not across the roofline's mark: behind it, if it stands in the text's way.
         reach = end + axes.get_xlim()[1] * letter * (len(text) + 1)
         behind = ideal if end < ideal < reach else end
-        axes.annotate(
-            text, (behind, row), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside(axes, text, behind, row, 5)
     axes.set_xlabel(axis_label(metric) + note)
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -293,14 +291,19 @@ def points(
     """
     axes.plot(values, range(len(values)), "o", color=colour, markersize=7)
     for row, (value, text) in enumerate(zip(values, texts, strict=True)):
-        axes.annotate(
-            text, (value, row), (7, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside(axes, text, value, row, 7)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(min(values) / 1.5, max(values) * (max(values) / min(values)) ** 0.45)
     log_axis(axes, vertical=False)
     axes.grid(visible=True, axis="y")
+
+
+def beside(axes: Axes, text: str, value: float, row: float, gap: float = 4) -> None:
+    """Write a text behind the end of a bar or a point."""
+    axes.annotate(
+        text, (value, row), (gap, 0), textcoords="offset points", va="center", fontsize=8
+    )
 
 
 def over_one(axes: Axes, counts: Sequence[int], of: str) -> None:

@@ -37,7 +37,7 @@ from benchmarks.loadtest.loops import LoadPlan
 from benchmarks.loadtest.loops import run as run_plan
 from benchmarks.loadtest.user import Target
 from benchmarks.measure import Sample, Samples, alternate, percentiles, summarize
-from benchmarks.plotting import colours, number, over_one, panels, save
+from benchmarks.plotting import beside, colours, number, over_one, panels, save
 from benchmarks.roofline import ceilings
 from benchmarks.server import Server, answered, bodies_of, import_path, measured
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -582,9 +582,7 @@ def _draw_bars(
     for place, (name, value) in enumerate(values.items()):
         axes.barh(place, value, color=shown[name], height=0.6)
         text = number(value) + (behind[place] if behind else "")
-        axes.annotate(
-            text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        beside(axes, text, value, place)
     axes.set_yticks(range(len(values)), list(values))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

@@ -164,7 +164,6 @@ def read_once(
     dtype: torch.dtype,
     top: Ceilings,
     options: Mapping[str, Any],
-    noise: Mapping[str, float] | None = None,
 ) -> Run:
     """Evidence of something whose roofline is to read `work` bytes once."""
     seconds = Metric(tuple(samples))
@@ -184,5 +183,4 @@ def read_once(
         },
         options=options,
         roofline=Roofline(floor, floor / seconds.median),
-        noise=noise,
     )

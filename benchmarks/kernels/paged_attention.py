@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ from triton_paged_attention.prefill import paged_prefill, query_tiles
 from triton_paged_attention.tables import for_keys, prefill_default
 
 NAME, PREFILL_KERNEL = "paged_attention", "06_triton_paged_attention"
+BLOCKS = (16, 64, 256)
 HEADS = {"qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
 Call = Callable[[Tensor], Tensor]
 """One attention over one of a case's block tables."""
@@ -94,59 +96,38 @@ class Bench:
 
     def decode(self) -> Iterator[Run]:
         """All versions at block size 16; the last one at 64 and 256 too."""
-        for model, (heads, kv_heads) in HEADS.items():
-            for name, contexts in decode_cases().items():
-                if self.options.quick and name not in ("1x4096", "32x1024"):
-                    continue
-                for block in (16, 64, 256):
-                    case = make_case(
-                        contexts,
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        block_size=block,
-                        dtype=self.options.dtype,
-                    )
-                    for variant, call in decode_variants(case, name, block).items():
-                        yield self.measure(
-                            case, call, variant, model, "paged-decode-attention", name, block
-                        )
-                        if name == "4x2048" and variant in LAUNCHED:
-                            yield self.measure(
-                                case,
-                                call,
-                                variant,
-                                model,
-                                "paged-decode-attention",
-                                name,
-                                block,
-                                graph=False,
-                            )
-                    del case
+        cases = decode_cases()
+        if self.options.quick:
+            cases = {name: cases[name] for name in ("1x4096", "32x1024")}
+        for model, (name, contexts), block in product(HEADS, cases.items(), BLOCKS):
+            case = self.case(model, contexts, block)
+            for variant, call in decode_variants(case, name, block).items():
+                what = case, call, variant, model, "paged-decode-attention", name, block
+                yield self.measure(*what)
+                if name == "4x2048" and variant in LAUNCHED:
+                    yield self.measure(*what, graph=False)
+            del case
 
     def prefill(self) -> Iterator[Run]:
         """The kernel at three block sizes, and torch's kernels on contiguous tensors."""
-        for model, (heads, kv_heads) in HEADS.items():
-            for name, contexts in PREFILL_CASES.items():
-                for block in (16, 64, 256):
-                    case = make_case(
-                        contexts,
-                        contexts,
-                        heads=heads,
-                        kv_heads=kv_heads,
-                        block_size=block,
-                        dtype=self.options.dtype,
-                        sets=2,
-                    )
-                    variants: dict[str, Call] = {
-                        "06_triton_paged_attention": prefill_call(case)
-                    }
-                    if block == 16:
-                        variants |= contiguous_calls(case)
-                    for variant, call in variants.items():
-                        yield self.measure(
-                            case, call, variant, model, "paged-prefill-attention", name, block
-                        )
-                    del case
+        for model, (name, contexts), block in product(HEADS, PREFILL_CASES.items(), BLOCKS):
+            case = self.case(model, contexts, block, query_lens=contexts, sets=2)
+            variants: dict[str, Call] = {PREFILL_KERNEL: prefill_call(case)}
+            if block == 16:
+                variants |= contiguous_calls(case)
+            for variant, call in variants.items():
+                yield self.measure(
+                    case, call, variant, model, "paged-prefill-attention", name, block
+                )
+            del case
+
+    def case(self, model: str, contexts: list[int], block: int, **more: Any) -> Case:
+        """Blocks of this size with the heads of a model."""
+        heads, kv_heads = HEADS[model]
+        dtype = self.options.dtype
+        return make_case(
+            contexts, heads=heads, kv_heads=kv_heads, block_size=block, dtype=dtype, **more
+        )
 
     def measure(
         self,
@@ -181,7 +162,7 @@ class Bench:
         work = case.kv_bytes if decode else case.flop
         ceiling = self.top.read_bytes_per_s if decode else self.top.matmul_flop_per_s
         fraction = "bandwidth_fraction" if decode else "flop_fraction"
-        contiguous = not decode and variant != "06_triton_paged_attention"
+        contiguous = not decode and variant != PREFILL_KERNEL
         middle = Metric(tuple(samples)).median
         print(f"{workload} {model} {name} block {block} {variant}: {middle * 1e6:.1f} us, "
               f"{work / middle / 1e12:.2f} T/s, error {error:.1e}", flush=True)  # fmt: skip

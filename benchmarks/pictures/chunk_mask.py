@@ -75,7 +75,7 @@ def masks(parts: Sequence[Part]) -> Picture:
         picture.text(12, y + 16, title, bold=True, fill=STRONG[colour])
         for line, row in enumerate(part.mask):
             query = f"query {part.start + line}"
-            picture.text(left - 12, y + 16, query, anchor="end", size=11, fill=SOFT)
+            picture.text(left - 12, y + 16, query, "end", SOFT, 11)
             for key, seen in enumerate(row):
                 kind: Kind = "idle" if not seen else "kept" if key < part.start else "now"
                 picture.cell(left + CELL * key, y, CELL, CELL, kind, colour, str(key))

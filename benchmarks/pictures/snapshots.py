@@ -94,7 +94,7 @@ def prompts(found: Sequence[Prompt]) -> Picture:
         for place in one.saved:
             x = left + CELL * place
             picture.line([(x, y + 44), (x, y + 25)], STRONG[who], tip=True)
-            picture.text(x, y + 56, str(place), anchor="middle", size=11)
+            picture.text(x, y + 56, str(place), "middle", size=11)
         words = f"found {one.found}, known {one.known}"
         picture.text(left + CELL * (COMMON + OWN) + 6, y + 16, words, size=11, fill=SOFT)
     picture.line([(common, 26), (common, 34 + high * len(found) - 8)], SOFT, dash="3 3")

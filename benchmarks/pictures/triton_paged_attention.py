@@ -85,9 +85,9 @@ def grid(found: Grid, contexts: Sequence[int] = CONTEXTS) -> Picture:
         ),
         height=308,
     )
-    picture.text(left - 14, top + 18, "keys", anchor="end", fill=SOFT)
+    picture.text(left - 14, top + 18, "keys", "end", SOFT)
     for head in range(KV_HEADS):
-        picture.text(left - 14, top + 64 + 42 * head, f"kv head {head}", anchor="end")
+        picture.text(left - 14, top + 64 + 42 * head, f"kv head {head}", "end")
     x = float(left)
     for request, context in enumerate(contexts):
         who, tiles = "ab"[request], -(-context // TILE)
@@ -110,9 +110,7 @@ def grid(found: Grid, contexts: Sequence[int] = CONTEXTS) -> Picture:
                 words = f"split {first}" if first == last else f"splits {first} to {last}"
                 picture.cell(x + cell * tiles + 12, y, 92, 32, "coming", "", words)
         if len(read) < splits:
-            picture.text(
-                x + cell * tiles + 58, y + 50, "returns at once", anchor="middle", fill=SOFT
-            )
+            picture.text(x + cell * tiles + 58, y + 50, "returns at once", "middle", SOFT)
         middle, bottom = sum(used) / len(used), top + 42 + 42 * KV_HEADS
         for place in used:
             picture.curve((place, bottom), (middle + (place - middle) / 6, bottom + 42))

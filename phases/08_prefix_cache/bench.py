@@ -19,7 +19,7 @@ import prefix_cache
 from benchmarks.bench import evidence_of
 from benchmarks.evidence import BenchOptions, Evidence, Run
 from benchmarks.measure import Sample
-from benchmarks.plotting import colours, lines, log_axis, number, panels, save
+from benchmarks.plotting import beside, colours, lines, number, panels, save
 from benchmarks.replay import time_replay
 from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
@@ -261,14 +261,10 @@ def _first_tokens(evidence: Evidence, axes: Axes) -> None:
             text = number(value)
             if variant == PHASE:
                 text += f"  ({found.median('cache_hit_fraction'):.0%} found)"
-            axes.annotate(
-                text, (value, at), (4, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            beside(axes, text, value, at)
     axes.set_yticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     axes.invert_yaxis()
-    log_axis(axes, vertical=False)
-    low, high = axes.get_xlim()
-    axes.set_xlim(low / 2, high * 6)
+    axes.margins(x=0.45)  # room for the texts
     axes.set_xlabel("time to first token, median (ms)")
     least = min(
         (

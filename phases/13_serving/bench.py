@@ -19,6 +19,7 @@ from benchmarks.bench import Bench, evidence_of
 from benchmarks.engines import engine_of
 from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, Samples, alternate, summarize, time_generation
+from benchmarks.plotting import beside as name_value
 from benchmarks.plotting import colours, lines, log_axis, measured_once, number, panels, save
 from benchmarks.recorded_peers import beside
 from benchmarks.server import Server
@@ -233,7 +234,8 @@ def draw(evidence: Evidence, out: Path) -> None:
     by_clock = evidence.find(ARRIVALS)
     figure, (left, middle, right) = panels(3, height=3.4)
     own = [r for r in evidence.runs if "users" in r.options and r.variant != LENGTHS]
-    others = beside(evidence, model=own[0].model)
+    found = beside(evidence, model=own[0].model)
+    others = [run for run in found if "users" in run.options]
     runs = sorted([*own, *others], key=lambda run: -run.options["users"] if others else 0)
     labels = [f"{_short(run.variant)}\n{_users(run)}" for run in runs]
     _rates(left, runs, labels)
@@ -281,9 +283,7 @@ def _rates(axes: Axes, runs: list[Run], labels: list[str]) -> None:
     for place, run in enumerate(runs):
         value = run.median("output_tokens_per_s")
         axes.barh(place, value, color=_colour(run.variant))
-        axes.annotate(
-            number(value), (value, place), (4, 0), textcoords="offset points", va="center"
-        )
+        name_value(axes, number(value), value, place)
     axes.set_yticks(range(len(runs)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("output tokens a second")
@@ -300,12 +300,13 @@ def _waits(axes: Axes, runs: list[Run]) -> None:
             if f"{name}_p50" not in run.metrics:
                 continue
             middle, last = run.median(f"{name}_p50"), run.median(f"{name}_p99")
-            axes.barh(place + shift, middle, 0.36, color=_colour(run.variant), alpha=alpha)
-            axes.plot([middle, last], [place + shift] * 2, color="0.3", linewidth=1)
-            axes.plot([last], [place + shift], "|", color="0.3")
+            # Points: a logarithmic axis has no zero that a bar could begin at.
+            colour = _colour(run.variant)
+            axes.plot([middle, last], [place + shift] * 2, color=colour, alpha=alpha)
+            axes.plot([middle], [place + shift], "o", color=colour, alpha=alpha)
     axes.set_yticks([])
     axes.invert_yaxis()
     log_axis(axes, vertical=False)
-    axes.set_xlabel("ms: first token (full), gap (pale); bar p50, line p99")
+    axes.set_xlabel("ms: first token (full), gap (pale); point p50, line to p99")
     first = max(run.median("ttft_ms_p50") for run in runs if run.variant == PHASE)
     axes.set_title(f"Each of them: half of the first tokens within {first:,.0f} ms")

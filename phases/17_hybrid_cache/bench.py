@@ -21,6 +21,7 @@ from benchmarks.measure import (
     alternate_engines,
 )
 from benchmarks.plotting import GREY, bars, colours, lines, number, panels, save
+from benchmarks.plotting import beside as name_value
 from benchmarks.recorded_peers import beside
 from benchmarks.roofline import ceilings, summarize_generation
 from benchmarks.workloads import uniform, workload
@@ -259,9 +260,7 @@ def _beside_peer(evidence: Evidence, out: Path) -> None:
     axes.barh(list(factors), list(factors.values()), height=0.6, color=colours([PHASE])[PHASE])
     axes.axvline(1.0, color=GREY, linewidth=1.4)
     for row, (factor, text) in enumerate(zip(factors.values(), texts, strict=True)):
-        axes.annotate(
-            text, (factor, row), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        name_value(axes, text, factor, row, 5)
     axes.invert_yaxis()
     axes.set_xlim(0, 2.4 * max(factors.values()))
     axes.set_xlabel("times the tokens a second of the other engine")

@@ -33,7 +33,7 @@ from moving_blocks import MovingBlocks
 from moving_blocks.cache import OffloadingCache
 from moving_blocks.connector import ConnectorWorker, Transfer
 from moving_blocks.disk import BlockFiles
-from moving_blocks.host import HostTier
+from moving_blocks.host import HostBlock, HostTier
 from moving_blocks.mover import CopyWorker, StreamWorker
 from moving_blocks.names import BlockName, chain, namespace_of
 from moving_blocks.rule import LoadRule, PrefillCost
@@ -421,6 +421,29 @@ def test_the_least_recently_used_end_leaves_host_memory_first() -> None:
     kept = sum(left[0])
     assert left[0] == [True] * kept + [False] * (len(left[0]) - kept), f"{left[0]}"
     assert 0 < kept < len(left[0])
+
+
+def must(block: HostBlock | None) -> HostBlock:
+    assert block is not None, "no slot is free"
+    return block
+
+
+def test_slots_are_given_to_the_least_recently_used() -> None:
+    tier = HostTier(4, 8, torch.device("cpu"))
+    blocks = [must(tier.allocate(bytes([number]))) for number in range(4)]
+    assert tier.allocate(b"none is free") is None
+    tier.unpin(blocks)
+    tier.pin(blocks[3:])
+    tier.touch([b"\0", b"\1"])
+    order = [must(tier.allocate(bytes([number]))).slot for number in range(10, 13)]
+    assert order == [blocks[2].slot, blocks[1].slot, blocks[0].slot]
+    assert tier.allocate(b"the last is pinned") is None
+    assert tier.get(b"\3") is blocks[3] and tier.get(b"\0") is None
+    tier.fail(blocks[3])
+    assert tier.get(b"\3") is None and tier.allocate(b"still pinned") is None
+    tier.unpin(blocks[3:])
+    assert must(tier.allocate(b"free again")).slot == blocks[3].slot
+    check_host(tier)
 
 
 def digests_in(engine: PagedEngine, tokens: Sequence[int], salt: str = "") -> list[bytes]:

@@ -55,7 +55,7 @@ def load(
     loaded = load_model(model, device=device, dtype=dtype)
     length = sizes.context(loaded, DEFAULT_MAX_LEN)
     steps = sizes.step_tokens or max(2048, length)
-    each = RowStore.bytes_needed(loaded.config, 1, length, loaded.dtype)
+    each = length * loaded.config.kv_bytes_per_token(loaded.dtype)
     count = _rows(sizes, each, length, free_memory(loaded.device)[0])
     rows = RequestRows(count, length, loaded.device)
     store = RowStore(loaded.config, count, length, device=loaded.device, dtype=loaded.dtype)

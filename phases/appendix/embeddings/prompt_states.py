@@ -20,6 +20,7 @@ from common.sampling.ops import raw_logprobs
 from continuous.engine import Engine
 from continuous.runner import Forwarded, Runner
 from continuous.work import Work
+from paged_cache import PagedRunner
 from phases.appendix.embeddings.note_kinds import MEAN, PROMPT_LOGPROBS
 from phases.appendix.observability.observer import StepPictures
 from serving.messages import AddRequest, Command, StepReport
@@ -75,7 +76,7 @@ class PromptExecutor:
 
     order: ClassVar[int] = 0
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: PagedRunner) -> None:
         self.runner = runner
         self.others = runner.executors
         self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}

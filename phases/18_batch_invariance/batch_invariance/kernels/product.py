@@ -56,10 +56,9 @@ class ProductTile(NamedTuple):
 
 
 TILES = (
-    ProductTile(16, 16, 32, 128, 4, 4),
-    ProductTile(32, 32, 64, 64, 4, 5),
-    ProductTile(64, 64, 64, 64, 4, 4),
-    ProductTile(256, 64, 128, 64, 4, 4),
+    ProductTile(16, 16, 32, 256, 4, 3),
+    ProductTile(64, 64, 32, 128, 4, 3),
+    ProductTile(256, 64, 64, 128, 4, 3),
     ProductTile(1 << 62, 128, 256, 64, 8, 3),
 )
 """Ascending; the first is the one that the others are compared with."""
