@@ -25,7 +25,7 @@ LARGER = {
 }
 """Packages with more to teach."""
 OVER = {
-    "structured": 11_550,
+    "structured": 11_535,
     "serving": 13_860,
 }
 """Packages that are over their budget still: they may only shrink."""
