@@ -9,7 +9,7 @@ from common.files import whole
 from common.options import described, names
 from continuous.sizes import Sizes
 from paged_cache import PagedSizes
-from phases import PHASES, ROOT, Flag, registry
+from phases import PHASES, ROOT, Flag, phase_named, registry
 from replicas.options import ReplicaOptions
 from serving.http.limits import Limits
 
@@ -32,7 +32,7 @@ def all_flags() -> list[Flag]:
 
 
 def _panel(number: int) -> str:
-    return f"{PHASES[number - 1].title}, from phase {number:02d} on"
+    return f"{phase_named(str(number)).title}, from phase {number:02d} on"
 
 
 def _of(kind: type, panel: str, first: int = 0) -> list[Flag]:

@@ -27,9 +27,9 @@ from common.errors import UserError
 PHASE_COLOURS = (
     "#56B4E9", "#E69F00", "#CC79A7", "#0072B2", "#D55E00", "#009E73", "#332288",
     "#999933", "#882255", "#44AA99", "#AA4499", "#117733", "#CC6677", "#6A5D4D",
-    "#8C6BB1", "#B15928", "#1F78B4",
+    "#8C6BB1", "#B15928", "#1F78B4", "#33A02C", "#E7298A",
 )  # fmt: skip
-"""Of phases 01 to 17, chosen so that no two that are compared look alike."""
+"""Of phases 01 to 19, chosen so that no two that are compared look alike."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#8A8A8A"
 GOOD, BAD = "#009E73", "#D55E00"

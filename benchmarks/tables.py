@@ -189,6 +189,8 @@ QUESTIONS = (
     "Which copy of a server should get a request?",
     "How can a model have more weights than it reads?",
     "What if layers remember less than all?",
+    "Why does company change an answer?",
+    "Where does a block go when the GPU is full?",
 )
 """What the phases answer, in order; the table of a later one has its summary."""
 SPEED = (6, 9, 14)
@@ -324,7 +326,7 @@ def _markdown(lines: Sequence[Sequence[str]], text_columns: int) -> str:
 
 TRUNK = ("01", "02", "03", "04", "05", "07", "08", "13")
 GPU = ("06", "09")
-BRANCHES = {"09": ("10", "11", "12"), "13": ("14", "15", "16", "17")}
+BRANCHES = {"09": ("10", "11", "12", "18"), "13": ("14", "15", "16", "17", "19")}
 """The tree of phases: on the trunk each needs those before it; a branch can be read behind its root."""
 
 

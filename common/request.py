@@ -15,9 +15,8 @@ NO_ROW = -1
 """The row of a request that is not running."""
 
 
-@dataclass(
-    eq=False, slots=True
-)  # eq=False: two requests are never equal, even with equal fields
+# eq=False: two requests are never equal, even with equal fields.
+@dataclass(eq=False, slots=True)
 class Request:
     """One completion of one prompt.
 

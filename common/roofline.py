@@ -76,9 +76,8 @@ def layer_parameters(config: ModelConfig, experts: float | None = None) -> float
     """
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = config.hidden_size * (query + 2 * kv) + query * config.hidden_size
-    gated = (
-        2 if config.family == "gpt2" else 3
-    )  # GPT-2's MLP has two matrices, the others a gate as well
+    # GPT-2's MLP has two matrices, the others a gate as well.
+    gated = 2 if config.family == "gpt2" else 3
     mixers = _mixer_parameters(config, attention)
     facts = config.experts
     if facts is None:
@@ -100,13 +99,11 @@ def _mixer_parameters(config: ModelConfig, attention: int) -> int:
     delta, states = config.delta, _state_layers(config)
     if delta is None:
         return config.num_layers * attention
-    values = (
-        delta.value_heads * delta.value_dim
-    )  # into the gate, out of it, and two numbers a head
+    # Into the gate, out of it, and two numbers a head.
+    values = delta.value_heads * delta.value_dim
     mixer = config.hidden_size * (delta.channels + 2 * values + 2 * delta.value_heads)
-    attention += (
-        config.hidden_size * config.num_heads * config.head_dim
-    )  # here attention has a gate as well
+    # Here attention has a gate as well.
+    attention += config.hidden_size * config.num_heads * config.head_dim
     return (config.num_layers - states) * attention + states * mixer
 
 

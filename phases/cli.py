@@ -112,9 +112,8 @@ def command(
             if function.__name__ in LOADING and err.is_terminal:
                 err.print(f"[dim]{LOADING[function.__name__].format(**vars(asked))} ...[/dim]")
             measuring = function.__name__ in MEASURING
-            limit_threads_and_noise(
-                measuring=measuring, begun=BEGUN
-            )  # before PyTorch is imported
+            # Before PyTorch is imported.
+            limit_threads_and_noise(measuring=measuring, begun=BEGUN)
             code: int = resolve_name(target)(asked)
             return code
 
@@ -402,9 +401,8 @@ def _call(given: Sequence[str]) -> int:
     if named in SHORT_HELP:
         hidden = _hidden(named, given, [param.name for param in group.commands[named].params])
         for param in group.commands[named].params:
-            param.hidden = (
-                param.name in hidden
-            )  # an argument has no such field, and shows itself
+            # An argument has no such field, and shows itself.
+            param.hidden = param.name in hidden
     given = ["--help" if word == HELP_ALL else word for word in given]
     try:
         code = group(given, prog_name="ladder", standalone_mode=False)

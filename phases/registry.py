@@ -19,7 +19,7 @@ from common.options import route, unknown
 from common.text.tokenizer import Tokenizer
 from forward.loading import facts_of
 from forward.model import Model
-from phases import PHASES, Phase, appendix, check_phase, first_phases, own_options
+from phases import PHASES, Phase, appendix, check_phase, first_phases
 from phases import phase_named as phase_named
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ NEEDS_FLOATS = {
     "tensor_parallel",
     "draft_model",
     "active_experts",
+    "batch_invariant",
 }
-"""Options that say how weights are kept, or whose features read an embedding of floats."""
+"""Options that say how weights are kept, and features that read weights or an embedding of floats."""
 
 
 def import_phase(phase: Phase) -> ModuleType:
@@ -158,7 +159,7 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     floats = (
         options.phase.number < QUANT
         or dtype not in ("auto", "float32")
-        or not NEEDS_FLOATS.isdisjoint(options.own)
+        or not NEEDS_FLOATS.isdisjoint([*options.own, *_switched_on(options)])
     )
     if options.chosen is None or floats or device.type != "cpu" or not blocks.is_dir():
         return model
@@ -169,6 +170,10 @@ def default_weights(options: Checked, model: str, device: torch.device, dtype: s
     kinds = {type(feature) for feature in options.chosen.features}
     compiled = {CpuBlocks, Quant} <= kinds and library() is not None
     return str(blocks) if compiled else model
+
+
+def _switched_on(options: Checked) -> list[str]:
+    return [] if options.chosen is None else [one.name for one in options.chosen.features]
 
 
 def load_engine(
@@ -182,10 +187,17 @@ def load_engine(
 ) -> Streams:
     """Check options, and make a phase's engine with them: everything that runs one comes here.
 
+    Switches of later phases that are off are left out, for comparisons of several phases.
+
     Raises:
         UserError: see `check_options` and `check_model`.
     """
     where = model.device if isinstance(model, Model) else pick_device(device)
-    own = own_options(phase, options, first_phases())
+    first = first_phases()
+    own = {
+        name: value
+        for name, value in options.items()
+        if value is not False or first.get(name, 0) <= phase.number
+    }
     checked = check_options(phase, own, where)
     return load_checked(checked, model, device=device, dtype=dtype, tokenizer=tokenizer)

@@ -247,10 +247,8 @@ def _tokenizer(meta: dict[str, Any], config: dict[str, Any]) -> Tokenizer:
         # SmolLM's: each digit by itself, then GPT-2's words, then bytes.
         merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer(BPE(vocabulary, merges))
-        digits, words = (
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(False),
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        words = pre_tokenizers.ByteLevel(False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         tokenizer.decoder = decoders.ByteLevel()
     else:

@@ -68,9 +68,8 @@ def stream_key(seed: int) -> int:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & (
-        (1 << (64 - bits)) - 1
-    )  # torch's >> copies the sign bit; the hash needs zeros
+    # Torch's >> copies the sign bit; the hash needs zeros.
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def random_words(keys: Tensor, steps: Tensor) -> Tensor:
@@ -85,9 +84,8 @@ def random_words(keys: Tensor, steps: Tensor) -> Tensor:
     z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
     z = z ^ _shift_right(z, 31)
-    return z.unsqueeze(1).view(
-        torch.int32
-    )  # the lower half first, as on every machine that torch runs on
+    # The lower half first, as on every machine that torch runs on.
+    return z.unsqueeze(1).view(torch.int32)
 
 
 def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
@@ -99,9 +97,8 @@ def noise_bits(upper: Tensor, lower: Tensor, ids: Tensor) -> Tensor:
     upper, lower: int32 [B, 1], the row's words; ids: int32 [V]. Returns int32 [B, V] in [0, 2**31).
     """
     x = upper ^ ids  # [B, V]
-    shifted = (
-        x >> 16
-    )  # one tensor for all three shifts: on a CPU a new one costs more than the shift
+    # One tensor for all three shifts: on a CPU a new one costs more than the shift.
+    shifted = x >> 16
     x.bitwise_xor_(shifted).mul_(HASH_1)
     torch.bitwise_right_shift(x, 15, out=shifted)
     x.bitwise_xor_(shifted).bitwise_xor_(lower).mul_(HASH_2)
@@ -154,9 +151,8 @@ def threshold(keys: Tensor, amounts: Tensor, target: Tensor) -> Tensor:
 
     def reach(digits: Tensor, amounts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         mass = torch.zeros(keys.shape[0], bins, dtype=torch.int64, device=keys.device)
-        mass.scatter_add_(1, digits, amounts).cumsum_(
-            1
-        )  # [B, bins]: of the first digit, the first two, ...
+        # [B, bins]: of the first digit, the first two, ...
+        mass.scatter_add_(1, digits, amounts).cumsum_(1)
         digit = torch.searchsorted(mass, target.contiguous()).clamp_(max=bins - 1)
         before = mass.gather(1, (digit - 1).clamp_(min=0)).masked_fill_(digit == 0, 0)
         return digit, target - before
@@ -198,9 +194,8 @@ def forbid(logits: Tensor, allowed: Tensor, positions: Tensor) -> Tensor:
     allowed: int32 [M, ceil(V / 32)], bit i of word w for token 32 * w + i.
     positions: int64 [M], the rows of `logits` that are masked.
     """
-    if (
-        allowed.device.type == "cpu"
-    ):  # numpy takes all bits out in one pass, and no row is copied
+    # Numpy takes all bits out in one pass, and no row is copied.
+    if allowed.device.type == "cpu":
         octets = allowed.numpy().view(np.uint8)
         every = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
         for row, some in zip(positions.tolist(), every, strict=True):
@@ -251,10 +246,12 @@ def reported(logits: Tensor, tokens: Tensor) -> Tensor:
 def raw_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of `tokens`, and the `top` most likely token ids with theirs, best first.
 
-    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. These
-    sums are rounded as the batch's shape has it: two batches may differ in the last bits.
+    logits: float32 [B, V]; tokens: int64 [B]. Returns float32 [B], int64 [B, top], float32 [B, top]. Weights
+    are added as integers, so that a row has the same bits in every batch.
     """
-    total = logits.logsumexp(1, keepdim=True)  # [B, 1]
+    largest = logits.amax(1, keepdim=True)  # [B, 1]
+    weights = (logits - largest).exp_().mul_(float(1 << WEIGHT_BITS)).long()
+    total = largest + weights.sum(1, keepdim=True).float().mul_(2.0**-WEIGHT_BITS).log_()
     chosen = (logits.gather(1, tokens.unsqueeze(1)) - total).squeeze(1)
     values, ids = logits.topk(min(top, logits.shape[1]), dim=1)
     return chosen, ids, values - total

@@ -187,9 +187,8 @@ def _items(name: str, value: Iterable[Any], what: str, most: int) -> tuple[Any, 
 
 
 def _stop_strings(value: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(
-        value, str
-    ):  # one string; taken as an iterable it would be a list of characters
+    # One string; taken as an iterable it would be a list of characters.
+    if isinstance(value, str):
         value = (value,)
     strings = _items("stop", value, "strings", MAX_STOPS)
     for string in strings:

@@ -148,12 +148,10 @@ class SamplerRows:
         self._edits: dict[int, Edits] = {}
         # For the penalties: which tokens stand in the prompt, and how often each one stands in the output.
         self._history: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        self.in_prompt = torch.zeros(
-            0, vocab_size, dtype=torch.bool, device=self.device
-        )  # later [rows, V]
-        self.counts = torch.zeros(
-            0, vocab_size, dtype=torch.int32, device=self.device
-        )  # later [rows, V]
+        # later [rows, V]
+        self.in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=self.device)
+        # later [rows, V]
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=self.device)
         self._changed: set[int] = set()
         self._planned: tuple[list[int], SamplingMetadata] | None = (
             None  # for which rows the last plan was
@@ -216,11 +214,8 @@ class SamplerRows:
             params.frequency_penalty,
         )
         temperature = params.temperature if SamplingFlags.RANDOM in features else 0.0
-        self._floats[row] = (
-            temperature,
-            params.min_p,
-            *penalties,
-        )  # the order of the columns' names
+        # The order of the columns' names.
+        self._floats[row] = (temperature, params.min_p, *penalties)
         self._ints[row] = (
             ops.stream_key(seed),
             top_k,
@@ -247,9 +242,8 @@ class SamplerRows:
         wanted_rows = list(rows_host)
         if self._changed:
             self._send()
-        elif (
-            self._planned is not None and self._planned[0] == wanted_rows
-        ):  # a decode like the last one
+        elif self._planned is not None and self._planned[0] == wanted_rows:
+            # A decode like the last one.
             return self._planned[1]
         rows = np.array(wanted_rows, np.int64)
         features = self._features[rows]

@@ -21,7 +21,6 @@ from benchmarks.targets import targets
 from benchmarks.workloads import Item, Workload, uniform, workload
 from common.events import Completion, Streams, generate
 from continuous.batch import Batch
-from continuous.cache import RowStore
 from continuous.work import Work
 from kv_cache import KVCache
 
@@ -69,7 +68,7 @@ class Bench(benchmarks.bench.Bench):
             COMPACT: (batching.load(self.model, batch_size=rows, compact=True), static),
             PHASE: (
                 continuous.load(self.model, max_rows=rows, max_len=length),
-                RowStore.bytes_needed(self.config, rows, length, self.dtype),
+                rows * length * self.config.kv_bytes_per_token(self.dtype),
             ),
         }
         self.warm_up(

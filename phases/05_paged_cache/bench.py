@@ -120,7 +120,7 @@ class Bench(benchmarks.bench.Bench):
             rows = len(work.items)
             max_len = max(len(item.prompt) + item.max_tokens for item in work.items)
             whole = -(-max_len // BLOCK) * BLOCK
-            size = RowStore.bytes_needed(self.config, rows, whole, self.dtype)
+            size = rows * whole * self.config.kv_bytes_per_token(self.dtype)
             sizes = {"max_rows": rows, "max_len": max_len}
             engines = self.engines(sizes, {**sizes, "cache_bytes": size})
             for variant, kept in self.sample(engines, work).items():
@@ -216,8 +216,9 @@ class Bench(benchmarks.bench.Bench):
         held = {count: self.paged_bytes(life[:count]) for count in MEMORY_BATCHES}
         runs = []
         for count in MEMORY_BATCHES:
+            token = self.config.kv_bytes_per_token(self.dtype)
             sizes = {
-                BEFORE: RowStore.bytes_needed(self.config, count, MEMORY_MAX_LEN, self.dtype),
+                BEFORE: count * MEMORY_MAX_LEN * token,
                 PHASE: held[count],
                 FIXED: held[MEMORY_BATCHES[-1]],
             }

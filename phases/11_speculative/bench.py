@@ -26,6 +26,7 @@ from benchmarks.evidence import APPENDIX, BenchOptions, Evidence, Run
 from benchmarks.measure import Sample, alternate
 from benchmarks.plotting import BAD, GOOD, GREY, MARKERS, colours, number, panels, save
 from benchmarks.replay import time_replay
+from benchmarks.synthetic_drafter import Synthetic
 from benchmarks.targets import load_target
 from benchmarks.workloads import Item, Workload, task, uniform
 from common.models.hub import model_folder
@@ -33,12 +34,12 @@ from common.request import Request
 from common.text.tokenizer import Tokenizer
 from continuous.seams import NO_DRAFTS, Drafter
 from forward.model import Model
-from paged_cache import EngineBuilder, PagedEngine, Recipe
-from speculative import Speculate, SpeculativeRunner
+from paged_cache import PagedEngine
+from speculative import SpeculativeRunner
 from speculative.control import DraftController
-from speculative.feature import DRAFTERS
 from speculative.head import WEIGHTS
-from speculative.speculation import Verifier, agreeing
+from speculative.ngram import NGrams
+from speculative.speculation import Proposer, Verifier, agreeing
 from speculative.stats import SpeculationStats
 
 PHASE, BEFORE = "11_speculative", "09_cuda_graphs"
@@ -86,7 +87,7 @@ def tasks(options: BenchOptions, ending: str) -> list[Run]:
     model = load_target(options)
     sizes: dict[str, Any] = {"max_rows": 1, "max_len": 1024, "draft_length": 7 if cuda else 15}
     bench = Bench(options, model, ending, **sizes)
-    ngrams = (bench.engine, bench.drafter(drafter="ngram", draft_length=bench.length))
+    ngrams = (bench.engine, bench.drafter(NGrams()))
     contenders: dict[str, Contender] = {BEFORE: (bench.engine, NO_DRAFTS), PHASE: ngrams}
     heads: dict[str, dict[str, Any]] = {"head": {}}
     if cuda:
@@ -134,28 +135,19 @@ class Bench(benchmarks.bench.Bench):
         engine = engine_of(PHASE + self.ending, self.model, **{**self.given, **settings})
         return engine, engine.scheduler.drafter
 
-    def drafter(self, **settings: Any) -> SpeculativeRunner:
+    def drafter(self, source: Proposer, *, adaptive: bool = True) -> SpeculativeRunner:
         """A drafter for the engine that guesses on the host, as the feature would make it."""
-        feature = Speculate(**settings)
-        parts = EngineBuilder(Recipe(self.engine.runner.model))
-        parts.model = self.engine.runner.model
-        source = DRAFTERS[feature.drafter].make(feature, parts)
-        return SpeculativeRunner(source, feature.length, adaptive=feature.draft_adaptive)
+        return SpeculativeRunner(source, self.length, adaptive=adaptive)
 
     def sweep(self, sizes: Sequence[int]) -> list[Run]:
         """Batch sizes: three right drafts, as many as pay, drafts that are always wrong, and none."""
-        always = {
-            "drafter": "synthetic",
-            "draft_length": LENGTH,
-            "draft_accept": float(LENGTH),
-        }
-        off = self.drafter(**always)
+        off = self.drafter(Synthetic(LENGTH))
         off.control = Never(LENGTH)
         contenders: dict[str, Contender] = {
             BEFORE: (self.engine, NO_DRAFTS),
-            SYNTHETIC: (self.engine, self.drafter(draft_adaptive=False, **always)),
-            ADAPTIVE: (self.engine, self.drafter(**always)),
-            VAIN: (self.engine, self.drafter(**{**always, "draft_accept": 0.0})),
+            SYNTHETIC: (self.engine, self.drafter(Synthetic(LENGTH), adaptive=False)),
+            ADAPTIVE: (self.engine, self.drafter(Synthetic(LENGTH))),
+            VAIN: (self.engine, self.drafter(Synthetic(0))),
             OFF: (self.engine, off),
         }
         runs = []
@@ -196,7 +188,9 @@ class Bench(benchmarks.bench.Bench):
         engine.runner.verifier = Verifier(engine.scheduler.rows.tokens, agree)
         time_replay(engine, work, self.device)
         if (stats := stats_of(drafter)) is not None:
-            stats.clear()
+            stats.steps = 0
+            stats.drafted = []
+            stats.accepted = []
 
     def sample(self, contender: Contender, work: Workload, number: int) -> Sample:
         """Speed, and what came of the drafts."""

@@ -48,9 +48,8 @@ def bench(given: SimpleNamespace) -> int:
     device_is = device_folder(where.type, device_name(where))
     home = ROOT if record else cache_home() / ("quick" if quick else "bench")
     folders = [home / path.relative_to(ROOT) / device_is for path in (RESULTS, FIGURES)]
-    for (
-        folder
-    ) in folders:  # minutes must not be lost because nothing can be written in the end
+    # Minutes must not be lost because nothing can be written in the end.
+    for folder in folders:
         check_folder(folder)
     options = BenchOptions(
         device=where,

@@ -15,7 +15,7 @@ from common.events import Streams, TokenEvent
 from common.request import Request
 from common.rules import check_prompt, output_limit
 from common.sampling.params import SamplingParams
-from continuous.messages import Output
+from continuous.work import Output
 
 
 class OneAtATime:

@@ -23,7 +23,6 @@ from phases.appendix.quant_kernels.inputs import PendingScales, gated_rows, norm
 from phases.appendix.quant_kernels.layers import (
     EightBitBlock,
     QuantLatencyKernel,
-    heads_of,
     install,
 )
 from quant.formats import FP8, INT8, W8A8, Scheme
@@ -185,7 +184,7 @@ def test_the_output_projection_combines_splits(
     given = SingleRequestSplits(
         residual, spec, contexts, workspace, SingleRequestConfig(16, splits=splits)
     )
-    combine = heads_of(layer)
+    combine = QuantLatencyKernel(layer).combiner()
     assert combine is not None
     found = combine(given, residual)
     weights = torch.softmax(logs * 0.6931471805599453, dim=0)[..., None]

@@ -168,7 +168,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": SMALL | {"overlap": False, "prefix_cache": False, "chunked_prefill": False},
     "int4": SMALL | {"quantization": "int4", "group_size": 16},
     "int8 keys": SMALL | {"kv_cache": "int8"},
-    "synthetic": SMALL | {"speculate": True, "drafter": "synthetic", "draft_adaptive": False},
+    "drafts": SMALL | {"speculate": True, "draft_adaptive": False},
 }
 
 

@@ -69,11 +69,11 @@ class Group:
         if padded:
             filled = columns < lens[:, None]  # [G, queries]
             real = (filled if meant is None else filled & meant[:, None]).ravel()
-            where = (
+            tokens, source = (
                 torch.from_numpy(x).to(device)
                 for x in (gather.ravel()[real], np.flatnonzero(real))
             )
-            plan.scatter = (next(where), next(where))
+            plan.scatter = tokens, source
         return plan
 
     def mask(self, window: int | None, columns: int, device: torch.device) -> Tensor | None:
@@ -174,13 +174,10 @@ def attend_masked(
     if layer.sinks is not None:
         return attend(layer, q, k, v, mask)
     heads = layer.num_heads // layer.num_kv_heads
-    if (
-        heads > 1
-    ):  # the query heads of one key/value head become rows of one matrix, as in `attend`
-        grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
-        mask = mask if mask is None or q.shape[2] == 1 else mask.repeat(1, 1, heads, 1)
-    else:
-        grouped = q
+    # The query heads of one key/value head become rows of one matrix, as in `attend`.
+    grouped = q.reshape(q.shape[0], layer.num_kv_heads, heads * q.shape[2], layer.head_dim)
+    if mask is not None and heads > 1 and q.shape[2] > 1:
+        mask = mask.repeat(1, 1, heads, 1)
     return F.scaled_dot_product_attention(
         grouped, k, v, attn_mask=mask, scale=layer.scale
     ).reshape(q.shape)
@@ -275,12 +272,9 @@ class RowAttention:
         for plan in self._prompts:
             prompt_attention(plan, layer, q, k, v, out)
         for plan, rows in self._decodes:
-            past_k, past_v = (
-                keys[rows, :, : plan.context],
-                values[rows, :, : plan.context],
-            )  # views
+            past = rows, slice(None), slice(plan.context)  # of which views are made
             mask = plan.mask(layer.sliding_window, plan.context, q.device)
-            plan.put(out, attend_masked(layer, plan.take(q), past_k, past_v, mask))
+            plan.put(out, attend_masked(layer, plan.take(q), keys[past], values[past], mask))
         return out
 
     def wipe(self, row: int) -> None:

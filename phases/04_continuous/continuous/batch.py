@@ -60,7 +60,7 @@ class HostBatch:
         _, row, start, count, drafts, sampled_requests, _ = zip(*works, strict=True)
         rows, starts, lens = (np.array(column, np.int64) for column in (row, start, count))
         ends = np.cumsum(lens)
-        query_starts = np.concatenate((ZERO, ends))
+        query_starts = np.concatenate(([0], ends))
         contexts = starts + lens
         tokens = int(ends[-1])
         if tokens == len(works):  # decodes only
@@ -96,21 +96,11 @@ class HostBatch:
                 for values in (sample_at, sample_rows, sample_positions)
             )
             sample_at, sample_positions = sample_at - back, sample_positions - back
+        sample_steps = sample_positions - prompt_lens[sample_rows]
         return cls(
-            rows=rows,
-            query_lens=lens,
-            query_starts=query_starts,
-            context_lens=contexts,
-            token_rows=token_rows,
-            positions=positions,
-            sample_at=sample_at,
-            sample_rows=sample_rows,
-            sample_positions=sample_positions,
-            sample_steps=sample_positions - prompt_lens[sample_rows],
-        )
-
-
-ZERO: Ints = np.zeros(1, np.int64)
+            rows, lens, query_starts, contexts, token_rows, positions,
+            sample_at, sample_rows, sample_positions, sample_steps,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,25 +132,16 @@ class Batch:
 
         rows: token ids of all running requests. more: fields of a subclass that are on the host as well.
         """
-        arrays = {name: getattr(host, name) for name in INT64}
-        arrays |= {name: getattr(host, name).astype(np.int32) for name in INT32}
-        moved = upload(rows.tokens.device, arrays | more)
+        arrays = {**vars(host), **more}
+        del arrays["query_lens"]  # the device needs none
+        for name in ("query_starts", "context_lens"):
+            arrays[name] = arrays[name].astype(np.int32)
+        moved = upload(rows.tokens.device, arrays)
         return cls(
             host=host, input_ids=rows.tokens[moved["token_rows"], moved["positions"]], **moved
         )
 
 
-INT64 = (
-    "positions",
-    "token_rows",
-    "rows",
-    "sample_at",
-    "sample_rows",
-    "sample_positions",
-    "sample_steps",
-)
-INT32 = ("query_starts", "context_lens")
-"""The fields of a batch that are int64 and int32 on the device."""
 ALIGNED = 16
 TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 

@@ -12,9 +12,15 @@ from functools import partial
 from itertools import count
 from typing import Any, final
 
-from common import events
 from common.errors import NotANumber, UserError, integer, text
-from common.events import Completion, FinishReason, Params, TokenEvent
+from common.events import (
+    Completion,
+    FinishReason,
+    Params,
+    TokenEvent,
+    generate,
+    params_per_prompt,
+)
 from common.interrupts import uninterrupted
 from common.request import Request
 from common.rules import check_prompt, finish_reason, output_limit
@@ -22,7 +28,6 @@ from common.sampling.ops import NAN_TOKEN
 from common.sampling.params import SamplingParams
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
-from continuous.messages import Output
 from continuous.runner import Forwarded, Pending, Results, Runner, Token
 from continuous.scheduler import Scheduler
 from continuous.seams import (
@@ -31,9 +36,8 @@ from continuous.seams import (
     GrammarManager,
     Loop,
 )
-from continuous.stats import Stats as Stats
-from continuous.stats import marked
-from continuous.work import Work
+from continuous.stats import Stats, marked
+from continuous.work import Output, Work
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +98,6 @@ class Engine:
         self.sinks: dict[Request, deque[Output]] = {}  # of streams
         self._marks = ExitStack()
         self._collected = 0.0  # when the newest results came
-        scheduler.drafter.attach(self)
 
     # Requests.
 
@@ -122,9 +125,10 @@ class Engine:
         Raises:
             UserError: it can never be served.
         """
-        requests = self._prepare(
-            prompt, params, index, integer("priority", priority), text("salt", salt)
-        )
+        requests = self._prepare(prompt, params, index)
+        for request in requests:
+            request.priority = integer("priority", priority)
+            request.salt = text("salt", salt)
         self.inbox.append(partial(self._enqueue, requests))
         return requests
 
@@ -137,12 +141,7 @@ class Engine:
         self.inbox.append(partial(self._abort, request))
 
     def _prepare(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        index: int,
-        priority: int = 0,
-        salt: str = "",
+        self, prompt: Sequence[int], params: SamplingParams, index: int
     ) -> list[Request]:
         """Return the `n` requests of one prompt, checked; parameters as in `add`.
 
@@ -169,8 +168,6 @@ class Engine:
             request.id, request.arrival = next(self._ids), now
             request.index = index
             request.sample = sample
-            request.priority = priority
-            request.salt = salt
             seed = params.seed_of(sample)
             request.seed = self._seeds.getrandbits(63) if seed is None else seed
             if self.tokenizer is not None and params.stop:
@@ -242,8 +239,7 @@ class Engine:
         works = self.scheduler.schedule()
         if not works and self.loop.idle and not self.scheduler.idle:
             raise AssertionError("requests are left, but the scheduler finds nothing to do")
-        if mark := marked(works):
-            self._marks.enter_context(mark)
+        self._marks.enter_context(marked(works))
         return works
 
     def launch(self, works: list[Work]) -> Pending | None:
@@ -441,7 +437,7 @@ class Engine:
         Raises:
             UserError: a prompt or its parameters cannot be served; before anything is computed.
         """
-        each = events.params_per_prompt(prompts, params)
+        each = params_per_prompt(prompts, params)
         pairs = enumerate(zip(prompts, each, strict=True))
         groups = [self._prepare(*pair, index) for index, pair in pairs]
         for settings in each:
@@ -482,4 +478,4 @@ class Engine:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Params) -> list[Completion]:
         """Generate for all prompts and wait for the last; completions in (prompt, sample) order."""
-        return events.generate(self, prompts, params)
+        return generate(self, prompts, params)

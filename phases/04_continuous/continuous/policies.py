@@ -7,15 +7,15 @@ keeps its rank, so it returns to its old position in line and not to the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from common.request import Request
 
 Policy = Callable[[Request], tuple[float, ...]]
 
 
-def by_rank(request: Request) -> tuple[float, ...]:
-    """Return a request's rank, the key by which requests are sorted; lower is served first."""
-    return request.rank
+by_rank = attrgetter("rank")
+"""Return a request's rank, as a key for sorting."""
 
 
 def fcfs(request: Request) -> tuple[float, ...]:

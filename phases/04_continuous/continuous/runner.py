@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -106,40 +106,16 @@ class Forwarded:
     logits: Tensor | None = None
 
 
-class StepExecutor(Protocol):
-    """Interface of what runs some kinds of steps faster, such as CUDA graphs for decode steps.
-
-    order: executors of a smaller number are asked first.
-    """
-
-    order: ClassVar[int]
-
-    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
-        """Return a ticket that `run` needs for this step, or None to leave the step to the next executor.
-
-        works: the step's requests and tokens. masked: whether a grammar masks the samples.
-        """
-
-    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
-        """Run the forward pass of a step that `supports` gave a ticket for, after `Runner.refresh`."""
-
-
 class Runner:
-    """Runs steps on the device, each in two halves: `forward` (to hidden states), then `sample`.
+    """Runs steps, each in two halves: `forward`, then `sample`.
 
     Args:
         model: computes hidden states and logits.
         attention: over this engine's cache.
         rows: where the tokens are.
         sampler_backend: computes the sampler's choices.
-        verifier: decides which tokens each sampled request gets of a step.
-
-    executors: asked for each step in this order; `eager` runs what none supports.
-    last: the first half of the newest step; its hidden states are valid until the next step.
+        verifier: says which tokens each sampled request gets of a step.
     """
-
-    executors: Sequence[StepExecutor] = ()
-    last: Forwarded | None = None
 
     def __init__(
         self,
@@ -159,21 +135,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
-        """Launch the forward pass of a step: from tokens to hidden states.
+        """Run the first half: from tokens to hidden states.
 
-        works: the step's requests and tokens. masked: whether `sample` will be given masks, which a graph
-            that does both halves at once must know.
+        masked: the second half will be given masks. (What does both halves at once must know.)
         """
-        for executor in self.executors:
-            if (ticket := executor.supports(works, masked)) is not None:
-                self.last = executor.run(works, ticket)
-                break
-        else:
-            self.last = self.eager(works)
-        return self.last
-
-    def eager(self, works: Sequence[Work]) -> Forwarded:
-        """Compute a step's forward pass without graphs; return batch and hidden states `[T, hidden]`."""
         # In the order of their rows, so that neighbours in the cache are neighbours in the batch.
         works = sorted(works, key=_by_row)
         self.refresh(works)

@@ -34,6 +34,8 @@ class Scheduler:
             a request with a past; this phase's takes one.
     """
 
+    preemptions = 0  # a later phase sends requests back in line
+
     def __init__(
         self,
         rows: RequestRows,
@@ -49,7 +51,6 @@ class Scheduler:
         self.drafter = drafter
         self.step_tokens = integer("step_tokens", step_tokens, low=1)
         self.running: list[Request] = []  # by rank
-        self.preemptions = 0  # a later phase sends requests back in line
         self._waiting: list[tuple[tuple[float, ...], Request]] = []  # a heap by rank
 
     def check(self, requests: list[Request]) -> None:
@@ -296,7 +297,7 @@ class Scheduler:
                 if work.drafts and not work.drafts_forced:
                     request.num_computed_tokens = end
                 self.cache.commit(request, end)
-        if computed and self.drafter is not NO_DRAFTS:
+        if computed:
             self.drafter.on_step_finished(work, accepted)
 
     def leave(self, request: Request) -> None:

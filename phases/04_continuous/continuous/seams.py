@@ -27,9 +27,6 @@ class Drafter:
         """Return True while every token must be known before a step is scheduled."""
         return False
 
-    def attach(self, engine: Engine) -> None:
-        """Bind to the engine that this drafter guesses for; called once, when the engine is complete."""
-
     def begin(self, running: Sequence[Request]) -> bool:
         """Prepare for a step that is about to be scheduled. Returns True if `propose` may be called in it."""
         return False

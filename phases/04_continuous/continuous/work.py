@@ -1,9 +1,10 @@
-"""The work of one step for one request."""
+"""A request's part of one step, and the outputs of an engine between two."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.events import FinishReason, Logprob
 from common.request import Request
 
 
@@ -33,3 +34,14 @@ class Work(NamedTuple):
         Drafts count only if they are certain to be accepted.
         """
         return len(self.drafts) + 1 if self.drafts_forced else bool(self.sampled_requests)
+
+
+class Output(NamedTuple):
+    """One token of one request, or its end; `common.events.TokenEvent` describes the fields."""
+
+    request: Request
+    token_id: int | None
+    finish_reason: FinishReason | None
+    time: float
+    logprob: Logprob | None = None
+    text: str | None = None

@@ -15,7 +15,7 @@ from common.sampling.sampler import TORCH, SamplerBackend
 from continuous.engine import Engine
 from continuous.policies import POLICIES
 from continuous.rows import RequestRows
-from continuous.runner import ONE_TOKEN_EACH, OutputVerifier, StepExecutor
+from continuous.runner import ONE_TOKEN_EACH, OutputVerifier
 from continuous.seams import (
     NO_DRAFTS,
     NO_GRAMMAR_MANAGER,
@@ -33,7 +33,7 @@ from paged_cache.cache import PagedCache
 from paged_cache.memory import MemoryPlan, plan_cache
 from paged_cache.pool import BlockPool, KVFormat
 from paged_cache.recipe import F, Feature, Recipe, find
-from paged_cache.runner import PagedRunner
+from paged_cache.runner import PagedRunner, StepExecutor
 from paged_cache.scheduler import PagedScheduler
 
 PagedEngine = Engine

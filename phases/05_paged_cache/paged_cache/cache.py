@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Request
+from continuous.cache import CacheManager
 from continuous.work import Work
 from paged_cache.allocator import BlockAllocator
 
 
-class PagedCache:
+class PagedCache(CacheManager):
     """The host's side of a paged KV cache: block tables over a free list. Cached blocks end with their
     request.
 
@@ -74,10 +75,6 @@ class PagedCache:
         return self.blocks_for(len(request.tokens)) <= self.free - (
             0 if alone else self.reserve_blocks
         )
-
-    def lookup(self, request: Request) -> int:
-        """Return 0, the request's cached tokens: here no block outlives its request."""
-        return 0
 
     def reserve(self, request: Request, upto: int) -> bool:
         """Grow the request's block table to `upto` tokens; False, with nothing changed, if there are
@@ -159,9 +156,6 @@ class PagedCache:
 
         Phase 17 overrides it. works: the step's requests and tokens.
         """
-
-    def commit(self, request: Request, upto: int) -> None:
-        """Do nothing: here no block is shared by content."""
 
     def release(self, request: Request) -> None:
         """Free the request's blocks, the last one first, so that its first block is the next to be taken.

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from continuous.batch import Batch, HostBatch, Ints
 from continuous.rows import RequestRows
-from continuous.runner import Forwarded, Runner, StepExecutor
+from continuous.runner import Forwarded, Runner
 from continuous.work import Work
 from forward.model import Model
 from paged_cache.attention import PagedAttention, PagedBatch
 from paged_cache.cache import PagedCache
+
+
+class StepExecutor(Protocol):
+    """Runs some kinds of steps faster, such as a CUDA graph for steps of decodes.
+
+    order: executors of a smaller number are asked first.
+    """
+
+    order: ClassVar[int]
+
+    def supports(self, works: Sequence[Work], masked: bool) -> Any | None:
+        """Return a ticket for `run`, or None to leave the step to the next executor."""
+
+    def run(self, works: Sequence[Work], ticket: Any) -> Forwarded:
+        """Call `Runner.refresh`, and run the first half of a step that this executor supports."""
 
 
 class PagedRunner(Runner):
@@ -28,9 +44,14 @@ class PagedRunner(Runner):
         executors: called with this runner to make each executor, those that are asked first first; None:
             there is no use for it here.
         options: those of `continuous.Runner`.
+
+    executors: asked for each step in this order; `eager` runs what none supports.
+    last: the first half of the newest step; its hidden states are valid until the next step.
     """
 
     attention: PagedAttention
+    executors: Sequence[StepExecutor] = ()
+    last: Forwarded | None = None
 
     def __init__(
         self,
@@ -55,14 +76,20 @@ class PagedRunner(Runner):
         """Add an executor (a faster way to run certain steps) that is asked before those that are there."""
         self.executors = [executor, *self.executors]
 
-    def run_by(
-        self, executors: Sequence[StepExecutor], works: Sequence[Work], masked: bool
-    ) -> Forwarded:
-        """Run the first half of a step by the first of these executors that supports it, or by `eager`."""
-        for executor in executors:
+    @torch.inference_mode()
+    def forward(self, works: Sequence[Work], *, masked: bool = False) -> Forwarded:
+        """See `Runner.forward`; the first executor that supports the step runs it."""
+        for executor in self.executors:
             if (ticket := executor.supports(works, masked)) is not None:
-                return executor.run(works, ticket)
-        return self.eager(works)
+                self.last = executor.run(works, ticket)
+                break
+        else:
+            self.last = self.eager(works)
+        return self.last
+
+    def eager(self, works: Sequence[Work]) -> Forwarded:
+        """Run the first half of any step, one operation after the other."""
+        return super().forward(works)
 
     def release(self) -> None:
         """Destroy CUDA graphs, after the last step; this runner has none."""

@@ -13,7 +13,7 @@ from common.progress import bar
 from common.sampling.sampler import Sampled, SamplingMetadata
 from continuous.batch import Batch
 from continuous.rows import RequestRows
-from continuous.runner import Forwarded, Pending, StepExecutor
+from continuous.runner import Forwarded, Pending
 from continuous.work import Work
 from cuda_graphs.capture import Capturer
 from cuda_graphs.decode_graph import GraphContext, captured, narrow_logits
@@ -21,7 +21,7 @@ from cuda_graphs.memory import Startup, free_bytes
 from cuda_graphs.tables import DeviceTables
 from forward.model import Model
 from paged_cache.cache import PagedCache
-from paged_cache.runner import PagedRunner
+from paged_cache.runner import PagedRunner, StepExecutor
 from triton_paged_attention.attention import TritonPagedAttention
 
 

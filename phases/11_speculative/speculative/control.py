@@ -233,13 +233,11 @@ class DraftController:
         lengths = self._choose(running)
         on = lengths is not None
         if on != self.on or not running:
-            self.skip()
+            self._began = (
+                None  # the next step overlaps with only one of its neighbours: do not time it
+            )
         self.on = on
         return lengths
-
-    def skip(self) -> None:
-        """Do not time the next step, which overlaps with only one of its neighbours."""
-        self._began = None
 
     def is_gain(self, drafts: Mapping[Request, Sequence[int]], rows: int) -> bool:
         """Return True if a step of `rows` requests is expected to gain tokens by these drafts."""

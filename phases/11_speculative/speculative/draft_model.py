@@ -53,9 +53,7 @@ class DraftModel(Proposer):
         for request, length in zip(requests, lengths, strict=True):
             shadow = self.shadows.get(request)
             if shadow is not None and shadow.known == len(request.tokens):
-                ready[request] = (
-                    shadow  # with the device's drafts, or of a step that it had no turn in
-                )
+                ready[request] = shadow  # of a step that it had no turn in
             elif (shadow := self._ready(request, length)) is not None:
                 ready[request] = shadow
                 behind.append((shadow, length))
@@ -67,16 +65,6 @@ class DraftModel(Proposer):
         return [
             ready[request].drafts[:most] if request in ready else () for request, most in asked
         ]
-
-    def carried(self, request: Request, drafts: Sequence[int]) -> None:
-        """Record that a graph has computed all of a request's tokens in the draft model, and `drafts`
-        behind them.
-        """
-        shadow = self.shadows[request]
-        own = shadow.request
-        own.tokens += request.tokens[self._skipped(request) + len(own.tokens) :]
-        own.num_computed_tokens = len(own.tokens)
-        shadow.drafts, shadow.known = tuple(drafts), len(request.tokens)
 
     def _ready(self, request: Request, length: int) -> Shadow | None:
         """Return the draft model's copy of a request with all its tokens and room for `length` drafts;
@@ -129,10 +117,11 @@ class DraftModel(Proposer):
         """
         owns = [shadow.request for shadow, _ in some]
         # The tokens that the draft model did not generate go into its rows; at most those it computes.
-        starts = ((own, own.num_computed_tokens) for own in owns)
-        write(
-            self.rows.tokens, [(own.row, start, own.tokens[start:]) for own, start in starts]
-        )
+        lines = [
+            (own.row, own.num_computed_tokens, own.tokens[own.num_computed_tokens :])
+            for own in owns
+        ]
+        write(self.rows.tokens, lines)
         first = self._catch_up(owns)
         works = [Work(own, own.row, len(own.tokens), 1, (), (own,)) for own in owns]
         rest = []

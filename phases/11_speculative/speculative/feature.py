@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from common.errors import UserError, boolean, choice, integer, number
+from common.errors import UserError, boolean, choice, integer
 from common.options import option
 from cuda_graphs import Graphs
 from forward.loading import load_model
@@ -21,7 +21,6 @@ from speculative.head import WEIGHTS, HeadSource, load
 from speculative.hidden_state_hooks import HiddenStateHooks
 from speculative.ngram import NGrams
 from speculative.speculation import Proposer, SpeculativeRunner, Verifier
-from speculative.synthetic import Synthetic
 
 MOST_DRAFTS = 32
 STEP_TOKENS = 2048
@@ -40,15 +39,12 @@ class Speculate(Feature):
     phase: ClassVar[int] = 11
     without: ClassVar[Mapping[str, Any]] = {"drafter": "none"}
 
-    drafter: str = option("ngram", "the drafter: ngram, model, head, synthetic or none")
+    drafter: str = option("ngram", "the drafter: ngram, model, head or none")
     draft_length: int | None = option(None, "most tokens to guess for a request in a step")
     draft_adaptive: bool = option(
         True, "guess only as many as pay; without it always the most"
     )
     draft_model: str | None = option(None, "model or weights that guess, for model and head")
-    draft_accept: float = option(
-        3.0, "drafts that synthetic counts as right in a step, on average"
-    )
 
     def __post_init__(self) -> None:
         """Check the options; raise `UserError` for a value out of its limits."""
@@ -56,7 +52,6 @@ class Speculate(Feature):
         if self.draft_length is not None:
             integer("draft_length", self.draft_length, low=1, high=MOST_DRAFTS)
         boolean("draft_adaptive", self.draft_adaptive)
-        number("draft_accept", self.draft_accept, low=0.0, high=float(MOST_DRAFTS))
         if self.drafter == "model" and self.draft_model is None:
             raise UserError(
                 "drafter is 'model', so draft_model must name a model with the same tokenizer"
@@ -77,9 +72,9 @@ class Speculate(Feature):
         if self.drafter == "none":
             return
         source = DRAFTERS[self.drafter].make(self, builder)
-        builder.drafter.replace(
-            self, SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
-        )
+        drafter = SpeculativeRunner(source, self.length, adaptive=self.draft_adaptive)
+        builder.drafter.replace(self, drafter)
+        builder.warmups.append(drafter.attach)
         builder.verifier.replace(self, lambda rows: Verifier(rows.tokens, source.agree))
         SmallSteps(self.length).install(builder)
 
@@ -125,7 +120,6 @@ DRAFTERS = {
     ),  # and the newest: kernels for few take eight
     "model": DrafterKind(4, Speculate.draft_model_source),
     "head": DrafterKind(4, Speculate.head_source),
-    "synthetic": DrafterKind(3, lambda options, builder: Synthetic(options.draft_accept)),
 }
 """By name; an appendix entry may add one."""
 

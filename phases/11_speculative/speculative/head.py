@@ -34,6 +34,7 @@ from forward.model import Model
 from forward.models.llama import Llama, LlamaBlock
 from forward.rope import Rope
 from paged_cache import PagedEngine
+from paged_cache.runner import PagedRunner
 from quant.weights import QuantizedWeight
 from speculative.draft_model import DraftModel, Shadow
 from speculative.hidden_state_hooks import HiddenStateHooks, hooked_layers
@@ -130,26 +131,14 @@ class Head(Model):
         self.features[: len(hidden)].copy_(hidden)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Return the features of the next positions, `[T, hidden]`, for token ids `[T]` and the stored
-        features.
-        """
-        return self.step(input_ids, self.features[: len(input_ids)], positions, attention)
+        """See `Model.forward`; reads as many of `features` as there are tokens.
 
-    def step(
-        self, input_ids: Tensor, features: Tensor, positions: Tensor, attention: Attention
-    ) -> Tensor:
-        """Return the features of the next positions, `[..., hidden]`.
-
-        input_ids: `[...]`, token ids. features: `[..., hidden]`, of the same tokens' positions.
+        Returns `[..., hidden]`, the features of the next place.
         """
         tokens = self.token_norm(self.embed_tokens(input_ids))
-        x = self.fuse(torch.cat((tokens, self.feature_norm(features)), dim=-1))
-        return self.through(x, self.rope(positions), attention)
-
-    def through(
-        self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention
-    ) -> Tensor:
-        """Apply the layer and the last norm: `[..., hidden]` -> `[..., hidden]`."""
+        features = self.feature_norm(self.features[: len(input_ids)])
+        x = self.fuse(torch.cat((tokens, features), dim=-1))
+        cos_sin = self.rope(positions)
         for layer in self.layers:
             x = layer(x, cos_sin, attention)
         return self.norm(x)
@@ -234,7 +223,7 @@ class HeadSource(DraftModel):
         super().__init__(engine)
         assert isinstance(engine.runner.model, Head)
         self.head, self.hooks = engine.runner.model, hooks
-        self._large: Engine | None = None
+        self._runner: PagedRunner | None = None
         self._first: dict[Request, int] = {}  # the position of the first hidden state
         self._fed: dict[
             Request, list[Tensor]
@@ -244,15 +233,16 @@ class HeadSource(DraftModel):
 
     def attach(self, engine: Engine) -> None:
         """Bind to the engine whose hidden states are read."""
-        self._large = engine
+        assert isinstance(engine.runner, PagedRunner)
+        self._runner = engine.runner
 
     def on_step_finished(self, work: Work, accepted: int) -> None:
         """Store the hidden states of a step's tokens, as far as drafts were accepted.
 
         work: one request's tokens in the step. accepted: its drafts that the model confirmed.
         """
-        assert self._large is not None and self._large.runner.last is not None
-        last = self._large.runner.last
+        assert self._runner is not None and self._runner.last is not None
+        last = self._runner.last
         if self._starts[0] is not last:
             starts = accumulate((one.count for one in last.works), initial=0)
             self._starts = last, dict(zip(map(id, last.works), starts, strict=False))
@@ -277,15 +267,6 @@ class HeadSource(DraftModel):
             torch.cat((self.hooks.kept[some], last.hidden[some]), dim=-1)
         )
         self._count[request] += count
-
-    def carried(self, request: Request, drafts: Sequence[int]) -> None:
-        """Record that a graph has computed all of a request's tokens in the head, and `drafts` behind them.
-
-        It has read the hidden states of all positions but the newest.
-        """
-        super().carried(request, drafts)
-        self._count[request] = len(request.tokens) - 1 - self._first[request]
-        self._fed[request] = []
 
     def _skipped(self, request: Request) -> int:
         return self._first[request] + 1

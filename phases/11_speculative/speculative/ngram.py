@@ -52,11 +52,7 @@ class NGramIndex:
         before.
         """
         for size in NGRAM_SIZES:
-            at = (
-                self._ends.get(tuple(self.tokens[-size:]))
-                if len(self.tokens) >= size
-                else None
-            )
+            at = self._ends.get(tuple(self.tokens[-size:]))
             if at is not None:
                 return follow(self.tokens, at, most)
         return []

@@ -44,12 +44,10 @@ class Proposer:
 
     watches: it has to see every step of a request, from the prompt on, or guesses badly.
     rehearses: a guess costs the device nothing, so it is first compared with tokens that come without it.
-    accept: mean number of drafts a step that count as accepted whatever the model says; None: none do.
     """
 
     watches = False
     rehearses = False
-    accept: float | None = None
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
         """Return the number of accepted drafts, given the tokens sampled at their positions.
@@ -114,7 +112,7 @@ class SpeculativeRunner(Drafter):
             rehearses=source.rehearses,
             clock=clock,
         )
-        self.stats = SpeculationStats(synthetic=source.accept)
+        self.stats = SpeculationStats()
         self.guesses: dict[Request, Sequence[int]] = {}
         self._rehearsed: dict[Request, tuple[int, Sequence[int]]] = {}
 

@@ -14,15 +14,12 @@ class SpeculationStats:
     steps: times that a request's drafts were verified.
     drafted, accepted: by position, the first draft of a step at 0.
     marks: if not None, for each (index, sample) the positions of the output that were drafted and accepted.
-    synthetic: if not None, so many drafts a step count as accepted whatever the model says, and the text
-        means nothing.
     """
 
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     marks: dict[tuple[int, int], set[int]] | None = None
-    synthetic: float | None = None
 
     def count(self, work: Work, accepted: int) -> None:
         """Count the verified drafts of one request in a step; those behind the end of the request do not
@@ -45,12 +42,6 @@ class SpeculationStats:
                 range(first, first + accepted)
             )
 
-    def clear(self) -> None:
-        """Reset all counts to zero."""
-        self.steps = 0
-        self.drafted = []
-        self.accepted = []
-
     @property
     def acceptance(self) -> float:
         """Return the share of verified drafts that were accepted, 0 to 1."""
@@ -63,14 +54,11 @@ class SpeculationStats:
 
     def lines(self) -> list[str]:
         """Return the statistics as text: one line in all, and one for each position of a draft."""
-        name = "speculation"
-        if self.synthetic is not None:
-            name += f", synthetic acceptance of {self.synthetic:g} drafts a step"
         if not self.steps:
-            return [f"{name}: nothing was drafted"]
+            return ["speculation: nothing was drafted"]
         most = max(self.drafted)
         return [
-            f"{name}: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
+            f"speculation: {sum(self.drafted):,} drafts in {self.steps:,} steps, "
             f"{self.acceptance:.0%} accepted, {self.tokens_per_step:.2f} tokens a step",
             *(
                 f"  draft {place + 1:>2}: {right / drafted:>4.0%} of {drafted:,} accepted  "

@@ -144,9 +144,7 @@ def verify_sizes(most_rows: int, most_drafts: int) -> dict[int, list[int]]:
 
     Beyond `MOST_VERIFIED` tokens in all a step is so long that sampling outside of its graph is no matter.
     """
-    lengths = [length for length in (2, 4, 8, 16) if length < most_drafts + 1] + [
-        most_drafts + 1
-    ]
+    lengths = [length for length in (2, 4, 8, 16) if length <= most_drafts] + [most_drafts + 1]
     rows = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= most_rows]
     found = {
         size: [size * length for length in lengths if size * length <= MOST_VERIFIED]

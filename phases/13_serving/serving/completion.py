@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
+from itertools import starmap
 from typing import Any, Literal, NamedTuple, cast
 
 from common.events import FinishReason, Logprob
 from common.text.text_stream import TextStream
 from common.text.tokenizer import Tokenizer
 from serving.client import EngineClient
-from serving.http.errors import RETRY_SECONDS, STATUS, ApiError, too_many, wrong
+from serving.http.errors import RETRY_SECONDS, STATUS, ApiError, too_many
 from serving.http.limits import Limits
 from serving.http.request import ClientDisconnected, HttpRequest
 from serving.parsed import Delta, ParsedRequest
@@ -34,7 +36,10 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One completion of an HTTP request: turns tokens to text and looks for stop strings.
+    """One completion: a `Sink` that makes text of tokens and looks for stop strings.
+
+    Args:
+        last_tokens: the tokens of the prompt that the text goes on from; see `last_visible`.
 
     tokens, texts: each token, and what it adds to the text; perhaps a text more at the end.
     times, logprobs: when each came, and of each if they were asked for.
@@ -49,13 +54,12 @@ class Choice:
         self,
         group: ChoiceGroup,
         index: int,
-        prompt: list[int],
+        last_tokens: list[int],
         request: ParsedRequest,
         tokenizer: Tokenizer,
     ) -> None:
         self.group = group
         self.index = index
-        self.prompt = prompt
         self.request = request
         self.number = -1
         self.tokens: list[int] = []
@@ -68,13 +72,18 @@ class Choice:
         self.reasoning = None if request.reasoning is None else request.reasoning()
         self.calls = None if request.calls is None else request.calls()
         answer = None if self.reasoning is None else self.reasoning.read
-        self.stream = TextStream(tokenizer, request.params, prompt, request.shown, answer)
+        self.stream = TextStream(tokenizer, request.params, last_tokens, request.shown, answer)
         self.begins = self.stream.begins
 
     @property
     def text(self) -> str:
         """Return all text so far."""
         return "".join(self.texts)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt that it completes."""
+        return self.request.prompts[self.index // self.request.params.n]
 
     @property
     def finish_reason(self) -> str | None:
@@ -157,10 +166,10 @@ class ChoiceGroup:
         self.most_unsent = most_unsent
         self.arrived = time.perf_counter()
         self.failure: tuple[Failure, str] | None = None
-        samples = [prompt for prompt in request.prompts for _ in range(request.params.n)]
+        n = request.params.n
         self.choices = [
-            Choice(self, index, prompt, request, tokenizer)
-            for index, prompt in enumerate(samples)
+            Choice(self, index, request.last_tokens[index // n], request, tokenizer)
+            for index in range(len(request.prompts) * n)
         ]
         self.left = len(self.choices)
         self.first_token: float | None = None
@@ -172,7 +181,7 @@ class ChoiceGroup:
 
         seconds: the engine's time limit for them.
         """
-        request, generation = self.request, self.request.generation
+        request = self.request
         params = replace(request.params, stop=()) if request.params.stop else request.params
         for place, prompt in enumerate(request.prompts):
             mine = self.choices[place * params.n : (place + 1) * params.n]
@@ -180,8 +189,8 @@ class ChoiceGroup:
                 prompt,
                 params,
                 mine,
-                priority=generation.priority or 0,
-                salt=generation.cache_salt or "",
+                priority=request.priority,
+                salt=request.salt,
                 wanted=request.wanted,
             )
             for choice, number in zip(mine, numbers, strict=True):
@@ -256,8 +265,9 @@ async def serve(
     group = http.group = ChoiceGroup(engine, tokenizer, request, limits.max_unsent)
     leaving = asyncio.ensure_future(http.disconnected())
     leaving.add_done_callback(lambda _: group.give_up("left", "the client has left"))
+    passed = time.perf_counter() - http.started
     try:
-        group.submit(seconds_left(request, limits.max_seconds, http.started))
+        group.submit(min(request.seconds, limits.max_seconds) - passed)
         await (_stream(http, group) if group.streamed else _answer(http, group))
         if group.failure is not None:
             raise _error(*group.failure, request)
@@ -282,23 +292,33 @@ async def _answer(http: HttpRequest, group: ChoiceGroup) -> None:
 
 async def _stream(http: HttpRequest, group: ChoiceGroup) -> None:
     """Send events as they come. Before the first token nothing is sent, so that errors have a status."""
-    formatter, waiting = group.request.formatter, group.choices
+    request, waiting = group.request, group.choices
     while waiting:
         await group.wait_for_updates()
         if group.failure is not None:
             return
-        events = []
-        for choice in waiting:
-            last = choice.reason is not None
-            if last or len(choice.texts) > choice.sent:
-                events.append(formatter.chunk(choice, choice.take(), last))
+        pieces = [
+            (choice, choice.take(), choice.reason is not None)
+            for choice in waiting
+            if choice.reason is not None or len(choice.texts) > choice.sent
+        ]
         waiting = [choice for choice in waiting if choice.reason is None]
-        if not waiting:
-            events.append(formatter.end(group))
-        if data := b"".join(events):
-            if not http.status:
-                await http.start(200, formatter.headers)
+        write = partial(_events, group, pieces, end=not waiting)
+        first = not http.status
+        data = await asyncio.to_thread(write) if first and request.details else write()
+        if first and data:
+            await http.start(200, request.formatter.headers)
+        if data:
             await http.write(data, more=bool(waiting))
+
+
+def _events(
+    group: ChoiceGroup, pieces: list[tuple[Choice, Piece, bool]], *, end: bool
+) -> bytes:
+    """Return the events of pieces, each with whether it is its choice's last. end: of the stream, too."""
+    formatter = group.request.formatter
+    events = b"".join(starmap(formatter.chunk, pieces))
+    return events + formatter.end(group) if end else events
 
 
 def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | ClientDisconnected:
@@ -314,9 +334,6 @@ def _error(kind: str, message: str, request: ParsedRequest) -> ApiError | Client
 def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> None:
     """Raise `ApiError` where the completions of one more request are too many."""
     ready, more = request.ready, len(request.prompts) * request.params.n
-    if (priority := request.generation.priority) and ready.policy != "priority":
-        rest = f"must be 0: the server's policy is {ready.policy}"
-        raise wrong("priority", f"priority is {priority}, but {rest}")
     if more > limits.max_choices:
         raise too_many("n", more, limits.max_choices, "completions in all")
     most = min(limits.max_requests, ready.max_rows + limits.max_queue)
@@ -325,10 +342,3 @@ def check_admission(request: ParsedRequest, limits: Limits, in_flight: int) -> N
     if in_flight + more > most:
         words = f"{in_flight} completions are in flight, and the server takes at most {most}"
         raise ApiError(429, words, retry=RETRY_SECONDS, code="queue_full")
-
-
-def seconds_left(request: ParsedRequest, most: float, started: float) -> float:
-    """Return the seconds that a request may take: the client's count from the beginning of the request."""
-    if (deadline := request.generation.deadline_ms) is None:
-        return most
-    return min(max(0.0, deadline / 1e3 - (time.perf_counter() - started)), most)

@@ -13,6 +13,7 @@ from common.json_text import convert_fields
 from common.rules import check_prompt
 from common.sampling.params import MAX_INT, SamplingParams
 from common.text.chat_template import count_characters
+from common.text.detokenizer import last_visible
 from common.text.tokenizer import Tokenizer
 from common.text.turns import join_turns
 from serving.formatter import ChatFormatter, ResponseFormatter
@@ -155,6 +156,10 @@ class ServedModel:
                 )
         except UserError as error:
             raise request.refusal(str(error)) from None
+        known, skipped = self.tokenizer.token_bytes, self.tokenizer.special_ids - request.shown
+        request.last_tokens = [
+            last_visible(prompt, known, skipped) for prompt in request.prompts
+        ]
 
 
 def check_temperature(request: ParsedRequest) -> None:
@@ -209,9 +214,10 @@ class TextEndpoint:
         """Let each field handler read its fields of the request. Raises `ApiError` for what cannot be
         served.
         """
-        roles = [message.get("role") for message in request.messages]
-        names = {role for role in roles if isinstance(role, str)}
-        names |= names.union(request.fields, *request.messages)
+        names = set(request.fields).union(*request.messages)
+        for message in request.messages:
+            if isinstance(role := message.get("role"), str):
+                names.add(role)
         for handler in self.handlers:
             if not names.isdisjoint(handler.names):
                 handler.read(convert_fields(handler.fields, request.fields), request)

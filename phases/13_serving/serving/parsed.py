@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.sampling.params import SamplingParams
@@ -76,24 +77,26 @@ class Formatter(Protocol):
 
 @dataclass
 class ParsedRequest:
-    """One HTTP request for tokens, parsed.
+    """One HTTP request for tokens.
 
-    Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`,
-    `messages` and `variables` are what the chat template sees, `on_prompt` is called once the prompts are
-    token ids.
+    Handlers of fields change it while it is read: `sampling` takes settings of `SamplingParams`, `messages`
+    and `variables` are what the chat template sees, `on_prompt` is called once the prompts are token ids.
 
     ready: what the engine was when the request came.
     fields, generation: all fields as the client has sent them, and those that every request may have.
+    priority, salt: see `Engine.add`.
+    seconds: that the client gives it, in all.
     names: what the client calls a setting or `grammar`, where that differs.
     constrained: whether the output follows a grammar from its first token, so that it has no reasoning.
     explain: puts the engine's refusal of a grammar into the client's words.
-    prompts: token ids, and `params` those of all of them.
-    headers: of the response.
+    prompts: token ids, `last_tokens` the last visible ones of each, and `params` the settings of all.
+    headers: of the answer.
     shown: special tokens that belong to the text.
     wanted: kinds of notes about completions that are read; see `serving.messages`.
     prompt_only: whether the one token that the engine makes of each prompt is of no interest.
-    reasoning, calls: make what splits the text of each completion.
-    details: functions that give fields beside the text of a piece.
+    reasoning, calls: make what parts the text of each completion.
+    details: functions that give fields beside the text of a piece. A thread calls them for the first piece,
+        which may have those of a whole prompt.
     """
 
     generation: GenerationFields
@@ -104,7 +107,11 @@ class ParsedRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
+    last_tokens: list[list[int]] = field(default_factory=list)
     params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    salt: str = ""
+    seconds: float = inf
     names: dict[str, str] = field(default_factory=dict)
     constrained: bool = False
     explain: Callable[[str], str] = lambda message: message

@@ -13,7 +13,7 @@ from typing import Protocol
 from common.errors import NotANumber, UserError
 from common.request import Request
 from continuous.engine import Engine
-from continuous.messages import Output
+from continuous.work import Output
 from paged_cache import PagedCache
 from prefix_cache.cache import PrefixCache
 from serving import messages

@@ -111,7 +111,9 @@ class BroadcastExecutor:
         own = [with_rows(work) for work in works]
         self.workers.broadcast(ForwardMessage(own, ticket, requests, changes, stained))
         self.cache.apply(changes)
-        step = self.runner.run_by(self.others, works, ticket)
+        asked = ((other, other.supports(works, ticket)) for other in self.others)
+        found = next((pair for pair in asked if pair[1] is not None), None)
+        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
         return replace(step, rest=partial(self.sample, step))
 
     def sample(self, step: Forwarded, allowed: TokenBitmask | None) -> Pending:

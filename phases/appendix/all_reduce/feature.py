@@ -27,10 +27,8 @@ class CustomAllReduce(Feature):
             return
         if builder.model.device.type != "cuda" or builder.feature(Kernels) is None:
             raise UserError("own_sums is on, but sums by kernels need kernels on a GPU")
-        from phases.appendix.all_reduce.symmetric import (
-            OtherRanks,
-            SymmetricMemoryReducer,
-        )  # Triton comes with it
+        # Triton comes with it.
+        from phases.appendix.all_reduce.symmetric import OtherRanks, SymmetricMemoryReducer
 
         ranks = split.ranks
         try:

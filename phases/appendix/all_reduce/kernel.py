@@ -62,16 +62,14 @@ def barrier(
     )
     own = (tl.load(table + RANK) + counter).to(tl.pointer_type(tl.int64))
     looks, stopped = 0, 0
-    come = tl.atomic_add(
-        own, 0, sem="acquire", scope="sys"
-    )  # adding nothing is compiled to a load
+    # Adding nothing is compiled to a load.
+    come = tl.atomic_add(own, 0, sem="acquire", scope="sys")
     while (come < barrier_number * (RANKS - 1)) & (stopped == 0):
         come = tl.atomic_add(own, 0, sem="acquire", scope="sys")
         looks += 1
         if looks % LOOK == 0:
-            stopped = tl.atomic_add(
-                stop, 0, sem="acquire", scope="sys"
-            )  # every thread reads the same
+            # Every thread reads the same.
+            stopped = tl.atomic_add(stop, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 
@@ -118,9 +116,8 @@ def all_reduce_kernel(
     )
     for number in range(count):
         value = tl.zeros([SIZE_PAD], tl.float32)
-        for peer in tl.static_range(
-            0, RANKS
-        ):  # in the same order on every rank: the same bits
+        # In the same order on every rank: the same bits.
+        for peer in tl.static_range(0, RANKS):
             theirs = address_of(table, peer, parts, kind)
             value += tl.load(theirs + number * SIZE + i, mask=inside, other=0.0).to(tl.float32)
         at = (program + number * programs).to(tl.int64) * SIZE + i

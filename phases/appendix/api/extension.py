@@ -14,6 +14,7 @@ from phases.appendix.api.grammars import GrammarHandler
 from phases.appendix.api.logprobs import ChatLogprobs, CompletionLogprobs, TokenIds
 from phases.appendix.api.prefill import Prefill
 from phases.appendix.api.reasoning import Reasoning
+from phases.appendix.api.scheduling import SchedulingHandler
 from phases.appendix.observability.live import HTML
 from phases.appendix.tools.request import ToolHandler
 from serving.app import App
@@ -26,12 +27,14 @@ REFERENCES = "#/components/schemas/{name}"
 
 def completion_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """Return the handlers of all further fields of completions."""
-    return [GrammarHandler(limits), CompletionLogprobs(tokenizer), TokenIds()]
+    first: list[FieldHandler] = [SchedulingHandler(), GrammarHandler(limits)]
+    return [*first, CompletionLogprobs(tokenizer), TokenIds()]
 
 
 def chat_handlers(tokenizer: Tokenizer, limits: Limits) -> list[FieldHandler]:
     """Return the handlers of all further fields of chats, in the order in which they read a request."""
     first: list[FieldHandler] = [
+        SchedulingHandler(),
         Prefill(tokenizer),
         GrammarHandler(limits),
         ToolHandler(tokenizer, limits),

@@ -154,10 +154,8 @@ def _fp8(raw: Mapping[str, Any]) -> Stored:
     if raw.get("weight_block_size") is None:
         layout = TensorLayout("plain", FP8, one_scale=True)
     skipped: tuple[str, ...] = ()
-    for name in (
-        "modules_to_not_convert",
-        "ignored_layers",
-    ):  # the beginning or the end of a layer's name
+    # The beginning or the end of a layer's name.
+    for name in ("modules_to_not_convert", "ignored_layers"):
         skipped += (
             _patterns(raw, name)
             + _parts(raw, name, "", r"(\.|$)")

@@ -94,10 +94,8 @@ def export(model: Model, source: Path, folder: Path) -> None:
         found = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(found, work / "model.safetensors", {"format": "pt"})
         work.rename(folder)
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # the latter is what a full disk is, for the weights
+    except (OSError, SafetensorError) as error:
+        # The latter is what a full disk is, for the weights.
         said = getattr(error, "strerror", None) or error
         raise UserError(f"{folder} cannot be written: {said}") from None
     finally:

@@ -61,9 +61,8 @@ def load_library(source: Path, compiler: Sequence[str]) -> CDLL:
                 markup=False,
                 soft_wrap=True,
             )
-        return CDLL(
-            str(made)
-        )  # a copy: a change of the file in the cache would end this process
+        # A copy: a change of the file in the cache would end this process.
+        return CDLL(str(made))
     finally:
         delete_folder(folder)  # what is loaded stays
 

@@ -300,10 +300,8 @@ class OneCall:
         batch = cast(PagedBatch, self.runner.prepare(works))
         count, tables = len(works), batch.block_tables.contiguous()
         space = torch.zeros(whole_tiles(count), self.width)
-        x, scale = (
-            self.model.embed_tokens(batch.input_ids),
-            self.config.hidden_size**0.5 if self.gemma else 1,
-        )
+        x = self.model.embed_tokens(batch.input_ids)
+        scale = self.config.hidden_size**0.5 if self.gemma else 1
         space[:count, : x.shape[1]] = x * torch.tensor(scale, dtype=x.dtype)
         turns = torch.cat([turn for rope in self.ropes for turn in rope(batch.positions)], -1)
         space[:count, self.rope : self.rope + turns.shape[-1]] = turns[:, 0]

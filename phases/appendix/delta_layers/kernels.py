@@ -110,10 +110,8 @@ def prepare_kernel(
                 DK,
                 DK_PAD,
             )
-            q, k = (
-                (unit(q) * scale).to(q_out.dtype.element_ty),
-                unit(k).to(q_out.dtype.element_ty),
-            )
+            q = (unit(q) * scale).to(q_out.dtype.element_ty)
+            k = unit(k).to(q_out.dtype.element_ty)
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             tl.store(q_out + at_key, q, mask=live[:, None] & (i < DK)[None, :])
             tl.store(k_out + at_key, k, mask=live[:, None] & (i < DK)[None, :])
@@ -169,10 +167,8 @@ def scan_kernel(
     request, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = (tl.load(query_starts + request + 1) - first).to(tl.int32)
-    source, into = (
-        tl.load(step + request).to(tl.int64),
-        tl.load(step + 2 * requests + request).to(tl.int64),
-    )
+    source = tl.load(step + request).to(tl.int64)
+    into = tl.load(step + 2 * requests + request).to(tl.int64)
     if (count > 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         boundary = tl.load(step + requests + request).to(tl.int64)
@@ -188,10 +184,8 @@ def scan_kernel(
         for start in range(-((CHUNK - cut % CHUNK) % CHUNK), count, CHUNK):
             at = start + t
             live, token = (at >= 0) & (at < count), first + at
-            is_key, is_value = (
-                live[:, None] & (i < DK)[None, :],
-                live[:, None] & (j < DV)[None, :],
-            )
+            is_key = live[:, None] & (i < DK)[None, :]
+            is_value = live[:, None] & (j < DV)[None, :]
             at_key = (token * KH + key_head)[:, None] * DK + i[None, :]
             at_chunk = (token * H + head)[:, None] * CHUNK + t[None, :]
             at_value = (token * H + head)[:, None] * DV + j[None, :]

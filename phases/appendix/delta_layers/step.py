@@ -49,10 +49,8 @@ def finish(o, z, weight, eps, DV: tl.constexpr):
     """
     o = o.to(z.dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, axis=-1, keep_dims=True) / DV + eps)
-    o, z = (
-        (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32),
-        z.to(tl.float32),
-    )
+    o = (o * scale * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32)
+    z = z.to(tl.float32)
     return o * z * tl.sigmoid(z)
 
 
@@ -93,9 +91,8 @@ def convolve(
         factor = tl.load(weight + (start + i) * W + w, mask=i < SIZE, other=0.0).to(tl.float32)
         value = inputs_at(x, kept, at - (W - 1 - w), start + i, mask, C, W, WIDTH)
         total += value.to(tl.float32) * factor[None, :]
-    return (
-        (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
-    )  # as torch rounds it
+    # As torch rounds it.
+    return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -148,10 +145,8 @@ def step_kernel(
     request, key_head = tl.program_id(0), tl.program_id(1)
     first = tl.load(query_starts + request).to(tl.int64)
     count = tl.load(query_starts + request + 1) - first
-    source, into = (
-        tl.load(step + request).to(tl.int64),
-        tl.load(step + 2 * requests + request).to(tl.int64),
-    )
+    source = tl.load(step + request).to(tl.int64)
+    into = tl.load(step + 2 * requests + request).to(tl.int64)
     if (count == 1) & (into >= 0):
         H: tl.constexpr = KH * GROUPS
         at = tl.zeros([1], tl.int32)

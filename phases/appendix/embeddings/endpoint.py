@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from common.json_text import convert_fields
+from phases.appendix.api.scheduling import SchedulingFields, SchedulingHandler
 from phases.appendix.embeddings.note_kinds import MEAN
 from phases.appendix.protocols.ollama import check_model, error_form
 from serving.completion import Choice, ChoiceGroup, Piece
@@ -28,8 +29,6 @@ WARNING = (
     b"means of the last hidden states of a generative model, which was not trained to compare texts: "
     b"for a search take an embedding model"
 )
-KEPT = {"priority", "cache_salt", "deadline_ms"}
-"""Fields of all requests that mean something here."""
 
 
 class EmbeddingFields(Struct, kw_only=True):
@@ -84,10 +83,8 @@ class Vectors:
 
     def body(self, group: ChoiceGroup) -> bytes:
         """Return the whole response as JSON."""
-        vectors, tokens = (
-            [self.vector(choice) for choice in group.choices],
-            group.prompt_tokens,
-        )
+        vectors = [self.vector(choice) for choice in group.choices]
+        tokens = group.prompt_tokens
         if not self.ours:
             found = {"model": self.model, "embeddings": vectors, "prompt_eval_count": tokens}
             return encode_json(found | {"total_duration": 0, "load_duration": 0})
@@ -122,6 +119,7 @@ class Embeddings:
         self.kinds: Sequence[type[Struct]] = [
             EmbeddingFields if self.ours else EmbedFields,
             GenerationFields,
+            SchedulingFields,
         ]
         names = {"prompt": self.source, "n": self.source}
         self.form = ErrorForm(names) if ours else error_form(names)
@@ -133,12 +131,11 @@ class Embeddings:
         sees it.
         """
         given: Any = convert_fields(self.kinds[0], fields)
-        kept = {name: value for name, value in fields.items() if name in KEPT}
-        if self.ours:
-            kept["model"] = fields.get("model")
-        else:
+        kept = {"model": fields.get("model")} if self.ours else {}
+        if not self.ours:
             check_model(self.model, given.model)
         request = self.model.begin(kept, ready, self.source)
+        SchedulingHandler().read(convert_fields(SchedulingFields, fields), request)
         request.ignored += [name for name in COPIED if fields.get(name) is not None]
         request.headers.append((b"x-ladder-warning", WARNING))
         if given.input is None:

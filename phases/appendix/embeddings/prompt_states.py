@@ -76,7 +76,7 @@ class PromptExecutor:
 
     order: ClassVar[int] = 0
 
-    def __init__(self, runner: PagedRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.others = runner.executors
         self._asked: dict[Request, tuple[str, Mean | PromptLogprobs]] = {}
@@ -96,17 +96,17 @@ class PromptExecutor:
 
     def run(self, works: Sequence[Work], ticket: bool) -> Forwarded:
         """Run the first half by an executor that supports it. A preempted request is read on where it was."""
-        step = self.runner.run_by(self.others, works, ticket)
+        asked = ((other, other.supports(works, ticket)) for other in self.others)
+        found = next((pair for pair in asked if pair[1] is not None), None)
+        step = self.runner.eager(works) if found is None else found[0].run(works, found[1])
         after = 0
         for work in step.works:
             at, after = after, after + work.count
             request = work.request
             if request not in self._counts:
                 continue
-            first, end = (
-                max(self._counts[request], work.start),
-                min(work.start + work.count, request.prompt_len),
-            )
+            first = max(self._counts[request], work.start)
+            end = min(work.start + work.count, request.prompt_len)
             if first < end:
                 rows = step.hidden[at + first - work.start : at + end - work.start]
                 self._asked[request][1].add(rows, first)

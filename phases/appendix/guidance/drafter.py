@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from common.request import Request
-from continuous.engine import Engine
 from continuous.seams import NO_DRAFTS, Drafter
 from continuous.work import Work
 from speculative.stats import SpeculationStats
@@ -66,10 +65,6 @@ class GrammarDrafter(Drafter):
         """Return True if the inner drafter needs it, or if steps take turns because of a grammar."""
         return self.inner.needs_finished_step or (self.in_turn and self._jumping)
 
-    def attach(self, engine: Engine) -> None:
-        """See `Drafter.attach`."""
-        self.inner.attach(engine)
-
     def begin(self, running: Sequence[Request]) -> bool:
         """Return True if the inner drafter proposes in this step, or a grammar may force tokens."""
         guessing = self.inner.begin(running)
@@ -88,6 +83,10 @@ class GrammarDrafter(Drafter):
             self.inner.on_step_finished(work, accepted)
         elif work.drafts:
             self.stats.count(work, accepted)
+
+    def leave(self, request: Request) -> None:
+        """See `Drafter.leave`."""
+        self.inner.leave(request)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return forced tokens, or the inner drafter's drafts up to the first that the grammar forbids.
@@ -119,7 +118,3 @@ class GrammarDrafter(Drafter):
             self.forced += len(forced)
             return forced
         return guess[:count]
-
-    def leave(self, request: Request) -> None:
-        """See `Drafter.leave`."""
-        self.inner.leave(request)

@@ -54,10 +54,8 @@ class MaskStaging:
 
     def send(self, positions: Sequence[int]) -> TokenBitmask:
         """Copy the masks in the host's buffer to the device; return them for these positions of the batch."""
-        there, words = (
-            upload(self.device, {"positions": np.array(positions)})["positions"],
-            self._there[: len(positions)],
-        )
+        there = upload(self.device, {"positions": np.array(positions)})["positions"]
+        words = self._there[: len(positions)]
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 words.copy_(self._host[: len(positions)], non_blocking=True)

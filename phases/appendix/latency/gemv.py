@@ -90,9 +90,8 @@ def gemv_kernel(
             vector = tl.load(x + start + k, mask=start + k < K, other=0.0)
         if NORM:
             factor = g.to(tl.float32) + 1.0 if ONE_PLUS else g.to(tl.float32)
-            vector = (vector.to(tl.float32) * scale * factor).to(
-                vector.dtype
-            )  # rounded as a norm apart
+            # Rounded as a norm apart.
+            vector = (vector.to(tl.float32) * scale * factor).to(vector.dtype)
         total += tl.sum(w.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)
         if GATED:
             total_up += tl.sum(up.to(tl.float32) * vector.to(tl.float32)[None, :], axis=1)

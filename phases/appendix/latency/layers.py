@@ -26,6 +26,9 @@ from triton_paged_attention.decode import Workspace
 from triton_paged_attention.layers import FusedAttention, FusedBlock, FusedMLP, Stream
 from triton_paged_attention.linear import FusedLinear, FusedProjection
 
+HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
+"""Maps attention's splits and a residual `[1, hidden]` to residual plus output projection `[1, hidden]`."""
+
 
 @dataclass(eq=False)
 class LatencyKernel:
@@ -63,6 +66,18 @@ class LatencyKernel:
         """Return `gemv` with the layer's weight."""
         return gemv(x, self.linear.weight, **operators)
 
+    def combiner(self) -> HeadCombiner | None:
+        """Return what combines attention's splits in this layer, an output projection.
+
+        None: attention combines them faster.
+        """
+        linear = self.linear
+        if not fused_heads_are_faster(*linear.weight.shape):
+            return None
+        return lambda parts, residual: project_heads(
+            residual, linear.weight, linear.bias, parts
+        )
+
 
 def add_kernels(
     model: Model, kernel: type[LatencyKernel], skip: Collection[nn.Module] = ()
@@ -90,30 +105,14 @@ def add_kernels(
             fused.kernels.insert(0, made)
 
 
-HeadCombiner = Callable[[SingleRequestSplits, Tensor], Tensor]
-"""Maps attention's splits and a residual `[1, hidden]` to residual plus output projection `[1, hidden]`."""
-
-
-def heads_of(linear: nn.Module) -> HeadCombiner | None:
-    """Return the function that combines attention's splits inside this output projection.
-
-    None: the layer is quantized, or attention combines them faster.
-    """
-    if not (isinstance(linear, nn.Linear) and fused_heads_are_faster(*linear.weight.shape)):
-        return None
-    return lambda parts, residual: project_heads(residual, linear.weight, linear.bias, parts)
-
-
 @dataclass(eq=False)
 class LatencyBlock:
     """A `BlockKernel` that fuses norms and residual additions into the projections, for one token.
 
     workspace: holds the splits of attention; blocks share it.
-    heads: combines the splits in the output projection; None: attention combines them.
     """
 
     workspace: Workspace
-    heads: HeadCombiner | None = None
 
     def supports(self, x: Tensor | Stream, attention: Attention) -> bool:
         """See `BlockKernel.supports`. The step has one request, and the cache no scales."""
@@ -140,6 +139,7 @@ class LatencyBlock:
         norm = block.post_attention_layernorm
         assert isinstance(x, Tensor) and isinstance(attention, TritonPagedAttention)
         assert isinstance(attend, FusedAttention)
+        combine = combiner_of(attend.o_proj)
         parts = attend_step(
             attention,
             attend.spec,
@@ -147,16 +147,19 @@ class LatencyBlock:
             cos_sin,
             attend.norms,
             workspace=self.workspace,
-            wait_for_all_splits=self.heads is None,
+            wait_for_all_splits=combine is None,
         )
-        if self.heads is None:
-            x = attend.o_proj(parts.out, residual=x)
-        else:
-            x = self.heads(parts, x)
+        x = attend.o_proj(parts.out, residual=x) if combine is None else combine(parts, x)
         if not isinstance(mlp, FusedMLP):  # a mixture of experts
             return x + mlp(norm(x))
         # Two kernels that read a matrix each, and nothing in between.
         return mlp.down_proj(mlp.gate_up_proj(x, norm=norm.weights, gate=mlp.kind), residual=x)
+
+
+def combiner_of(out: FusedLinear) -> HeadCombiner | None:
+    """Return the combiner of an output projection's kernel; None: it has none, or ranks share the product."""
+    kernels = [kernel for kernel in out.kernels if isinstance(kernel, LatencyKernel)]
+    return kernels[0].combiner() if kernels and out.total is None else None
 
 
 def install(model: Model) -> Model:
@@ -174,9 +177,7 @@ def install(model: Model) -> Model:
             attend = block.self_attn
             assert isinstance(attend, FusedAttention)
             workspace = workspace or single_request_workspace(attend.spec, model.device)
-            out = attend.o_proj
-            heads = heads_of(out.linear) if out.total is None else None
-            block.kernels.insert(0, LatencyBlock(workspace, heads))
+            block.kernels.insert(0, LatencyBlock(workspace))
             skip -= {*layers}
     add_kernels(model, LatencyKernel, skip)
     return model

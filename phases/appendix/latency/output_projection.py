@@ -119,9 +119,8 @@ def heads_kernel(
     added += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
 
     x = combine_heads(partial, lse, used, H, H_PAD, D, D_PAD, CHUNK)
-    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(
-        tl.float32
-    )  # rounded as a step apart
+    # Rounded as a step apart.
+    vector = tl.reshape(x.to(out.dtype.element_ty), [H_PAD * D_PAD]).to(tl.float32)
     vector, scale = ROUND(vector, inside, LARGEST, WHOLE, HARDWARE)
     product = tl.sum(w.to(tl.float32) * vector[None, :], axis=1) * (scales * scale)
     tl.store(out + row, (product + added).to(out.dtype.element_ty), mask=row < N)

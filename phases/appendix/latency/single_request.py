@@ -140,9 +140,8 @@ def single_request_attention_kernel(
         return
     low = begin + split * tiles_per_split * BLOCK_N
     high = tl.minimum(low + tiles_per_split * BLOCK_N, context)
-    last = (
-        low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
-    )  # where its last tile begins
+    # Where its last tile begins.
+    last = low + (tl.maximum(tl.cdiv(high - low, BLOCK_N), 1) - 1) * BLOCK_N
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PAD)
@@ -162,9 +161,8 @@ def single_request_attention_kernel(
     at_q = (kv_head * GROUP + row)[:, None] * D
     at_k = (H + kv_head) * D
     c = tl.load(cos + d, mask=d < D, other=0.0)[None, :]
-    s = tl.load(sin + d, mask=d < D, other=0.0)[
-        None, :
-    ]  # its first half carries the minus sign
+    # Its first half carries the minus sign.
+    s = tl.load(sin + d, mask=d < D, other=0.0)[None, :]
     # not read without norms
     q_x = c
     q_y = c
@@ -187,9 +185,10 @@ def single_request_attention_kernel(
     if PDL:  # not before: the weights that the next kernel reads would delay what this one waits for
         gdc_launch_dependents()
     query = norm_and_turn(x, y, q_x, q_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS)
+    # [1, D]
     new_key = norm_and_turn(
         new_x, new_y, k_x, k_y, c, s, eps, D=D, NORM=NORM, ONE_PLUS=ONE_PLUS
-    )  # [1, D]
+    )
     if (split == used - 1) & (slot >= 0):
         at_new = (
             (slot // P) * block_stride

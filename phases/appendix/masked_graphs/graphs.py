@@ -164,9 +164,8 @@ class MaskedGraphExecutor:
         still to be written.
         """
         size, last = self.supports(works, masked=True), self.runner.last
-        half_done = (
-            last is not None and last.rest is not None
-        )  # the second half is a graph, too
+        # The second half is a graph, too.
+        half_done = last is not None and last.rest is not None
         if size is not None and half_done and not self.runner.rows.fresh:
             self._staged = works, self.decodes.stage(works, size)
 

@@ -21,8 +21,8 @@ from phases.appendix.protocols.translation import (
 from phases.appendix.tools.described import text_of
 from serving.completion import Choice
 from serving.endpoints import ChatEndpoint, check_temperature
-from serving.http.errors import ApiError, ErrorForm, wrong
-from serving.http.request import HttpRequest
+from serving.http.errors import ApiError, ErrorForm, too_many, wrong
+from serving.http.request import HttpRequest, encode_json
 from serving.parsed import ParsedRequest
 
 MOST_KEPT, MOST_BYTES = 1024, 32 << 20
@@ -145,6 +145,11 @@ class Responses(Translation):
         """Return the fields of the chat that a request means. ignored: gets the names of fields that
         mean nothing here.
         """
+        most = self.chat.model.limits.max_schema_bytes
+        again = {"metadata": given.metadata, "text": given.text, "tools": given.tools}
+        for name, value in (again | {"tool_choice": given.tool_choice}).items():
+            if (size := len(encode_json(value))) > most:  # the answer says it again
+                raise too_many(name, size, most, "bytes")
         before = (
             self.kept.find(given.previous_response_id) if given.previous_response_id else []
         )

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from common.json_text import convert_fields
+from phases.appendix.api.scheduling import SchedulingFields
 from phases.appendix.tools.described import Message, with_system
 from serving.completion import Choice, ChoiceGroup, Piece
 from serving.endpoints import ChatEndpoint
@@ -25,10 +26,10 @@ from serving.parsed import ParsedRequest
 
 Messages = list[Message]
 NAMED_EVENT = b"event: error\ndata: %s\n\n"
-PASSED = {*GenerationFields.__struct_fields__, "chat_template_kwargs"} - {
-    "stream_options",
-    "n",
-}
+EVERYWHERE: list[type[Struct]] = [GenerationFields, SchedulingFields]
+"""Structs of fields that a chat of any protocol may have."""
+PASSED = {name for kind in EVERYWHERE for name in kind.__struct_fields__}
+PASSED = PASSED - {"stream_options", "n"} | {"chat_template_kwargs"}
 """Fields of a chat that every protocol takes under the same names."""
 
 
@@ -104,7 +105,7 @@ class Translation:
 
     def __init__(self, chat: ChatEndpoint) -> None:
         self.chat = chat
-        self.kinds: Sequence[type[Struct]] = [GenerationFields, self.fields]
+        self.kinds: Sequence[type[Struct]] = [*EVERYWHERE, self.fields]
 
     def parse(
         self, http: HttpRequest, fields: Mapping[str, Any], ready: Ready

@@ -279,9 +279,8 @@ def gemv8_kernel(
     for i in tl.static_range(PARTS):
         vector = parts[i]  # type: ignore[var-annotated]
         if NORM:
-            vector = (
-                (vector * norm).to(x.dtype.element_ty).to(tl.float32)
-            )  # rounded as a norm apart
+            # Rounded as a norm apart.
+            vector = (vector * norm).to(x.dtype.element_ty).to(tl.float32)
         if ROUND:
             vector = rounded(vector * inverse, LARGEST, WHOLE, HARDWARE) * SMALLER
         elif WORDS != "":

@@ -226,9 +226,8 @@ def gemv4_kernel(
     pairs = ()
     inputs = ()
     for i in tl.static_range(4 * PARTS):
-        low = (even[i] * norm).to(x.dtype.element_ty).to(
-            tl.float32
-        ) * inverse  # rounded as a norm apart
+        # Rounded as a norm apart.
+        low = (even[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
         high = (odd[i] * norm).to(x.dtype.element_ty).to(tl.float32) * inverse
         lows += (low,)  # type: ignore[assignment]
         highs += (high,)  # type: ignore[assignment]

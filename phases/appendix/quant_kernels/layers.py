@@ -13,7 +13,6 @@ from forward.attention import Attention
 from forward.model import Model
 from phases.appendix.latency.layers import (
     HeadCombiner,
-    LatencyBlock,
     LatencyKernel,
     add_kernels,
 )
@@ -65,16 +64,13 @@ class QuantLatencyKernel(LatencyKernel):
             return gemv4(x, linear.stored, linear.shape[1], **operators)
         return gemv8(x, linear.stored, **operators)
 
-
-def heads_of(linear: KernelLinear) -> HeadCombiner | None:
-    """Return the function that combines attention's splits inside an output projection of 8-bit weights.
-
-    None: its scales are not by channel, it has act-order, or attention combines the splits faster.
-    """
-    plain = linear.scheme.scales == "channel" and linear.order is None
-    return (
-        partial(_combine, linear) if plain and fused_heads_are_faster(*linear.shape) else None
-    )
+    def combiner(self) -> HeadCombiner | None:
+        """See `LatencyKernel.combiner`. None also for scales that are not by channel, and for act-order."""
+        linear = self.linear
+        known = linear.scheme.scales == "channel" and linear.order is None
+        if not known or not fused_heads_are_faster(*linear.shape):
+            return None
+        return partial(_combine, linear)
 
 
 def _combine(linear: KernelLinear, parts: SingleRequestSplits, residual: Tensor) -> Tensor:
@@ -182,8 +178,6 @@ def install(model: Model) -> Model:
     """Add kernels to a model's quantized layers and blocks, and return the same model."""
     add_kernels(model, QuantLatencyKernel)
     blocks = [block for block in model.modules() if isinstance(block, FusedBlock)]
-    for block in blocks:
-        let_projection_combine(block)
     kinds = {eight_bits(block) for block in blocks}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is not None and isinstance(model.norm, FusedRMSNorm):
@@ -191,16 +185,6 @@ def install(model: Model) -> Model:
             block.kernels.insert(0, EightBitBlock(kind))
         model.norm = PendingScalesNorm(model.norm)
     return model
-
-
-def let_projection_combine(block: FusedBlock) -> None:
-    """Let a block's quantized output projection combine the splits of attention, where that is faster."""
-    attend = block.self_attn
-    for direct in block.kernels:
-        if isinstance(direct, LatencyBlock) and isinstance(attend, FusedAttention):
-            out = attend.o_proj
-            if isinstance(out.linear, KernelLinear) and out.total is None:
-                direct.heads = heads_of(out.linear)
 
 
 def eight_bits(block: FusedBlock) -> Activations | None:

@@ -40,9 +40,8 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
         self._state: Literal["start", "text", "name", "arguments"] = "start"
         self._rest = ""
-        self._end = "}" + (
-            format.after or "\0"
-        )  # JSON has neither, so without a mark it ends with the text
+        # JSON has neither, so without a mark it ends with the text.
+        self._end = "}" + (format.after or "\0")
         self._held: list[Delta] = []  # of a call behind another one
 
     def read(self, text: str, last: bool) -> list[Delta]:

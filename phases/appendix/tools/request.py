@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from common.errors import UserError
 from common.json_text import decode_written
@@ -34,8 +34,8 @@ class ToolFields(Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    functions: Annotated[list[Any], Meta(max_length=0)] | None = None  # OpenAI's older form
-    function_call: Literal["none", "auto"] | None = None
+    functions: list[Any] | None = None  # OpenAI's older form
+    function_call: Any = None
 
 
 class ToolHandler:
@@ -60,6 +60,10 @@ class ToolHandler:
             ApiError: tools are not of OpenAI's form, too many or too large, or the request constrains its
                 output in another way, too.
         """
+        older = {"functions": given.functions, "function_call": given.function_call}
+        for name, value in older.items():
+            if value and value not in ("none", "auto"):
+                raise wrong(name, f"{name} is not supported, but tools and tool_choice are")
         request.messages = conversation(request.messages)
         functions = self._functions(given, request)
         must, names = _choice(given.tool_choice, functions)
@@ -101,9 +105,8 @@ class ToolHandler:
         named = (
             isinstance(given.tool_choice, dict) and given.tool_choice.get("type") == "function"
         )
-        several = (
-            given.parallel_tool_calls is not False and not named
-        )  # which OpenAI calls once
+        # Which OpenAI calls once.
+        several = given.parallel_tool_calls is not False and not named
         grammar = format.grammar(
             [*functions.items()], must=must, several=several, content=content
         )

@@ -7,11 +7,9 @@ mean something: `SamplingParams`, `Limits`, the engine.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta, Struct
-
-from common.sampling.params import MAX_INT
+from msgspec import Struct
 
 
 class StreamOptions(Struct):
@@ -47,14 +45,9 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
-    cache_salt: str | None = None
     add_special_tokens: bool | None = (
         None  # to a text unless false, to a conversation only if true
     )
-
-    # ours
-    deadline_ms: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
 
 
 class CompletionFields(Struct, kw_only=True):

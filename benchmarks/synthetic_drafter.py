@@ -19,14 +19,14 @@ class Synthetic(Proposer):
     """
 
     def __init__(self, accept: float) -> None:
-        self.accept = self._each = accept
+        self.accept = accept
         self._owed = 0.0
 
     def agree(self, sampled: Sequence[int], drafts: Sequence[int]) -> int:
         """Return how many drafts count as accepted: a whole number; the fraction is carried over to the
         next call.
         """
-        self._owed += self._each
+        self._owed += self.accept
         right = min(int(self._owed), len(drafts))
         self._owed = min(self._owed - right, 1.0)
         return right

@@ -1,0 +1,158 @@
+"""Attention in plain torch over chunks of keys that end at fixed positions, combined in order.
+
+Softmax over many keys is a sum, and where it is cut decides how it is rounded. So it is cut at multiples of
+`CHUNK`, which the positions of keys alone decide: no batch, no length of a step and no cached prefix does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous.batch import HostBatch
+from forward.attention import LayerSpec
+from hybrid_cache.attention import GroupedTorch
+from hybrid_cache.pool import HybridPool
+from paged_cache import LayerBlocks, TorchPagedAttention
+
+CHUNK = 256
+"""Keys of a chunk. Long chunks are less to combine; of short ones more can be computed side by side."""
+QUERIES = 16
+"""Query tokens of a tile here; fewer are padded."""
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The softmax-weighted sum of values over some keys, not yet divided by the sum of weights.
+
+    largest: `[...]`, the largest score. total: `[...]`, the sum of exp(score - largest).
+    weighted: `[..., D]`, the values, each times its weight.
+    """
+
+    largest: Tensor
+    total: Tensor
+    weighted: Tensor
+
+    def then(self, other: Softmax) -> Softmax:
+        """Return the softmax over these keys and, behind them, over those of `other`.
+
+        Without visible keys `other` changes no bit.
+        """
+        largest = torch.maximum(self.largest, other.largest)
+        mine = torch.exp(self.largest - largest)
+        theirs = torch.exp(other.largest - largest)
+        return Softmax(
+            largest,
+            self.total * mine + other.total * theirs,
+            self.weighted * mine[..., None] + other.weighted * theirs[..., None],
+        )
+
+
+def query_tiles(host: HostBatch, queries: int) -> NDArray[np.int64]:
+    """Return a step's query tiles, `[n, 4]`: the request's place in the batch, the first row of the step's
+    tokens, how many rows, and the position of the first.
+    """
+    tiles = []
+    lens, contexts = host.query_lens.tolist(), host.context_lens.tolist()
+    starts = host.query_starts.tolist()
+    for request, (count, context) in enumerate(zip(lens, contexts, strict=True)):
+        for first in range(0, count, queries):
+            rows = min(queries, count - first)
+            tiles.append((request, starts[request] + first, rows, context - count + first))
+    return np.array(tiles, np.int64).reshape(-1, 4)
+
+
+class ChunkedTorch(TorchPagedAttention):
+    """Paged attention by torch that computes tiles of `QUERIES` tokens over chunks of `CHUNK` keys.
+
+    Every call has the same shape but for the number of tiles in it, which are separate products.
+    """
+
+    chunk = CHUNK
+
+    def plan(self) -> None:
+        """Cut the step into tiles, and find the rows and positions of each."""
+        self._others = []
+        device = self.batch.positions.device
+        tiles = query_tiles(self.batch.host, QUERIES)
+        self._ends = tiles[:, 3] + tiles[:, 2]
+        self._requests, first, count, position = torch.from_numpy(tiles).to(device).unbind(1)
+        row = torch.arange(QUERIES, device=device)
+        self._real = row < count[:, None]  # [n, QUERIES]
+        self._rows = first[:, None] + torch.minimum(row, count[:, None] - 1)
+        self._positions = position[:, None] + row
+
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
+    ) -> Tensor:
+        """See `PagedAttention.attend`."""
+        heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
+        queries = q[self._rows].float().view(*self._rows.shape, *heads, -1).movedim(1, 3)
+        # [n, KH, group, QUERIES, D]
+        done = self._nothing(layer, queries)
+        for chunk in range(-(-int(self._ends.max(initial=0)) // self.chunk)):
+            reach = torch.from_numpy(np.flatnonzero(self._ends > chunk * self.chunk))
+            reach = reach.to(q.device)
+            part = self._attend_chunk(layer, queries, cache, reach, chunk)
+            before = Softmax(done.largest[reach], done.total[reach], done.weighted[reach])
+            after = before.then(part)
+            done.largest[reach], done.total[reach] = after.largest, after.total
+            done.weighted[reach] = after.weighted
+        result = (done.weighted / done.total[..., None]).movedim(3, 1).flatten(2, 3)
+        out = torch.empty_like(q)
+        out[self._rows[self._real]] = result[self._real].to(q.dtype)
+        return out
+
+    @staticmethod
+    def _nothing(layer: LayerSpec, queries: Tensor) -> Softmax:
+        """Return the softmax before the first key: of no key, or of the layer's sinks."""
+        largest = queries.new_full(queries.shape[:-1], -1e30)
+        total = torch.zeros_like(largest)
+        if layer.sinks is not None:
+            largest += layer.sinks.float().view(1, *queries.shape[1:3], 1) + 1e30
+            total += 1
+        return Softmax(largest, total, torch.zeros_like(queries))
+
+    def _attend_chunk(
+        self, layer: LayerSpec, queries: Tensor, cache: LayerBlocks, reach: Tensor, chunk: int
+    ) -> Softmax:
+        """Return the softmax of some tiles over the keys of one chunk.
+
+        queries: `[n, KH, group, QUERIES, D]`. reach: `[m]`, the tiles that have keys in this chunk.
+        """
+        key = torch.arange(chunk * self.chunk, (chunk + 1) * self.chunk, device=queries.device)
+        requests = self._requests[reach]
+        # What lies behind a request's last key is masked; its own last key stands in for it.
+        last = self.batch.context_lens.to(queries.device)[requests].long() - 1
+        position = torch.minimum(key, last[:, None])  # [m, chunk]
+        size = cache.k.shape[1]
+        blocks = self.batch.block_tables[requests].gather(1, position // size).long()
+        slots = blocks * size + position % size
+        keys, values = (
+            numbers.flatten(0, 1)[slots].float().transpose(1, 2) for numbers in cache[:2]
+        )  # [m, KH, chunk, D]
+        if cache.k_scale is not None and cache.v_scale is not None:
+            keys = keys * cache.k_scale[:, None, None]
+            values = values * cache.v_scale[:, None, None]
+        own = queries[reach]
+        rows = own.flatten(2, 3) * layer.scale  # [m, KH, group * QUERIES, D]
+        scores = (rows @ keys.transpose(2, 3)).view(*own.shape[:-1], -1)
+        distance = self._positions[reach][:, :, None] - key  # [m, QUERIES, chunk]
+        seen = distance >= 0
+        if layer.sliding_window is not None:
+            seen &= distance < layer.sliding_window
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+        largest = scores.amax(-1).clamp(min=-1e30)
+        weights = torch.exp(scores - largest[..., None])
+        weighted = (weights.flatten(2, 3) @ values).view(own.shape)
+        return Softmax(largest, weights.sum(-1), weighted)
+
+
+class GroupedChunkedTorch(ChunkedTorch, GroupedTorch):
+    """`ChunkedTorch` over the block tables of several groups of layers."""
+
+    pool: HybridPool

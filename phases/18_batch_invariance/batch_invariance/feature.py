@@ -1,0 +1,107 @@
+"""Batch invariance as a feature of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from batch_invariance.activations import fix_activations
+from batch_invariance.attention import ChunkedTorch, GroupedChunkedTorch
+from batch_invariance.linear import fix_linears
+from common.errors import UserError
+from cuda_graphs import Graphs
+from cuda_graphs.buckets import chunk_sizes, decode_sizes
+from hybrid_cache.pool import HybridPool
+from paged_cache import BlockPool, EngineBuilder, Feature, PagedAttention
+from parallel.feature import Parallel
+from quant.blocks import BlockWeight
+from quant.linear import QuantLinear
+from triton_paged_attention import Kernels
+
+
+@dataclass(frozen=True)
+class BatchInvariance(Feature):
+    """A request's tokens and log-probabilities have the same bits, whatever shares its batch."""
+
+    name: ClassVar[str] = "batch_invariant"
+    phase: ClassVar[int] = 18
+
+    def configure_load(self, builder: EngineBuilder) -> None:
+        """Raise `UserError` if a product's sum is divided among ranks."""
+        parallel = builder.feature(Parallel)
+        refuse("tensor_parallel is not 1", bool(parallel and parallel.tensor_parallel > 1))
+
+    def install(self, builder: EngineBuilder) -> None:
+        """Fix the order of the sums in products and in attention, and drop kernels for certain batch sizes.
+
+        Raises:
+            UserError: the model has sums whose order depends on the batch.
+        """
+        refuse_unknown_sums(builder)
+        model = builder.own_model()
+        kernels = builder.feature(Kernels) is not None
+        if kernels:
+            from triton_paged_attention.layers import FusedBlock
+            from triton_paged_attention.linear import FusedLinear
+
+            for part in model.modules():
+                if isinstance(part, FusedLinear | FusedBlock):
+                    part.kernels.clear()
+        fix_activations(model)
+        fix_linears(model, likely_rows(builder))
+        made = triton_attention(builder) if kernels else torch_attention
+        builder.attention.decorate(self, lambda plain: made)
+        if builder.feature(Graphs) is not None:
+            from batch_invariance.sampling import FixedSamplerBackend
+            from cuda_graphs.sampling import TritonSamplerBackend
+
+            if isinstance(builder.sampler_backend.part, TritonSamplerBackend):
+                builder.sampler_backend.decorate(self, lambda plain: FixedSamplerBackend())
+
+
+def refuse_unknown_sums(builder: EngineBuilder) -> None:
+    """Raise `UserError` for a model or an option whose sums this phase does not put in order."""
+    model = builder.model
+    quantized = any(isinstance(part, QuantLinear | BlockWeight) for part in model.modules())
+    refuse("the model is a mixture of experts", model.config.experts is not None)
+    refuse("the model has layers of Gated DeltaNet", model.config.delta is not None)
+    refuse("weights are quantized", quantized)
+    refuse("keys and values have a layout of few bits", builder.kv.part.layout is not None)
+
+
+def refuse(reason: str, holds: bool) -> None:
+    """Raise `UserError` if a reason holds."""
+    if holds:
+        raise UserError(
+            f"batch_invariant is True, but {reason}, whose sums have no fixed order yet: "
+            "switch it off with batch_invariant=False"
+        )
+
+
+def likely_rows(builder: EngineBuilder) -> list[int]:
+    """Return numbers of rows that steps of this engine have: those of graphs, and some up to a full step."""
+    most, graphs = builder.step_tokens, builder.feature(Graphs)
+    rows = decode_sizes(max(builder.max_rows, 16)) + chunk_sizes(max(most, 32))
+    if graphs is not None and graphs.graph_tokens:
+        rows += chunk_sizes(graphs.graph_tokens)
+    return sorted(set(rows))
+
+
+def torch_attention(pool: BlockPool) -> PagedAttention:
+    """Make attention in torch over a pool of one or several groups of layers."""
+    return GroupedChunkedTorch(pool) if isinstance(pool, HybridPool) else ChunkedTorch(pool)
+
+
+def triton_attention(builder: EngineBuilder) -> Callable[[Any], PagedAttention]:
+    """Return what makes attention by kernels over a pool of one or several groups of layers."""
+    from batch_invariance.kernels.paged import ChunkedTriton, GroupedChunkedTriton
+
+    heads = builder.model.config.num_heads
+
+    def make(pool: BlockPool) -> PagedAttention:
+        grouped = isinstance(pool, HybridPool)
+        kind = GroupedChunkedTriton if grouped else ChunkedTriton
+        return kind(pool, num_heads=heads)
+
+    return make

@@ -1,0 +1,1 @@
+"""The phase's Triton kernels: a product, and attention over chunks of keys."""

@@ -1,0 +1,97 @@
+"""`chunked_attention` as the attention object of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from batch_invariance.attention import CHUNK
+from batch_invariance.kernels.attention import Launch, Scratch, chunked_attention
+from forward.attention import LayerSpec
+from hybrid_cache.kernels import GroupedTriton
+from hybrid_cache.pool import HybridPool
+from paged_cache import BlockPool, LayerBlocks
+from triton_paged_attention.attention import TILE_ROWS, TritonPagedAttention
+from triton_paged_attention.hardware import multiprocessors
+
+SCRATCH_ROWS = 1 << 16
+"""Rows of scratch memory: 32 MiB with heads of 128. A step that would need more is not split."""
+
+PROMPT_LAUNCH = {64: (2, 128), 128: (3, None)}
+"""Padded size of a head -> stages and most registers of a thread, for tiles of prompts."""
+
+
+class ChunkedTriton(TritonPagedAttention):
+    """`TritonPagedAttention` with one kernel for decodes and prompts, whose bits the batch cannot change.
+
+    chunk, block_n: keys of a chunk and of a tile.
+    """
+
+    chunk = CHUNK
+
+    def __init__(self, pool: BlockPool, num_heads: int, **options: Any) -> None:
+        super().__init__(pool, num_heads, **options)
+        device, (kv_heads, d) = pool.data.device, pool.data.shape[-2:]
+        self.block_n = self._prefill_config.block_n
+        self._kv_heads = kv_heads
+        self._programs = 2 * multiprocessors(device)
+        self._scratch = Scratch(SCRATCH_ROWS, max(16, triton.next_power_of_2(d)), device)
+
+    def decode_launch(self, items: int) -> Launch:
+        """Return the launch for requests of one token or a small number: programs that fill the device."""
+        splits = max(1, self._programs // (items * self._kv_heads))
+        rows = triton.next_power_of_2(self._max_queries) * self._group
+        return Launch(max(TILE_ROWS, triton.next_power_of_2(rows)), 4, 3, splits)
+
+    def prompt_launch(self) -> Launch:
+        """Return the launch for tiles of prompts."""
+        stages, registers = PROMPT_LAUNCH.get(self._scratch.d_pad, (2, None))
+        return Launch(self._prefill_config.block_m, 8, stages, maxnreg=registers)
+
+    def attend(
+        self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor, cache: LayerBlocks
+    ) -> Tensor:
+        """See `TritonPagedAttention.attend`."""
+        batch, q = self.batch, q.contiguous()
+        out = torch.empty_like(q)
+        shared: dict[str, Any] = {
+            "chunk": self.chunk,
+            "block_n": self.block_n,
+            "out": out,
+        }
+        if self._max_queries:
+            one_each = self._only is None and self._max_queries == 1
+            listed = batch.context_lens if self._only is None else self._only
+            chunked_attention(
+                q,
+                cache,
+                batch.block_tables,
+                layer,
+                **shared,
+                launch=self.decode_launch(len(listed)),
+                context_lens=batch.context_lens,
+                query_starts=None if one_each else batch.query_starts,
+                requests=self._only,
+                max_queries=self._max_queries,
+                scratch=self._scratch,
+            )
+        if self._tiles is not None:
+            chunked_attention(
+                q,
+                cache,
+                batch.block_tables,
+                layer,
+                **shared,
+                launch=self.prompt_launch(),
+                tiles=self._tiles,
+            )
+        return out
+
+
+class GroupedChunkedTriton(ChunkedTriton, GroupedTriton):
+    """`ChunkedTriton` over the block tables of several groups of layers."""
+
+    pool: HybridPool

@@ -1,0 +1,447 @@
+"""Phase 18: a request has the same bits in every batch, and a planted cause of other bits is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import batch_invariance
+from batch_invariance import linear
+from batch_invariance.attention import CHUNK, ChunkedTorch, Softmax
+from batch_invariance.linear import FixedLinear, agreeing_sizes, in_blocks, pieces, same_bits
+from common.errors import UserError
+from common.sampling import ops
+from common.sampling.params import SamplingParams
+from forward.attention import LayerSpec
+from forward.loading import load_model
+from forward.model import Model
+from paged_cache import LayerBlocks, PagedEngine
+
+pytestmark = pytest.mark.timeout(240)
+DTYPES = [torch.float32, torch.bfloat16]
+LENGTHS = [3, 40, 17, 90, 64, 5, 33]
+
+
+# Products.
+
+
+@pytest.mark.parametrize("rows", [1, 5, 63, 64, 100, 1000])
+def test_pieces_cover_each_row_once_and_the_library_gets_only_its_sizes(rows: int) -> None:
+    sizes = (4, 16, 64, 256)
+    found = list(pieces(rows, sizes))
+    covered = [row for first, last, _ in found for row in range(first, last)]
+    assert covered == list(range(rows))
+    assert all(last - first in sizes for first, last, by_library in found if by_library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_of_a_product_has_the_same_bits_in_every_batch(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 80, bias=bias).to(dtype).requires_grad_(False)
+    sizes = agreeing_sizes(in_blocks, layer.weight, layer.bias, [1, 2, 3, 4, 16, 48])
+    fixed = FixedLinear(layer, in_blocks, sizes)
+    x = torch.randn(70, 48).to(dtype)
+    whole = fixed(x)
+    torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
+    for count in (1, 2, 3, 7, 16, 33, 48):
+        for first in (0, 5, 22):
+            part = fixed(x[first : first + count])
+            assert same_bits(part, whole[first : first + count]), (count, first)
+
+
+def split_in_two(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """What a split-K kernel does: two halves of the sum, added at the end."""
+    half = x.shape[1] // 2
+    out.copy_(x[:, :half] @ weight[:, :half].t() + x[:, half:] @ weight[:, half:].t())
+
+
+def test_a_library_that_splits_the_sum_for_few_rows_is_not_asked_for_few_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = linear.library
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        (split_in_two if len(x) < 16 else plain)(x, weight, bias, out)
+
+    monkeypatch.setattr(linear, "library", library)
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96)
+    found = agreeing_sizes(in_blocks, weight, None, [4, 8, 16, 32])
+    assert 4 not in found and 8 not in found and 16 in found
+
+
+def test_a_fault_in_one_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = linear.library, list[int]()
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        calls.append(len(x))
+        (split_in_two if calls.count(len(x)) == 3 else plain)(x, weight, bias, out)
+
+    monkeypatch.setattr(linear, "library", library)
+    assert agreeing_sizes(plain, torch.randn(64, 96), None, [16, 32]) == ()
+
+
+def test_a_rare_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of some thousand numbers differs: a size of one row shows 64 numbers a window."""
+    seen = [0]
+
+    def fixed(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out.copy_((x[:, None] * weight).sum(-1))
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        fixed(x, weight, bias, out)
+        seen[0] += out.numel()
+        if seen[0] > 4000:
+            out[-1, -1] += 1
+
+    monkeypatch.setattr(linear, "library", library)
+    assert agreeing_sizes(fixed, torch.randn(64, 96), None, [1]) == ()
+    assert seen[0] > 4000
+
+
+def test_sizes_are_ascending_and_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear.MOST_NUMBERS, "cpu", 64 * 40)
+    weight = torch.randn(64, 8)
+    assert agreeing_sizes(in_blocks, weight, None, [32, 16, 16, 64]) == (16, 32)
+
+
+def test_a_small_rest_is_left_to_the_fixed_product() -> None:
+    found = [tuple(piece) for piece in pieces(333, (1, 2, 4, 8, 16, 32, 64, 128, 256))]
+    assert found == [(0, 256, True), (256, 320, True), (320, 333, False)]
+    assert [tuple(piece) for piece in pieces(200, (64,))] == [(0, 200, False)]
+
+
+def test_the_comparison_tells_the_two_zeros_apart() -> None:
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+# Softmax over chunks.
+
+
+def softmax(largest: float, total: float, weighted: float) -> Softmax:
+    return Softmax(torch.tensor(largest), torch.tensor(total), torch.tensor([weighted]))
+
+
+def test_a_chunk_without_visible_keys_changes_no_bit() -> None:
+    some, none = softmax(0.3, 1.7, 0.123), softmax(-1e30, 0.0, 0.0)
+    for both in (some.then(none), none.then(some)):
+        assert both.total == some.total and torch.equal(both.weighted, some.weighted)
+
+
+def test_two_chunks_are_the_softmax_over_all_keys() -> None:
+    torch.manual_seed(0)
+    scores, values = torch.randn(2, 5, 9) * 3, torch.randn(9, 4)
+
+    def over(keys: slice) -> Softmax:
+        part = scores[..., keys]
+        largest = part.amax(-1)
+        weights = (part - largest[..., None]).exp()
+        return Softmax(largest, weights.sum(-1), weights @ values[keys])
+
+    both = over(slice(0, 4)).then(over(slice(4, 9)))
+    torch.testing.assert_close(both.largest, scores.amax(-1))
+    torch.testing.assert_close(
+        both.weighted / both.total[..., None], scores.softmax(-1) @ values
+    )
+
+
+def test_chunks_combined_in_another_order_round_differently() -> None:
+    torch.manual_seed(0)
+    parts = [softmax(*x) for x in torch.rand(200, 3).tolist()]
+
+    def combined(order: Sequence[Softmax]) -> Softmax:
+        done = order[0]
+        for part in order[1:]:
+            done = done.then(part)
+        return done
+
+    assert combined(parts).weighted != combined(parts[::-1]).weighted
+
+
+# Log-probabilities.
+
+
+def test_log_probabilities_of_a_row_have_the_same_bits_in_every_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 3001) * 5
+    tokens = torch.arange(40)
+    whole = ops.raw_logprobs(logits, tokens, 3)
+    expected = logits.double().log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(whole[0].double(), expected, atol=5e-6, rtol=0)
+    for count in (1, 2, 3, 8, 31):
+        part = ops.raw_logprobs(logits[:count], tokens[:count], 3)
+        for a, b in zip(part, whole, strict=True):
+            assert torch.equal(a, b[:count])
+
+
+# Engines.
+
+
+@cache
+def model_of(shape: str, dtype: str) -> Model:
+    return load_model(f"random:{shape}", device="cpu", dtype=dtype)
+
+
+def prompts(model: Model) -> list[list[int]]:
+    vocab = model.config.vocab_size
+    return [[(n * 97 + i * 31) % vocab for i in range(n)] for n in LENGTHS]
+
+
+def params() -> list[SamplingParams]:
+    """Greedy and random requests, with log-probabilities, so that a difference of one bit is seen."""
+    return [
+        SamplingParams(
+            temperature=0.8 * (j % 2), seed=j, ignore_eos=True, max_tokens=8, logprobs=1
+        )
+        for j in range(len(LENGTHS))
+    ]
+
+
+def outputs(engine: PagedEngine, groups: Sequence[Sequence[int]]) -> dict[int, Any]:
+    """Serve groups of requests one after the other, each group at once: request -> tokens and bits."""
+    given, how = prompts(engine.runner.model), params()
+    found = {}
+    for group in groups:
+        done = engine.generate([given[k] for k in group], [how[k] for k in group])
+        for k, completion in zip(group, done, strict=True):
+            found[k] = completion.token_ids, completion.logprobs
+    return found
+
+
+EVERY = list(range(len(LENGTHS)))
+ALONE = [[k] for k in EVERY]
+ENGINES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "small chunks": {"step_tokens": 20, "chunk_tokens": 7},
+    "no prefix cache": {"prefix_cache": False},
+    "no overlap": {"overlap": False},
+    "drafts": {"drafter": "ngram", "draft_adaptive": False},
+    "other rows": {"max_rows": 3},
+}
+
+
+def make(model: Model | str, **options: Any) -> PagedEngine:
+    return batch_invariance.load(
+        model, **{"max_rows": 8, "max_len": 128, "step_tokens": 64, **options}
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny-window"])
+def test_a_request_has_the_same_bits_in_every_company_and_engine(
+    shape: str, dtype: str
+) -> None:
+    model = model_of(shape, dtype)
+    expected = outputs(make(model), ALONE)
+    for name, options in ENGINES.items():
+        engine = make(model, **options)
+        for groups in ([EVERY], [EVERY[::-1]], ALONE):
+            assert outputs(engine, groups) == expected, (name, groups)
+
+
+def test_a_preempted_request_has_the_same_bits() -> None:
+    model = model_of("tiny", "float32")
+    expected = outputs(make(model), ALONE)
+    blocks = 10 * 16 * model.config.kv_bytes_per_token(model.dtype)
+    engine = make(model, cache_bytes=blocks, max_len=100)
+    assert outputs(engine, [EVERY]) == expected
+    assert engine.scheduler.preemptions > 0
+
+
+def test_without_the_mode_company_changes_bits() -> None:
+    model = model_of("tiny", "float32")
+    engine = make(model, batch_invariant=False)
+    assert outputs(engine, ALONE) != outputs(engine, [EVERY])
+
+
+def by_company(self: ChunkedTorch) -> None:
+    """A planted bug: chunks are shorter when there are few requests, to fill more cores."""
+    PLAN(self)
+    self.chunk = 16 if len(self.batch.host.query_lens) < 3 else 32
+
+
+PLAN = ChunkedTorch.plan
+
+
+def test_chunks_that_depend_on_the_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkedTorch, "plan", by_company)
+    engine = make(model_of("tiny", "float32"))
+    assert outputs(engine, ALONE) != outputs(engine, [EVERY])
+
+
+def test_unchecked_sizes_of_the_library_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "agreeing_sizes", lambda *_: tuple(range(1, 200)))
+    engine = make(model_of("tiny", "float32"))
+    assert outputs(engine, ALONE) != outputs(engine, [EVERY])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("tiny-moe", {}),
+        ("tiny-delta", {}),
+        ("tiny", {"tensor_parallel": 2}),
+        ("tiny", {"quantization": "int8"}),
+    ],
+)
+def test_what_has_no_fixed_order_is_refused_by_name(
+    shape: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="batch_invariant is True, but"):
+        make(f"random:{shape}", device="cpu", **options)
+
+
+# Kernels. In the interpreter products of the same numbers may round by their shapes; here all are exact.
+
+
+@pytest.fixture
+def kernels() -> Iterator[Any]:
+    pytest.importorskip("triton")
+    import triton_paged_attention  # noqa: F401  # chooses the interpreter where there is no GPU
+    from batch_invariance.kernels import attention
+
+    yield attention
+
+
+LENGTH, KEYS = 70, 16
+SCALE = 0.05
+
+
+def exact_inputs() -> tuple[Tensor, LayerBlocks, Tensor]:
+    """One request's queries, its cache and its block table: scores and values of few bits."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = -(-LENGTH // 16)
+    q = torch.randint(-1, 2, (LENGTH, 2, 16), generator=generator)
+    k = torch.randint(-1, 2, (blocks, 16, 1, 16), generator=generator)
+    v = torch.randint(-4, 5, (blocks, 16, 1, 16), generator=generator) / 4
+    table = torch.randperm(blocks, generator=generator).int()[None]
+    return q.half(), LayerBlocks(k.half(), v.half()), table
+
+
+def layer_of(window: int | None) -> LayerSpec:
+    return LayerSpec(0, 2, 1, 16, SCALE, window)
+
+
+def as_prompt(
+    kernels: Any, block_m: int = 32, cuts: Sequence[int] = (), window: int | None = None
+) -> Tensor:
+    from triton_paged_attention.prefill import query_tiles
+
+    q, cache, table = exact_inputs()
+    parts = []
+    for first, last in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+        tiles = torch.from_numpy(query_tiles([last - first], [last], block_m // 2))
+        launch = kernels.Launch(block_m)
+        parts.append(
+            kernels.chunked_attention(
+                q[first:last].contiguous(), cache, table, layer_of(window), chunk=32, block_n=KEYS,
+                tiles=tiles, launch=launch,
+            )
+        )  # fmt: skip
+    return torch.cat(parts)
+
+
+def as_decodes(
+    kernels: Any, splits: int = 1, window: int | None = None, chunk: int = 32
+) -> Tensor:
+    q, cache, table = exact_inputs()
+    lens = torch.arange(1, LENGTH + 1, dtype=torch.int32)
+    scratch = kernels.Scratch(1 << 10, 16, q.device)
+    out: Tensor = kernels.chunked_attention(
+        q,
+        cache,
+        table.expand(LENGTH, -1),
+        layer_of(window),
+        chunk=chunk,
+        block_n=KEYS,
+        context_lens=lens,
+        launch=kernels.Launch(16, splits=splits),
+        scratch=scratch,
+    )
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_one_query_token_and_many_get_the_same_bits(kernels: Any, window: int | None) -> None:
+    expected = as_prompt(kernels, window=window)
+    assert same_bits(as_prompt(kernels, 16, [7, 40], window), expected)
+    for splits in (1, 2, 3):
+        assert same_bits(as_decodes(kernels, splits, window), expected)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 900), (300, 901), (512, 513), (0, 0)])
+def test_shares_are_whole_chunks_and_cover_all_keys(
+    kernels: Any, begin: int, end: int
+) -> None:
+    from tests.chunk_shares import shares
+
+    for splits in (1, 2, 3, 8):
+        found = shares(begin, end, splits, 256)
+        used = found[0][2]
+        assert {share[2] for share in found} == {used}
+        assert used == max(1, sum(high > low for low, high, _ in found))
+        keys = [key for low, high, _ in found[:used] for key in range(low, high)]
+        assert keys == list(range(begin, end))
+        assert all(high % 256 == 0 or high == end for _, high, _ in found[:used])
+        assert used == 1 or all(
+            high - low <= 256 * 4 // splits + 256 for low, high, _ in found
+        )
+
+
+def test_a_split_decode_has_the_bits_of_a_prompt(kernels: Any) -> None:
+    assert same_bits(as_decodes(kernels, 3), as_prompt(kernels))
+
+
+def test_other_chunks_give_other_bits(kernels: Any) -> None:
+    assert not same_bits(as_decodes(kernels, chunk=16), as_prompt(kernels))
+
+
+def test_the_kernel_computes_attention(kernels: Any) -> None:
+    from paged_cache.reference import paged_attention
+
+    q, cache, table = exact_inputs()
+    starts, lens = torch.tensor([0, LENGTH]), torch.tensor([LENGTH])
+    expected = paged_attention(q, cache, table, starts, lens, scale=SCALE)
+    torch.testing.assert_close(as_prompt(kernels).float(), expected, atol=2e-3, rtol=0)
+
+
+def test_tiles_of_a_product_agree_and_the_sum_is_not_cut(kernels: Any) -> None:
+    from batch_invariance.kernels.product import ProductTile, product
+
+    torch.manual_seed(0)
+    x, weight = torch.randint(-2, 3, (40, 72)).half(), torch.randint(-2, 3, (24, 72)).half()
+    bias = torch.randn(24).half()
+    expected = x.float() @ weight.float().t() + bias.float()
+    for tile in (ProductTile(1, 16, 16, 32, 4, 2), ProductTile(1, 32, 32, 64, 4, 2)):
+        out = torch.empty(40, 24, dtype=torch.float16)
+        product(x, weight, bias, out, tile)
+        assert same_bits(out, expected.half())
+
+
+def test_a_draw_does_not_ask_how_many_rows_there_are(kernels: Any) -> None:
+    from batch_invariance.sampling import LEAST_ROWS, FixedSamplerBackend
+    from common.sampling.sampler import Sampler
+
+    torch.manual_seed(0)
+    sampler = Sampler(8, 3000, "cpu")
+    sampler.sampler_backend = FixedSamplerBackend()
+    for row in range(8):
+        sampler.set_row(row, SamplingParams(temperature=1.0, seed=row), [1])
+    logits, rows = torch.randn(8, 3000), torch.arange(8)
+    steps = torch.zeros(8, dtype=torch.int64)
+    whole = sampler.sample(logits, rows, list(range(8)), steps).tokens
+    for count in (1, 3, LEAST_ROWS):
+        part = sampler.sample(logits[:count], rows[:count], list(range(count)), steps[:count])
+        assert torch.equal(part.tokens, whole[:count])
+
+
+def test_the_chunk_is_whole_tiles_of_every_head_size() -> None:
+    assert all(CHUNK % keys == 0 for keys in (16, 32, 64))
